@@ -1,0 +1,190 @@
+"""Which steps lie under a run's root, which of them are committed, and which of those are on the living line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, StorageError
+from holdfast.format.generation import (
+    MAX_GENERATION_BYTES,
+    Base,
+    Opening,
+    choose_living,
+    decode_base,
+    decode_opening,
+    encode_base,
+    encode_opening,
+    make_base,
+)
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MANIFEST_NAME,
+    TRASH_PREFIX,
+    StepName,
+    base_path,
+    generation_path,
+    parse_generation_file,
+    parse_step_directory,
+)
+from holdfast.storage.protocol import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What lay under a run's root at one moment.
+
+    Attributes:
+        committed: All steps with a manifest, on the living line or not, in order of step.
+        living: Those on the living line, in order of step.
+        unfinished: Directories of steps without a manifest: being written, or left behind.
+        trash: Names in the root of what was set aside to be removed.
+        generation: The newest generation that was opened, or 0.
+        faults: Records of generations that could not be read.
+    """
+
+    committed: tuple[StepName, ...]
+    living: tuple[StepName, ...]
+    unfinished: tuple[StepName, ...]
+    trash: tuple[str, ...]
+    generation: int
+    faults: tuple[FormatError, ...]
+
+    @property
+    def newest(self) -> StepName | None:
+        """The newest step of the living line, or None."""
+        return self.living[-1] if self.living else None
+
+    def find(self, step: int) -> StepName:
+        """The checkpoint of a step: the living line's, else the newest that lies off it.
+
+        Raises:
+            NoCheckpointError: If there is none; the error names those that exist.
+        """
+        for name in self.living:
+            if name.step == step:
+                return name
+        off_line = [name for name in self.committed if name.step == step]
+        if off_line:
+            return max(off_line)
+        known = ", ".join(str(existing) for existing in sorted({name.step for name in self.committed}))
+        raise NoCheckpointError(f"there is no checkpoint of step {step}", hint=f"Steps that exist: {known or 'none'}.")
+
+
+def read_catalog(storage: Storage) -> Catalog:
+    """**Blocks.** Looks at the run's root.
+
+    A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    committed: list[StepName] = []
+    unfinished: list[StepName] = []
+    trash: list[str] = []
+    for entry in storage.list(""):
+        if not entry.is_directory:
+            continue
+        if entry.name.startswith(TRASH_PREFIX):
+            trash.append(entry.name)
+        elif (name := parse_step_directory(entry.name)) is not None:
+            names = {inner.name for inner in storage.list(entry.name) if not inner.is_directory}
+            (committed if MANIFEST_NAME in names else unfinished).append(name)
+    bases, generation, faults = _read_bases(storage)
+    return Catalog(
+        committed=tuple(sorted(committed)),
+        living=choose_living(committed, bases),
+        unfinished=tuple(sorted(unfinished)),
+        trash=tuple(trash),
+        generation=max([generation, *(name.generation for name in (*committed, *unfinished))]),
+        faults=tuple(faults),
+    )
+
+
+def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatError]]:
+    bases: dict[int, Base] = {}
+    faults: list[FormatError] = []
+    opened = read_generations(storage)
+    for generation in opened:
+        path = base_path(generation)
+        try:
+            bases[generation] = decode_base(storage.read(path, MAX_GENERATION_BYTES), path=path, generation=generation)
+        except NotFoundError:
+            continue  # It was opened and died before it saved, or is about to record its base.
+        except FormatError as fault:
+            faults.append(fault)
+    return bases, max(opened, default=0), faults
+
+
+def read_generations(storage: Storage) -> list[int]:
+    """**Blocks.** The numbers of all generations that were opened, in order."""
+    parsed = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
+    return sorted(generation for generation in parsed if generation is not None)
+
+
+def read_opening(storage: Storage, generation: int) -> Opening:
+    """**Blocks.** Who opened a generation.
+
+    Raises:
+        NotFoundError: If nobody did.
+        FormatError: If the record is damaged.
+    """
+    path = generation_path(generation)
+    return decode_opening(storage.read(path, MAX_GENERATION_BYTES), path=path)
+
+
+def read_manifest(storage: Storage, name: StepName) -> Manifest:
+    """**Blocks.** A committed step's manifest.
+
+    Raises:
+        NotFoundError: If the step is not committed.
+        FormatError: If it is damaged or another step's.
+    """
+    path = name.manifest_path
+    return decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+
+
+def open_generation(storage: Storage) -> int:
+    """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
+
+    A crash after this leaves a generation without a base, which saved nothing and changes no line.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    storage.make_directory(GENERATIONS_DIRECTORY)
+    generation = read_catalog(storage).generation + 1
+    for _ in range(1000):
+        opening = Opening(
+            generation=generation,
+            token=secrets.token_hex(16),
+            host=socket.gethostname(),
+            process=os.getpid(),
+            opened_at_unix_seconds=time.time(),
+        )
+        if storage.publish(generation_path(generation), encode_opening(opening)):
+            return generation
+        generation += 1  # Another job took the number in the same moment.
+    raise StorageError(
+        f"{storage.url}: a thousand generations were taken by others while one was to be opened",
+        path=GENERATIONS_DIRECTORY,
+        hint="Many jobs write into this directory; give each run a directory of its own.",
+    )
+
+
+def record_base(storage: Storage, generation: int, name: StepName | None) -> None:
+    """**Blocks.** Records the checkpoint that a generation begins from, or None if it begins anew.
+
+    Raises:
+        StorageError: If the place fails, or the base of this generation was recorded before.
+    """
+    if not storage.publish(base_path(generation), encode_base(make_base(generation, name))):
+        raise StorageError(
+            f"{storage.url}: generation {generation} has a base already",
+            path=base_path(generation),
+            hint="The directory was changed by hand, or two jobs believe to be the same one.",
+        )

@@ -1,0 +1,91 @@
+"""The names of the objects whose state is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from holdfast.errors import UsageError
+
+
+class Checkpoint:
+    """Names the objects whose state is kept together. It does no I/O; a manager saves and restores it.
+
+    An object is a torch module, optimizer, scheduler or data loader, anything with `state_dict` and
+    `load_state_dict`, a tensor, an array, a number, a string, bytes, or a tree (dict, list, tuple, dataclass) of all
+    of these.
+
+        checkpoint = Checkpoint(model=model, optimizer=optimizer, rng=RNG(), epoch=0)
+        checkpoint.epoch += 1          # the same as checkpoint["epoch"] += 1
+        checkpoint["loader"] = loader  # objects may be added at any time
+
+    A restore changes objects where they are. What cannot be changed, such as a number, is replaced here: read
+    `checkpoint.epoch` after a restore, not a variable of your own. Brackets take every name; one that is an attribute
+    of this class too (`objects`) can be read and set with brackets only.
+    """
+
+    __slots__ = ("_objects",)
+    _objects: dict[str, Any]
+
+    def __init__(self, /, **objects: Any) -> None:
+        object.__setattr__(self, "_objects", {})
+        for name, obj in objects.items():
+            self[name] = obj
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """The objects by name, in the order in which they were named; a read-only view."""
+        return MappingProxyType(self._objects)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._objects[name]
+        except KeyError:
+            raise KeyError(f"no object {name!r}; there are: {', '.join(self._objects) or 'none'}") from None
+
+    def __setitem__(self, name: str, obj: Any) -> None:
+        """Names an object, in place of an earlier one.
+
+        Raises:
+            UsageError: If the name cannot be one.
+        """
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise UsageError(f"{name!r} cannot name an object", hint="Use a name of printable characters.")
+        if "/" in name or name.startswith("$") or name == "__metadata__":
+            raise UsageError(
+                f"{name!r} cannot name an object",
+                hint="A name has no '/', does not begin with '$', and is not '__metadata__'.",
+            )
+        self._objects[name] = obj
+
+    def __delitem__(self, name: str) -> None:
+        del self._objects[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._objects
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._objects)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying asks for attributes before there are any.
+        if name == "_objects" or name not in self._objects:
+            raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
+        return self._objects[name]
+
+    def __setattr__(self, name: str, obj: Any) -> None:
+        if hasattr(type(self), name):
+            raise AttributeError(f"{name!r} is not free as an attribute; write checkpoint[{name!r}] = ...")
+        self[name] = obj
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._objects:
+            raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
+        del self._objects[name]
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(f'{name}={type(obj).__name__}' for name, obj in self._objects.items())})"

@@ -1,0 +1,162 @@
+"""The tree of errors, grouped by what a handler does about them.
+
+* `UsageError`: the call, or an object that was handed in, is wrong. Mend the program.
+* `MismatchError`: checkpoint and live objects do not fit. Restore with `strict=False`, or mend the objects.
+* `StorageError`: the place where bytes lie failed. Make room, or try again.
+* `DamageError`: bytes are there but are not what was written. Fall back to an older step.
+* `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
+* `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
+* `FencedError`: another job has taken over the directory. Stop this one.
+* `DeadlineError`: a wait ran out of time.
+
+Every error carries a `hint`: one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HoldfastError(Exception):
+    """The root of all errors that holdfast raises.
+
+    Attributes:
+        hint: What to do about it, one sentence, or an empty string.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(HoldfastError):
+    """The call, or an object that was handed in, is wrong."""
+
+
+class UnsupportedValueError(UsageError):
+    """A value has no codec, or an array has a form that cannot be stored.
+
+    Attributes:
+        path: Where the value stands, such as `scheduler/lr_lambdas/0`.
+    """
+
+    def __init__(self, message: str, *, path: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+
+
+class StepExistsError(UsageError):
+    """The step is committed already and `replace` was not asked for."""
+
+
+class ClosedError(UsageError):
+    """The manager was closed before this call."""
+
+
+class MismatchError(HoldfastError):
+    """What is stored does not fit the live objects; nothing has been changed.
+
+    Attributes:
+        differences: A `holdfast.state.Differences`, with a list for each kind of difference.
+    """
+
+    def __init__(self, message: str, *, differences: Any, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.differences = differences
+
+
+class ApplyError(HoldfastError):
+    """An object refused the state that was read for it; objects before it have been changed."""
+
+
+class StorageError(HoldfastError):
+    """The place where the bytes lie failed.
+
+    Attributes:
+        path: The path below the storage's root, or the whole path.
+    """
+
+    def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+
+
+class StorageFullError(StorageError):
+    """No room is left, or a quota is reached."""
+
+
+class NotFoundError(StorageError):
+    """Nothing lies at that path."""
+
+
+class DamageError(HoldfastError):
+    """Bytes are there, but they are not what was written.
+
+    Attributes:
+        step: The step whose checkpoint is damaged, or None where that is not known.
+        path: The damaged file.
+        offset_bytes: Where in the file the bad span begins, or None.
+        tensor: The leaf that the bad span belongs to, or an empty string.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        path: str = "",
+        offset_bytes: int | None = None,
+        tensor: str = "",
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        self.path = path
+        self.offset_bytes = offset_bytes
+        self.tensor = tensor
+
+
+class FormatError(DamageError):
+    """A record or a header is malformed, hostile, or of a format that this version cannot read."""
+
+
+class NoCheckpointError(HoldfastError):
+    """There is no checkpoint at that place, or no such step."""
+
+
+class NoWholeCheckpointError(NoCheckpointError):
+    """Checkpoints are there, but none of them is whole.
+
+    Attributes:
+        damages: What is wrong with each, newest first.
+    """
+
+    def __init__(self, message: str, *, damages: tuple[DamageError, ...], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.damages = damages
+
+
+class SaveFailedError(HoldfastError):
+    """A save failed in the background. Its cause is `__cause__`.
+
+    Attributes:
+        step: The step that was not committed.
+        next_save: The handle of the save that was being asked for when this was raised, which goes on; or None.
+    """
+
+    def __init__(self, message: str, *, step: int, next_save: Any = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        self.next_save = next_save
+
+
+class FencedError(HoldfastError):
+    """Another job has opened a newer generation of this run; this one can commit no more."""
+
+
+class DeadlineError(HoldfastError, TimeoutError):
+    """A wait ran out of time; what was waited for may still happen."""

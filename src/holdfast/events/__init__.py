@@ -1,0 +1,49 @@
+"""What happened, typed, with durations in seconds and sizes in bytes; and sinks, which are told of it.
+
+An event is a frozen record; `str(event)` is a line for people. A sink is anything that can be called with an event:
+`LoggingSink`, `JsonLinesSink`, `Totals`, a function of the user's. `Fanout` tells several, and lets none of them
+break a save.
+"""
+
+from holdfast.events.journal import JsonLinesSink, read_events
+from holdfast.events.kinds import (
+    AnyEvent,
+    Committed,
+    Event,
+    Failed,
+    GenerationOpened,
+    PassedOver,
+    Restored,
+    Retained,
+    Skipped,
+    Staged,
+    Warned,
+    Written,
+    decode_event,
+    encode_event,
+)
+from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
+
+__all__ = [
+    "AnyEvent",
+    "Committed",
+    "Event",
+    "Failed",
+    "Fanout",
+    "GenerationOpened",
+    "JsonLinesSink",
+    "LoggingSink",
+    "PassedOver",
+    "Restored",
+    "Retained",
+    "Sink",
+    "Skipped",
+    "Staged",
+    "Sums",
+    "Totals",
+    "Warned",
+    "Written",
+    "decode_event",
+    "encode_event",
+    "read_events",
+]

@@ -1,0 +1,278 @@
+"""The kinds of event, and each as a line of JSON."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TypeAlias
+
+import msgspec
+
+from holdfast.errors import FormatError
+
+
+def _kind(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
+    """What all events have.
+
+    Attributes:
+        at_unix_seconds: When it happened, by the wall clock.
+    """
+
+    at_unix_seconds: float = msgspec.field(default_factory=time.time)
+
+
+class GenerationOpened(Event, frozen=True):
+    """This process has become the one that saves here.
+
+    Attributes:
+        generation: Its number.
+        base_step: The step that it goes on from; None if it begins anew.
+    """
+
+    generation: int
+    base_step: int | None = None
+
+    def __str__(self) -> str:
+        base = "from the beginning" if self.base_step is None else f"from step {self.base_step}"
+        return f"generation {self.generation} opened, {base}"
+
+
+class Staged(Event, frozen=True):
+    """The state of a step has been copied; training goes on.
+
+    Attributes:
+        step: The step being saved.
+        generation: The generation that saves it.
+        blocked_seconds: How long training was held up, a wait for the save before included.
+        size_bytes: What was copied.
+    """
+
+    step: int
+    generation: int
+    blocked_seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} staged: {_size(self.size_bytes)}, training held up {_time(self.blocked_seconds)}"
+
+
+class Written(Event, frozen=True):
+    """The bytes of a step last, but are not committed yet.
+
+    Attributes:
+        step: The step being saved.
+        generation: The generation that saves it.
+        background_seconds: How long the writing took, behind training.
+        size_bytes: What was written.
+    """
+
+    step: int
+    generation: int
+    background_seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        rate = f" ({_size(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
+        return f"step {self.step} written: {_size(self.size_bytes)} in {_time(self.background_seconds)}{rate}"
+
+
+class Committed(Event, frozen=True):
+    """A step can be restored from now on.
+
+    Attributes:
+        step: The step.
+        generation: The generation that saved it.
+        blocked_seconds: How long training was held up for it, as in its `Staged`.
+        background_seconds: How long all the rest took, behind training.
+        size_bytes: What was written.
+        training_saved_seconds: The training time between the commit before and this one, which a crash can no
+            longer take away.
+    """
+
+    step: int
+    generation: int
+    blocked_seconds: float
+    background_seconds: float
+    size_bytes: int
+    training_saved_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} committed: {_size(self.size_bytes)}, training held up "
+            f"{_time(self.blocked_seconds)}, {_time(self.background_seconds)} in the background, "
+            f"{_time(self.training_saved_seconds)} of training saved"
+        )
+
+
+class Restored(Event, frozen=True):
+    """The live objects have the state of a step again.
+
+    Attributes:
+        step: The step.
+        generation: The generation that had saved it.
+        blocked_seconds: How long it took.
+        size_bytes: What was read and checked.
+    """
+
+    step: int
+    generation: int
+    blocked_seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} restored: {_size(self.size_bytes)} in {_time(self.blocked_seconds)}"
+
+
+class PassedOver(Event, frozen=True):
+    """A step that is damaged was passed over for an older one.
+
+    Attributes:
+        step: The damaged step.
+        generation: The generation that had saved it.
+        file: The damaged file, below the run's directory.
+        error: What is wrong.
+        offset_bytes: Where in the file the damage begins; None if that is not known.
+        tensor: The leaf whose bytes are damaged, or an empty string.
+    """
+
+    step: int
+    generation: int
+    file: str
+    error: str
+    offset_bytes: int | None = None
+    tensor: str = ""
+
+    def __str__(self) -> str:
+        place = self.file
+        if self.offset_bytes is not None:
+            place += f" at byte {self.offset_bytes}"
+        if self.tensor:
+            place += f" ({self.tensor})"
+        return f"step {self.step} passed over, it is damaged: {place}: {self.error}"
+
+
+class Retained(Event, frozen=True):
+    """Old steps were looked through.
+
+    Attributes:
+        kept: The steps that stay, each with the reason.
+        removed: The steps that were removed.
+        background_seconds: How long it took.
+    """
+
+    kept: dict[int, str]
+    removed: tuple[int, ...]
+    background_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        removed = ", ".join(map(str, self.removed)) or "none"
+        kept = ", ".join(f"{step} ({reason})" for step, reason in self.kept.items()) or "none"
+        return f"steps removed: {removed}; kept: {kept}"
+
+
+class Failed(Event, frozen=True):
+    """Something did not succeed.
+
+    Attributes:
+        stage: What failed: `save`, `restore`, `retain`, or a stage of these, such as `write`.
+        error: What went wrong.
+        step: The step concerned, or None.
+        generation: The generation concerned, or None.
+        save_lost: Whether a checkpoint that was asked for does not exist because of it.
+        background_seconds: The time spent on it behind training.
+    """
+
+    stage: str
+    error: str
+    step: int | None = None
+    generation: int | None = None
+    save_lost: bool = False
+    background_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" of step {self.step}"
+        return f"{self.stage}{where} failed: {self.error}"
+
+
+class Skipped(Event, frozen=True):
+    """A save was asked for and not begun.
+
+    Attributes:
+        step: The step that is not saved.
+        reason: Why.
+    """
+
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} not saved: {self.reason}"
+
+
+class Warned(Event, frozen=True):
+    """Something that a person should know.
+
+    Attributes:
+        text: One sentence.
+        step: The step concerned, or None.
+    """
+
+    text: str
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.step is None else f"step {self.step}: {self.text}"
+
+
+AnyEvent: TypeAlias = (
+    GenerationOpened | Staged | Written | Committed | Restored | PassedOver | Retained | Failed | Skipped | Warned
+)
+"""Every kind of event; the field `kind` tells them apart in JSON."""
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode_event(event: Event) -> bytes:
+    """**Pure.** One line of JSON, without the end of line."""
+    try:
+        return _ENCODER.encode(event)
+    except UnicodeEncodeError:
+        # A file name that is not UTF-8 reaches error texts as lone surrogates, which JSON cannot hold.
+        texts = {name: value for name, value in msgspec.structs.asdict(event).items() if isinstance(value, str)}
+        legible = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+        return _ENCODER.encode(msgspec.structs.replace(event, **legible))
+
+
+def decode_event(line: bytes) -> AnyEvent:
+    """**Pure.** The event in a line of JSON; fields that are not known are left out.
+
+    Raises:
+        FormatError: If the line is damaged, or of a kind that this version does not know.
+    """
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"not an event: {error}") from error
+
+
+def _time(seconds: float) -> str:
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+
+
+def _size(size_bytes: float) -> str:
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # From 0.9995 of a unit on, three digits would round up to it.
+        if size_bytes >= 0.9995 * unit_bytes:
+            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -1,0 +1,140 @@
+"""Which of a program's own types may be written and rebuilt, as the program itself has registered them. Pure.
+
+A checkpoint names its types by tag or by name, but nothing is ever looked up by such a name except here and on the
+live objects: a name that nobody registered is an error.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from holdfast.errors import UsageError
+from holdfast.format.scalars import ENCODERS
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the values of one exact type are written as other values, and made again.
+
+    Attributes:
+        cls: The type.
+        tag: The name that is stored.
+        encode: Takes a value, returns a tree of plain values.
+        decode: Takes such a tree, returns an equal value of the type.
+    """
+
+    cls: type
+    tag: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+FACTORIES: Final[Mapping[str, Any]] = {
+    **{
+        cls.__name__: cls
+        for cls in (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+    },
+    **{cls.__name__: cls for cls in (collections.Counter, collections.OrderedDict, collections.deque)},
+}
+"""What a defaultdict may make its values with, by the name that is stored."""
+
+FACTORY_NAMES: Final[Mapping[Any, str]] = {factory: name for name, factory in FACTORIES.items()}
+
+_codecs_by_type: dict[type, Codec] = {}
+_codecs_by_tag: dict[str, Codec] = {}
+_types_by_name: dict[str, type] = {}
+
+
+def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode: Callable[[Any], T]) -> None:
+    """Teaches holdfast to store the values of a type.
+
+    Register before saving, and before restoring in every process that restores.
+
+    Args:
+        cls: The type; values of types that derive from it are not meant.
+        tag: A name for it that stays the same in all versions of the program, such as `myproject.Vocabulary`.
+        encode: Takes a value, returns what it is made of: any tree of plain values, no arrays. (An object that holds
+            arrays should have `state_dict` and `load_state_dict`, or be a dataclass.)
+        decode: Takes what `encode` returned, returns an equal value.
+
+    Raises:
+        UsageError: If the type needs no codec, or the tag belongs to another type.
+    """
+    if cls in ENCODERS:
+        raise UsageError(f"values of {cls.__qualname__} are stored as they are", hint="Derive a type of your own.")
+    if not tag or not isinstance(tag, str):
+        raise UsageError("a codec needs a tag, a name that is stored with each value")
+    other = _codecs_by_tag.get(tag)
+    if other is not None and name_of(other.cls) != name_of(cls):
+        raise UsageError(f"the tag {tag!r} belongs to {name_of(other.cls)} already", hint="Choose another tag.")
+    _codecs_by_tag[tag] = _codecs_by_type[cls] = Codec(cls, tag, encode, decode)
+
+
+def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
+    """Lets values of a dataclass, enum or namedtuple be made anew at a restore. Also a class decorator.
+
+    It is needed only where no live value of the type stands at the same place when the restore begins, as for the
+    elements of a list that is still empty.
+
+    Args:
+        cls: The type.
+        name: The name under which it was stored, if the class has moved since: `module:qualified name`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        UsageError: If it is a type of another kind.
+    """
+    if not (is_plain_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)):
+        raise UsageError(
+            f"{name_of(cls)} is neither a dataclass nor an enum nor a namedtuple",
+            hint="Use register_codec for types of other kinds.",
+        )
+    _types_by_name[name or name_of(cls)] = cls
+    return cls
+
+
+def codec_for(cls: type) -> Codec | None:
+    """The codec of an exact type, if there is one."""
+    return _codecs_by_type.get(cls)
+
+
+def codec_tagged(tag: str) -> Codec | None:
+    """The codec of a tag, if there is one."""
+    return _codecs_by_tag.get(tag)
+
+
+def type_named(name: str) -> type | None:
+    """The registered type of that stored name, if there is one."""
+    return _types_by_name.get(name)
+
+
+def name_of(cls: type) -> str:
+    """**Pure.** The name under which a type is stored."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_namedtuple(cls: type) -> bool:
+    """**Pure.** Whether a type was made by `namedtuple` or `NamedTuple`."""
+    fields = getattr(cls, "_fields", None)
+    return (
+        tuple in cls.__bases__
+        and type(fields) is tuple
+        and all(type(field) is str for field in fields)
+        and callable(getattr(cls, "_make", None))
+    )
+
+
+def is_plain_dataclass(cls: type) -> bool:
+    """**Pure.** Whether a type is a dataclass whose values are their fields: one that derives from no built-in type."""
+    return dataclasses.is_dataclass(cls) and all(
+        ancestor is object or ancestor.__module__ != "builtins" for ancestor in cls.__mro__
+    )

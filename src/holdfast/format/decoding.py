@@ -1,0 +1,360 @@
+"""JSON to Python values, along with a live tree. Pure."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from holdfast.errors import FormatError, UnsupportedValueError
+from holdfast.format.codecs import FACTORIES, Codec, codec_tagged, is_namedtuple, is_plain_dataclass, type_named
+from holdfast.format.encoding import MAX_DEPTH, path_part
+from holdfast.format.scalars import DECODERS, Malformed, Node, decode_int, decode_numpy
+
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+_BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticError)
+
+
+class Marker(enum.Enum):
+    """What stands in place of a live value where there is none."""
+
+    ABSENT = "absent"
+    """The live container is filled, but has no such part. As a decoded value: leave that part out."""
+    UNFILLED = "unfilled"
+    """There is no live container, or it is empty: anything may come."""
+
+
+ABSENT: Final = Marker.ABSENT
+UNFILLED: Final = Marker.UNFILLED
+
+
+class Decoder:
+    """Makes values from JSON. Derive from it for more than plain values.
+
+    Where a method takes `live`, that is the live value at the same place, or one of the markers; it is never changed,
+    and nothing of it but its types is used here.
+    """
+
+    def __init__(self, find_codec: Callable[[str], Codec | None] = codec_tagged) -> None:
+        self._find_codec = find_codec
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        """The array for a reference to a leaf."""
+        raise malformed(path, "a reference to an array stands where none may be")
+
+    def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
+        """The object for the state of one."""
+        raise malformed(path, "the state of an object stands where none may be")
+
+    def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
+        """Whether a part of the live tree stays although nothing is stored for it.
+
+        Args:
+            part: The part.
+            path: Where it stands.
+            emptied: True if nothing at all is stored for what it is a part of.
+        """
+        return False
+
+    def unknown_type(self, name: str, live: Any, path: str) -> Any:
+        """What to take for a stored value whose type cannot be found."""
+        raise UnsupportedValueError(
+            f"{path}: the type {name.replace(':', '.')} of the stored value is not known here",
+            path=path,
+            hint="Register it with register_type, or have a value of that type there before restoring.",
+        )
+
+    def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
+        """Called when a class has other fields now than were stored."""
+        raise UnsupportedValueError(
+            f"{path}: the class has other fields than were stored (new: {missing}, gone: {extra})",
+            path=path,
+            hint="Restore with the class as it was, or register a codec for it.",
+        )
+
+    def decode(self, node: Node, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
+        """The value of a node.
+
+        Raises:
+            FormatError: If no such node is ever written.
+            UnsupportedValueError: If a type or codec is not known to this process.
+        """
+        cls = type(node)
+        if cls in _ATOMS:
+            return node
+        if depth > MAX_DEPTH:
+            raise malformed(path, f"values are nested more than {MAX_DEPTH} deep")
+        if cls is list:
+            return self.sequence(node, live, path, depth + 1)
+        if cls is not dict:
+            raise malformed(path, "this is no JSON value")
+        if "$" in node:
+            return self._tagged(node, live, path, depth + 1)
+        for key in node:
+            if type(key) is not str or key[:1] == "$":
+                raise malformed(path, f"the key {key!r} may not be")
+        return self.mapping(node.items(), live, path, depth + 1)
+
+    def sequence(self, nodes: Node, live: Any, path: str, depth: int) -> list[Any]:
+        """The elements of a list, a tuple or a deque."""
+        if type(nodes) is not list:
+            raise malformed(path, "a list is expected")
+        parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
+        count = len(parts)
+        beyond = ABSENT if count or live is ABSENT else UNFILLED
+        values = []
+        for index, node in enumerate(nodes):
+            part = parts[index] if index < count else beyond
+            value = self.decode(node, part, f"{path}/{index}", depth)
+            if value is not ABSENT:
+                values.append(value)
+        left = range(len(nodes), count)
+        return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}", emptied=not nodes)]
+
+    def mapping(self, items: Iterable[tuple[Any, Node]], live: Any, path: str, depth: int) -> dict[Any, Any]:
+        """The items of a dict of any kind."""
+        parts: Mapping[Any, Any] = live if isinstance(live, dict) else {}
+        beyond = ABSENT if parts or live is ABSENT else UNFILLED
+        values = {}
+        stored = set()
+        for index, (key, node) in enumerate(items):
+            stored.add(key)
+            value = self.decode(node, parts.get(key, beyond), f"{path}/{path_part(key, index)}", depth)
+            if value is not ABSENT:
+                values[key] = value
+        if parts and not stored.issuperset(parts):
+            for index, (key, part) in enumerate(parts.items()):
+                if key not in stored and self.keeps(part, f"{path}/{path_part(key, index)}", emptied=not stored):
+                    values[key] = part
+        return values
+
+    def _tagged(self, node: Node, live: Any, path: str, depth: int) -> Any:
+        tag, payload, argument = node["$"], node.get("v"), node.get("k")
+        if type(tag) is not str or "v" not in node or len(node) != 2 + ("k" in node):
+            raise malformed(path, "a tagged value is malformed")
+        rebuild = _REBUILDERS.get(tag)
+        if rebuild is not None:
+            return rebuild(self, payload, argument, live, path, depth)
+        scalar = DECODERS.get(tag)
+        try:
+            if scalar is not None and argument is None:
+                return scalar(payload)
+            if tag == "numpy":
+                return decode_numpy(payload, argument)
+        except _BROKEN as error:
+            raise malformed(path, f"the payload of {tag!r} is malformed: {error}") from error
+        raise malformed(path, f"the tag {tag!r} is unknown")
+
+    def _pairs(self, payload: Node, live: Any, path: str, depth: int) -> dict[Any, Any]:
+        if type(payload) is not list:
+            raise malformed(path, "a list of pairs is expected")
+        plain = Decoder(self._find_codec)
+        nodes = {}
+        for index, pair in enumerate(payload):
+            if type(pair) is not list or len(pair) != 2:
+                raise malformed(path, "a pair is expected")
+            key = plain.decode(pair[0], UNFILLED, f"{path}/{index}", depth)
+            try:
+                nodes[key] = pair[1]
+            except TypeError as error:
+                raise malformed(path, f"a key cannot be one: {error}") from error
+        if len(nodes) != len(payload):
+            raise malformed(path, "a key stands twice")
+        return self.mapping(nodes.items(), live, path, depth)
+
+    def _elements(self, payload: Node, path: str, depth: int) -> frozenset[Any]:
+        values = Decoder(self._find_codec).sequence(payload, UNFILLED, path, depth)
+        try:
+            elements = frozenset(values)
+        except TypeError as error:
+            raise malformed(path, f"an element cannot be one: {error}") from error
+        if len(elements) != len(values):
+            raise malformed(path, "an element stands twice")
+        return elements
+
+    def _type(self, name: Node, live: Any, path: str, is_kind: Callable[[type], bool]) -> type | None:
+        if type(name) is not str:
+            raise malformed(path, "the name of a type is expected")
+        # A module may have moved since; the class is then still called the same.
+        cls: type | None = type(live)
+        if not is_kind(type(live)) or type(live).__qualname__ != name.rpartition(":")[2]:
+            cls = type_named(name)
+        return cls if cls is not None and is_kind(cls) else None
+
+    def _fields(
+        self, cls: type, expected: Sequence[str], payload: Node, live: Any, path: str, depth: int
+    ) -> dict[str, Any]:
+        if type(payload) is not dict:
+            raise malformed(path, "fields are expected")
+        missing = [f"{path}/{name}" for name in expected if name not in payload]
+        extra = [f"{path}/{name}" for name in payload if name not in expected]
+        if missing or extra:
+            self.other_fields(missing, extra, path)
+        beyond = ABSENT if live is ABSENT else UNFILLED
+        values = {}
+        for name in expected:
+            part = getattr(live, name, UNFILLED) if type(live) is cls else beyond
+            value = ABSENT if name not in payload else self.decode(payload[name], part, f"{path}/{name}", depth)
+            if value is ABSENT and type(live) is cls:
+                value = part
+            if value is not ABSENT:
+                values[name] = value
+        return values
+
+
+def malformed(path: str, what: str) -> FormatError:
+    """The error for JSON that no encoder writes."""
+    return FormatError(f"{path}: {what}", tensor=path)
+
+
+def _array(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    if type(payload) is not str or type(argument) is not str:
+        raise malformed(path, "a reference to an array is malformed")
+    return d.array(payload, argument, live, path)
+
+
+def _object(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    if type(argument) is not str:
+        raise malformed(path, "the state of an object is malformed")
+    return d.stateful(argument, payload, live, path, depth)
+
+
+def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    if type(argument) is not str:
+        raise malformed(path, "the tag of a codec is expected")
+    codec = d._find_codec(argument)
+    if codec is None:
+        raise UnsupportedValueError(
+            f"{path}: no codec with the tag {argument!r} is registered in this process",
+            path=path,
+            hint="Call register_codec, as the program that saved did, before restoring.",
+        )
+    plain = Decoder(d._find_codec).decode(payload, UNFILLED, path, depth)
+    try:
+        return codec.decode(plain)
+    except Exception as error:
+        raise malformed(path, f"the codec {argument!r} refused what is stored: {error!r}") from error
+
+
+def _no_argument(path: str, argument: Node) -> None:
+    if argument is not None:
+        raise malformed(path, "a tagged value has an argument that it cannot have")
+
+
+def _defaultdict(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    if argument is not None and (type(argument) is not str or argument not in FACTORIES):
+        raise malformed(path, f"a defaultdict cannot have the factory {argument!r}")
+    factory = None if argument is None else FACTORIES[argument]
+    return collections.defaultdict(factory, d._pairs(payload, live, path, depth))
+
+
+def _deque(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    values = d.sequence(payload, live, path, depth)
+    try:
+        limit = None if argument is None else decode_int(argument)
+        made = collections.deque(values, limit)
+    except _BROKEN as error:
+        raise malformed(path, f"the length of a deque is malformed: {error}") from error
+    if limit is not None and len(payload) > limit:
+        raise malformed(path, "a deque is longer than it may be")
+    return made
+
+
+def _slice(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    _no_argument(path, argument)
+    values = Decoder(d._find_codec).sequence(payload, UNFILLED, path, depth)
+    if len(values) != 3:
+        raise malformed(path, "a slice has three parts")
+    return slice(*values)
+
+
+def _enum(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    cls: Any = d._type(argument, live, path, lambda cls: issubclass(cls, enum.Enum))
+    if cls is None:
+        return d.unknown_type(argument, live, path)
+    name = Decoder().decode(payload, UNFILLED, path, depth)
+    if type(name) is not str or name not in cls.__members__:
+        raise UnsupportedValueError(
+            f"{path}: {cls.__qualname__} has no member {name!r} any more",
+            path=path,
+            hint="Give the member back its name, or register a codec for the enum.",
+        )
+    return cls.__members__[name]
+
+
+def _flag(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    cls = d._type(argument, live, path, lambda cls: issubclass(cls, enum.Flag))
+    if cls is None:
+        return d.unknown_type(argument, live, path)
+    try:
+        return cls(decode_int(payload))
+    except _BROKEN as error:
+        raise malformed(path, f"the flag is malformed: {error}") from error
+
+
+def _namedtuple(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    cls: Any = d._type(argument, live, path, is_namedtuple)
+    if cls is None:
+        return d.unknown_type(argument, live, path)
+    values = d._fields(cls, cls._fields, payload, live, path, depth)
+    values = {**cls._field_defaults, **values}
+    if len(values) != len(cls._fields):
+        return ABSENT
+    return tuple.__new__(cls, [values[name] for name in cls._fields])
+
+
+def _dataclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    cls: Any = d._type(argument, live, path, is_plain_dataclass)
+    if cls is None:
+        return d.unknown_type(argument, live, path)
+    fields = dataclasses.fields(cls)
+    values = d._fields(cls, [field.name for field in fields], payload, live, path, depth)
+    # As copying and unpickling do, this goes round the constructor: arrays are not filled yet, and a constructor
+    # might compute something from them.
+    made = object.__new__(cls)
+    if type(live) is cls:
+        for name, value in getattr(live, "__dict__", {}).items():
+            object.__setattr__(made, name, value)
+    for field in fields:
+        if field.name in values:
+            object.__setattr__(made, field.name, values[field.name])
+        elif field.default is not dataclasses.MISSING:
+            object.__setattr__(made, field.name, field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            object.__setattr__(made, field.name, field.default_factory())
+        else:
+            return ABSENT
+    return made
+
+
+_Rebuild = Callable[[Decoder, Node, Node, Any, str, int], Any]
+
+
+def _plain(make: Callable[[Decoder, Node, Any, str, int], Any]) -> _Rebuild:
+    def rebuild(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        _no_argument(path, argument)
+        return make(d, payload, live, path, depth)
+
+    return rebuild
+
+
+_REBUILDERS: Final[dict[str, _Rebuild]] = {
+    "array": _array,
+    "object": _object,
+    "codec": _codec,
+    "defaultdict": _defaultdict,
+    "deque": _deque,
+    "slice": _slice,
+    "enum": _enum,
+    "flag": _flag,
+    "namedtuple": _namedtuple,
+    "dataclass": _dataclass,
+    "dict": _plain(Decoder._pairs),
+    "OrderedDict": _plain(lambda d, *where: collections.OrderedDict(d._pairs(*where))),
+    "Counter": _plain(lambda d, *where: collections.Counter(d._pairs(*where))),
+    "tuple": _plain(lambda d, *where: tuple(d.sequence(*where))),
+    "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, path, depth))),
+    "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, path, depth)),
+}

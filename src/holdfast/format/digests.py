@@ -1,0 +1,33 @@
+"""Digests of bytes, and the spans that they are taken over. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import xxhash
+
+SPAN_BYTES: Final = 1 << 20
+"""An array's bytes are cut into spans of this many, from its first byte on; the last may be shorter.
+
+Small enough that a partial read checks little more than it wants, large enough that the digests weigh nothing.
+"""
+
+DIGEST_CHARACTERS: Final = 32
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """**Pure.** The 128-bit XXH3 digest of some bytes, as 32 lower-case hexadecimal characters.
+
+    It finds damage; it is no proof against somebody who forges a checkpoint on purpose.
+    """
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_digest(text: str) -> bool:
+    """**Pure.** True if the text has the form of a digest."""
+    return len(text) == DIGEST_CHARACTERS and all(character in "0123456789abcdef" for character in text)
+
+
+def span_count(size_bytes: int, span_bytes: int) -> int:
+    """**Pure.** How many spans an array of this size has; none if it is empty."""
+    return -(-size_bytes // span_bytes)

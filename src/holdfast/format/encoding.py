@@ -1,0 +1,193 @@
+"""Python values to JSON. Pure."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Final
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.format.codecs import FACTORY_NAMES, codec_for, is_namedtuple, is_plain_dataclass, name_of
+from holdfast.format.scalars import (
+    ENCODERS,
+    Malformed,
+    Node,
+    encode_int,
+    encode_numpy,
+    encode_str,
+    is_text,
+    tagged,
+)
+
+MAX_DEPTH: Final = 64
+"""How deep values may be nested. Both walks then stay well within the interpreter's own limit."""
+
+_REGISTER: Final = "Store something plainer in its place, or register the type with register_codec."
+
+
+def path_part(key: Hashable, index: int) -> str:
+    """**Pure.** What a dict's key is called in a path; one that has no short plain form is called by its number."""
+    if type(key) is str:
+        part = key
+    elif type(key) in (int, float, bool, type(None), tuple) and len(text := repr(key)) <= 64:
+        part = text
+    else:
+        part = str(index)
+    return escape(part)
+
+
+def escape(part: str) -> str:
+    """**Pure.** A part of a path, with `~` and `/` written as in JSON pointers."""
+    if "~" in part or "/" in part:
+        part = part.replace("~", "~0").replace("/", "~1")
+    return part if is_text(part) else part.encode("utf-8", "backslashreplace").decode()
+
+
+class Encoder:
+    """Writes trees of values as JSON. Derive from it and override `special` for more than plain values."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
+        """The node of a value of a type that has no codec, or None."""
+        return None
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Node:
+        """The node of a value.
+
+        Raises:
+            UnsupportedValueError: If it has none.
+        """
+        cls = type(value)
+        scalar = ENCODERS.get(cls)
+        if scalar is not None:
+            try:
+                return scalar(value)
+            except Malformed as error:
+                raise unsupported(path, str(error)) from None
+        if depth > MAX_DEPTH:
+            raise unsupported(path, f"something nested more than {MAX_DEPTH} deep", "Make the tree flatter.")
+        if id(value) in self._open:
+            raise unsupported(path, "a value that contains itself", "Store each part once, without cycles.")
+        self._open.add(id(value))
+        try:
+            container = _CONTAINERS.get(cls)
+            if container is not None:
+                return container(self, value, path, depth + 1)
+            return self._encode_other(cls, value, path, depth + 1)
+        finally:
+            self._open.remove(id(value))
+
+    def _encode_other(self, cls: type, value: Any, path: str, depth: int) -> Node:
+        codec = codec_for(cls)
+        if codec is not None:
+            return tagged("codec", _Plain(self).encode(codec.encode(value), path, depth), codec.tag)
+        node = self.special(value, path, depth)
+        if node is None:
+            node = self._encode_of_program(cls, value, path, depth)
+        if node is None:
+            raise unsupported(path, f"a value of type {name_of(cls).replace(':', '.')}")
+        return node
+
+    def _encode_of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
+        """Enums, dataclasses, namedtuples, and NumPy's scalars."""
+        if isinstance(value, enum.Flag):
+            return tagged("flag", self.encode(value.value, path, depth), name_of(cls))
+        if isinstance(value, enum.Enum):
+            return tagged("enum", encode_str(value.name), name_of(cls))
+        if is_namedtuple(cls):
+            return tagged("namedtuple", self._fields(cls._fields, value, path, depth), name_of(cls))  # type: ignore[attr-defined]
+        if is_plain_dataclass(cls):
+            names = [field.name for field in dataclasses.fields(cls)]
+            return tagged("dataclass", self._fields(names, value, path, depth), name_of(cls))
+        return encode_numpy(value)
+
+    def _fields(self, names: Iterable[str], value: Any, path: str, depth: int) -> Node:
+        nodes = {}
+        for name in names:
+            if not hasattr(value, name):
+                raise unsupported(f"{path}/{name}", "a field that was never set", "Set it, or give it a default.")
+            nodes[name] = self.encode(getattr(value, name), f"{path}/{name}", depth)
+        return nodes
+
+    def encode_list(self, value: Iterable[Any], path: str, depth: int) -> list[Node]:
+        """The nodes of a sequence's elements."""
+        nodes: list[Node] = []
+        for index, element in enumerate(value):
+            if type(element) is int and -(1 << 63) <= element < 1 << 63:
+                nodes.append(element)
+            else:
+                nodes.append(self.encode(element, f"{path}/{index}", depth))
+        return nodes
+
+    def encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
+        """A dict's node: a JSON object where the keys allow it, otherwise pairs."""
+        for key in value:
+            if type(key) is not str or key[:1] == "$" or not is_text(key):
+                return tagged("dict", self.encode_pairs(value, path, depth))
+        nodes = {}
+        for key, part in value.items():
+            nodes[key] = self.encode(part, f"{path}/{escape(key)}", depth)
+        return nodes
+
+    def encode_pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Node]:
+        """The keys and values of any mapping, in its order."""
+        keys = _Plain(self)
+        pairs = []
+        for index, (key, part) in enumerate(value.items()):
+            at = f"{path}/{path_part(key, index)}"
+            pairs.append([keys.encode(key, at, depth), self.encode(part, at, depth)])
+        return pairs
+
+    def encode_set(self, value: Iterable[Any], path: str, depth: int) -> list[Node]:
+        """The elements, in an order that depends on nothing but them."""
+        nodes = _Plain(self).encode_list(value, path, depth)
+        return sorted(nodes, key=lambda node: json.dumps(node, sort_keys=True))
+
+
+class _Plain(Encoder):
+    """Writes what stands where no array or object may be: keys, elements of sets, what a codec returns."""
+
+    def __init__(self, outer: Encoder) -> None:
+        self._open = outer._open
+
+
+def _encode_defaultdict(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
+    factory = value.default_factory
+    if factory is not None and (not isinstance(factory, Hashable) or factory not in FACTORY_NAMES):
+        raise unsupported(
+            path,
+            f"a defaultdict with the factory {factory!r}",
+            f"Use one of {', '.join(FACTORY_NAMES.values())} as its default_factory, or a plain dict.",
+        )
+    name = None if factory is None else FACTORY_NAMES[factory]
+    return tagged("defaultdict", encoder.encode_pairs(value, path, depth), name)
+
+
+def _encode_slice(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
+    return tagged("slice", _Plain(encoder).encode_list((value.start, value.stop, value.step), path, depth))
+
+
+_CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
+    list: Encoder.encode_list,
+    dict: Encoder.encode_dict,
+    tuple: lambda e, value, path, depth: tagged("tuple", e.encode_list(value, path, depth)),
+    collections.OrderedDict: lambda e, value, path, depth: tagged("OrderedDict", e.encode_pairs(value, path, depth)),
+    collections.Counter: lambda e, value, path, depth: tagged("Counter", e.encode_pairs(value, path, depth)),
+    collections.defaultdict: _encode_defaultdict,
+    collections.deque: lambda e, value, path, depth: tagged(
+        "deque", e.encode_list(value, path, depth), None if value.maxlen is None else encode_int(value.maxlen)
+    ),
+    set: lambda e, value, path, depth: tagged("set", e.encode_set(value, path, depth)),
+    frozenset: lambda e, value, path, depth: tagged("frozenset", e.encode_set(value, path, depth)),
+    slice: _encode_slice,
+}
+
+
+def unsupported(path: str, what: str, hint: str = _REGISTER) -> UnsupportedValueError:
+    """The error for a value that cannot be stored."""
+    return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)

@@ -1,0 +1,141 @@
+"""Generations: who opened the run, and from which step each began. Pure.
+
+Every start of a job that saves opens a generation, the next number. Its base is the checkpoint that it began from. The
+living line is what the newest generation saved, then what its base's generation saved up to that base, and so on back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from holdfast.errors import FormatError
+from holdfast.format.envelope import seal, unseal
+from holdfast.format.names import MAX_ATTEMPT, MAX_GENERATION, MAX_STEP, StepName
+
+OPENING_KIND: Final = "generation"
+BASE_KIND: Final = "base"
+MAX_GENERATION_BYTES: Final = 1 << 20
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The record that opens a generation.
+
+    Attributes:
+        generation: Its number.
+        token: Random text that tells this opening from any other.
+        host: The machine that opened it.
+        process: The process's number there.
+        opened_at_unix_seconds: The opener's clock; for people only.
+    """
+
+    generation: int
+    token: str
+    host: str
+    process: int
+    opened_at_unix_seconds: float
+
+
+class Base(msgspec.Struct, frozen=True):
+    """The record that says where a generation began.
+
+    Attributes:
+        generation: The generation that began.
+        step: The step of the checkpoint that it began from, or None if it began anew.
+        base_generation: That checkpoint's generation, or None.
+        base_attempt: That checkpoint's attempt, or None.
+    """
+
+    generation: int
+    step: int | None
+    base_generation: int | None
+    base_attempt: int | None
+
+    @property
+    def name(self) -> StepName | None:
+        """The checkpoint that it began from, or None if it began anew."""
+        if self.step is None or self.base_generation is None or self.base_attempt is None:
+            return None
+        return StepName(self.step, self.base_generation, self.base_attempt)
+
+
+def make_base(generation: int, name: StepName | None) -> Base:
+    """**Pure.** The base record of a generation that began from `name`, or anew."""
+    if name is None:
+        return Base(generation, None, None, None)
+    return Base(generation, name.step, name.generation, name.attempt)
+
+
+def encode_opening(opening: Opening) -> bytes:
+    """**Pure.** The bytes of an opening."""
+    return seal(OPENING_KIND, opening)
+
+
+def decode_opening(data: bytes, *, path: str) -> Opening:
+    """**Pure.** The opening that the bytes hold.
+
+    Raises:
+        FormatError: If it is damaged.
+    """
+    return unseal(OPENING_KIND, Opening, data, path=path)
+
+
+def encode_base(base: Base) -> bytes:
+    """**Pure.** The bytes of a base."""
+    return seal(BASE_KIND, base)
+
+
+def decode_base(data: bytes, *, path: str, generation: int) -> Base:
+    """**Pure.** The base that the bytes hold.
+
+    Raises:
+        FormatError: If it is damaged, another generation's, or does not lie before its generation.
+    """
+    base = unseal(BASE_KIND, Base, data, path=path)
+    parts = (base.step, base.base_generation, base.base_attempt)
+    if base.generation != generation or (None in parts and any(part is not None for part in parts)):
+        raise FormatError(f"{path}: is not a well-formed base of generation {generation}", path=path)
+    name = base.name
+    if name is not None and not (
+        0 <= name.step <= MAX_STEP
+        and 1 <= name.generation < min(generation, MAX_GENERATION)
+        and 1 <= name.attempt <= MAX_ATTEMPT
+    ):
+        raise FormatError(f"{path}: {name} cannot be the base of generation {generation}", path=path)
+    return base
+
+
+def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple[StepName, ...]:
+    """**Pure.** The steps on the living line, oldest first; of one step, the attempt that counts.
+
+    Args:
+        steps: The committed steps, in any order.
+        bases: The base of each generation that recorded one. A generation that recorded none saved nothing; should it
+            have steps all the same (its record was lost), they are taken to follow what lies before them.
+    """
+    by_generation: dict[int, list[StepName]] = {}
+    for name in steps:
+        by_generation.setdefault(name.generation, []).append(name)
+    living: dict[int, StepName] = {}
+    # What an earlier generation saved counts up to the place where a later one left it, both inclusive.
+    last_step, last_attempt = MAX_STEP, MAX_ATTEMPT
+    generation = max((*bases, *by_generation), default=0)
+    while generation > 0:
+        own = [name for name in sorted(by_generation.get(generation, ())) if name.step <= last_step]
+        for name in own:
+            # An attempt beyond the base's replaced it after the next generation had begun from it.
+            counts = name.step < last_step or name.attempt <= last_attempt
+            holder = living.get(name.step)
+            if counts and (holder is None or holder.generation == generation):
+                living[name.step] = name
+        base = bases.get(generation)
+        if base is None:
+            generation -= 1
+            last_step = min([last_step, *(name.step - 1 for name in own)])
+        elif (left := base.name) is not None:
+            generation, last_step, last_attempt = left.generation, min(last_step, left.step), left.attempt
+        else:
+            break
+    return tuple(living[step] for step in sorted(living))

@@ -1,0 +1,105 @@
+"""The names that the format gives to files and directories. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+GENERATIONS_DIRECTORY: Final = "generations"
+MANIFEST_NAME: Final = "manifest.json"
+TRASH_PREFIX: Final = ".trash-"
+
+MAX_STEP: Final = 10**15
+MAX_GENERATION: Final = 10**9
+MAX_ATTEMPT: Final = 10**6
+MAX_WORKERS: Final = 10**6
+
+# Leading zeros make names sort as numbers do; a number that needs more digits takes them.
+_STEP = re.compile(r"step-([0-9]{9,16})\.g([0-9]{4,10})(?:\.a([0-9]{1,7}))?")
+_GENERATION = re.compile(r"([0-9]{4,10})\.json")
+_PART = re.compile(r"(?:data|index)-[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|json)")
+_GENERATION_TEMPORARY = re.compile(r"\.([0-9]{4,10})(?:\.base)?\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
+_TEMPORARY = re.compile(r"\.manifest\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepName:
+    """Which checkpoint: the step, the generation that saved it, and which attempt of that generation it was.
+
+    A generation that saves the same step twice (after a failure, or to replace it) takes the next attempt, so that
+    a directory is never written twice.
+    """
+
+    step: int
+    generation: int
+    attempt: int = 1
+
+    @property
+    def directory(self) -> str:
+        """The name of its directory, such as `step-000000500.g0007` or `step-000000500.g0007.a2`."""
+        suffix = "" if self.attempt == 1 else f".a{self.attempt}"
+        return f"step-{self.step:09d}.g{self.generation:04d}{suffix}"
+
+    @property
+    def manifest_path(self) -> str:
+        """The path of its manifest below the run's root."""
+        return f"{self.directory}/{MANIFEST_NAME}"
+
+    def __str__(self) -> str:
+        return f"step {self.step} (generation {self.generation})"
+
+
+def parse_step_directory(name: str) -> StepName | None:
+    """**Pure.** The checkpoint that a directory's name stands for, or None if it is not such a name.
+
+    Only the canonical spelling counts: two directories never stand for the same checkpoint.
+    """
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step, generation, attempt = int(match[1]), int(match[2]), int(match[3] or 1)
+    parsed = StepName(step, generation, attempt)
+    in_range = step <= MAX_STEP and 1 <= generation <= MAX_GENERATION and 1 <= attempt <= MAX_ATTEMPT
+    return parsed if in_range and parsed.directory == name else None
+
+
+def generation_path(generation: int) -> str:
+    """**Pure.** The path of the record that opens a generation."""
+    return f"{GENERATIONS_DIRECTORY}/{generation:04d}.json"
+
+
+def base_path(generation: int) -> str:
+    """**Pure.** The path of the record that says from which step a generation began."""
+    return f"{GENERATIONS_DIRECTORY}/{generation:04d}.base.json"
+
+
+def parse_generation_file(name: str) -> int | None:
+    """**Pure.** The generation that a record of this name opens, or None if it is not such a name."""
+    match = _GENERATION.fullmatch(name)
+    if match is None:
+        return None
+    generation = int(match[1])
+    canonical = 1 <= generation <= MAX_GENERATION and f"{generation:04d}.json" == name
+    return generation if canonical else None
+
+
+def parse_generation_temporary(name: str) -> int | None:
+    """**Pure.** The generation that a half-published record of this name was for, or None if it is not such a name."""
+    match = _GENERATION_TEMPORARY.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def data_name(rank: int, world_size: int) -> str:
+    """**Pure.** The name of a worker's data file."""
+    return f"data-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def index_name(rank: int, world_size: int) -> str:
+    """**Pure.** The name of a worker's index."""
+    return f"index-{rank:05d}-of-{world_size:05d}.json"
+
+
+def is_own_file(name: str) -> bool:
+    """**Pure.** True for the names that holdfast gives to files in a step's directory, and for no others."""
+    return name == MANIFEST_NAME or bool(_PART.fullmatch(name) or _TEMPORARY.fullmatch(name))

@@ -1,0 +1,356 @@
+"""Values that hold no other values, as JSON. Pure.
+
+What JSON says exactly stands for itself: None, bools, ints of 64 bits, finite floats, text. Everything else is an
+object with a tag, `{"$": tag, "v": payload}`, some with a further argument `k`. Only exact types are taken: a subclass
+would come back as another type.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import fractions
+import pathlib
+import re
+import struct
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+Node: TypeAlias = Any
+"""A JSON value."""
+
+MAX_INT_DIGITS: Final = 1 << 16
+"""Hexadecimal digits of the largest int. What is computed from ints (fractions in lowest terms) stays quick."""
+
+MAX_DECIMAL_CHARACTERS: Final = 1 << 16
+
+_INT64_MIN: Final = -(1 << 63)
+_INT64_MAX: Final = (1 << 63) - 1
+_HEXADECIMAL = re.compile(r"-?[0-9a-f]+")
+_NUMPY_TIME = re.compile(r"(?:datetime64|timedelta64)(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_NUMPY_NUMBERS: Final = frozenset(
+    {"bool", "float16", "float32", "float64", "complex64", "complex128", "longlong", "ulonglong"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+
+
+class Malformed(Exception):  # noqa: N818  (it never leaves the format: the decoder makes a FormatError of it)
+    """A payload is not what its tag promises."""
+
+
+def tagged(tag: str, payload: Node, argument: Node = None) -> Node:
+    """**Pure.** A node with a tag; an argument of None is left out."""
+    if argument is None:
+        return {"$": tag, "v": payload}
+    return {"$": tag, "k": argument, "v": payload}
+
+
+def is_text(value: str) -> bool:
+    """**Pure.** Whether a str can be written as UTF-8."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encode_str(value: str) -> Node:
+    """**Pure.** Text as itself, other str (with lone surrogates) as bytes."""
+    return value if is_text(value) else tagged("str", _base64(value.encode("utf-8", "surrogatepass")))
+
+
+def encode_int(value: int) -> Node:
+    """**Pure.** An int.
+
+    Raises:
+        Malformed: If it is too large.
+    """
+    if _INT64_MIN <= value <= _INT64_MAX:
+        return value
+    if value.bit_length() > 4 * MAX_INT_DIGITS:
+        raise Malformed(f"an int of {value.bit_length()} bits, more than {4 * MAX_INT_DIGITS}")
+    return tagged("int", f"{value:x}")
+
+
+def encode_float(value: float) -> Node:
+    """**Pure.** A float; one that is not finite by its exact bits."""
+    return value if value - value == 0.0 else tagged("float", struct.pack(">d", value).hex())
+
+
+def encode_numpy(value: Any) -> Node | None:
+    """**Pure.** A scalar of NumPy, or None if the value is something else or of a type that has no exact codec."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        return None
+    cls = type(value)
+    if cls is numpy.str_:
+        return tagged("numpy", encode_str(str(value)), "str")
+    if cls is numpy.bytes_:
+        return tagged("numpy", _base64(bytes(value)), "bytes")
+    name = "bool" if cls is numpy.bool_ else cls.__name__
+    if name in _NUMPY_NUMBERS and cls is _numpy_class(name):
+        dtype = numpy.dtype(cls)
+    elif cls in (numpy.datetime64, numpy.timedelta64):
+        dtype = value.dtype
+        name = dtype.name
+    else:
+        return None
+    raw = numpy.array(value, dtype).astype(dtype.newbyteorder("<")).tobytes()
+    return tagged("numpy", _base64(raw), name)
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _encode_zone(zone: datetime.tzinfo | None) -> Node:
+    if zone is None:
+        return None
+    if type(zone) is not datetime.timezone:
+        raise Malformed(f"a time zone of type {type(zone).__module__}.{type(zone).__qualname__}")
+    # The name is an argument of the constructor only where it was given; `__getinitargs__` tells.
+    arguments = zone.__getinitargs__()  # type: ignore[attr-defined]
+    name = encode_str(arguments[1]) if len(arguments) == 2 else None
+    return [_encode_timedelta(arguments[0]), name]
+
+
+def _encode_timedelta(value: datetime.timedelta) -> Node:
+    return tagged("timedelta", [value.days, value.seconds, value.microseconds])
+
+
+def _encode_time(value: datetime.time) -> Node:
+    parts = [value.hour, value.minute, value.second, value.microsecond, value.fold]
+    return tagged("time", [*parts, _encode_zone(value.tzinfo)])
+
+
+def _encode_datetime(value: datetime.datetime) -> Node:
+    parts = [value.year, value.month, value.day, value.hour, value.minute, value.second]
+    return tagged("datetime", [*parts, value.microsecond, value.fold, _encode_zone(value.tzinfo)])
+
+
+def _encode_decimal(value: decimal.Decimal) -> Node:
+    text = str(value)
+    if len(text) > MAX_DECIMAL_CHARACTERS:
+        raise Malformed(f"a Decimal of {len(text)} characters, more than {MAX_DECIMAL_CHARACTERS}")
+    return tagged("decimal", text)
+
+
+def _path_encoder(tag: str) -> Callable[[Any], Node]:
+    return lambda value: tagged(tag, encode_str(str(value)))
+
+
+ENCODERS: Final[dict[type, Callable[[Any], Node]]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: encode_int,
+    float: encode_float,
+    str: encode_str,
+    bytes: lambda value: tagged("bytes", _base64(value)),
+    bytearray: lambda value: tagged("bytearray", _base64(value)),
+    complex: lambda value: tagged("complex", [encode_float(value.real), encode_float(value.imag)]),
+    range: lambda value: tagged("range", [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]),
+    datetime.datetime: _encode_datetime,
+    datetime.date: lambda value: tagged("date", [value.year, value.month, value.day]),
+    datetime.time: _encode_time,
+    datetime.timedelta: _encode_timedelta,
+    datetime.timezone: lambda value: tagged("timezone", _encode_zone(value)),
+    decimal.Decimal: _encode_decimal,
+    fractions.Fraction: lambda value: tagged("fraction", [encode_int(value.numerator), encode_int(value.denominator)]),
+    uuid.UUID: lambda value: tagged("uuid", value.hex),
+    type(pathlib.Path()): _path_encoder("path"),
+    pathlib.PurePosixPath: _path_encoder("posixpath"),
+    pathlib.PureWindowsPath: _path_encoder("windowspath"),
+}
+"""For each exact type, how it is written. What one raises is `Malformed`, for a value that has no form."""
+
+
+def decode_base64(payload: Node) -> bytes:
+    """**Pure.** Bytes from their base64 text.
+
+    Raises:
+        Malformed: If it is not such text.
+    """
+    if type(payload) is not str:
+        raise Malformed("base64 text is expected")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except ValueError as error:
+        raise Malformed(f"the base64 text is malformed: {error}") from error
+
+
+def _list_of(payload: Node, length: int) -> list[Node]:
+    if type(payload) is not list or len(payload) != length:
+        raise Malformed(f"a list of {length} is expected")
+    return payload
+
+
+def _text(payload: Node) -> str:
+    if type(payload) is not str:
+        raise Malformed("text is expected")
+    return payload
+
+
+def decode_int(node: Node) -> int:
+    """**Pure.** An int, tagged or plain.
+
+    Raises:
+        Malformed: If it is none.
+    """
+    if type(node) is int:
+        return node
+    if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "int":
+        return _decode_large_int(node["v"])
+    raise Malformed("an int is expected")
+
+
+def _decode_large_int(payload: Node) -> int:
+    text = _text(payload)
+    if len(text) > MAX_INT_DIGITS + 1 or not _HEXADECIMAL.fullmatch(text):
+        raise Malformed("a hexadecimal number is expected")
+    return int(text, 16)
+
+
+def _decode_str(payload: Node) -> str:
+    return decode_base64(payload).decode("utf-8", "surrogatepass")
+
+
+def _plain_or_tagged_str(node: Node) -> str:
+    if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "str":
+        return _decode_str(node["v"])
+    return _text(node)
+
+
+def _decode_float(payload: Node) -> float:
+    text = _text(payload)
+    if len(text) != 16 or not _HEXADECIMAL.fullmatch(text):
+        raise Malformed("16 hexadecimal digits are expected")
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _plain_or_tagged_float(node: Node) -> float:
+    if type(node) is float:
+        return node
+    if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "float":
+        return _decode_float(node["v"])
+    raise Malformed("a float is expected")
+
+
+def _decode_complex(payload: Node) -> complex:
+    real, imaginary = _list_of(payload, 2)
+    return complex(_plain_or_tagged_float(real), _plain_or_tagged_float(imaginary))
+
+
+def _decode_range(payload: Node) -> range:
+    start, stop, step = (decode_int(part) for part in _list_of(payload, 3))
+    return range(start, stop, step)
+
+
+def _decode_zone(payload: Node) -> datetime.timezone:
+    offset, name = _list_of(payload, 2)
+    if type(offset) is not dict or offset.keys() != {"$", "v"} or offset["$"] != "timedelta":
+        raise Malformed("an offset is expected")
+    delta = _decode_timedelta(offset["v"])
+    if name is None:
+        return datetime.UTC if not delta else datetime.timezone(delta)
+    return datetime.timezone(delta, _plain_or_tagged_str(name))
+
+
+def _zone_or_none(payload: Node) -> datetime.timezone | None:
+    return None if payload is None else _decode_zone(payload)
+
+
+def _decode_timedelta(payload: Node) -> datetime.timedelta:
+    days, seconds, microseconds = (decode_int(part) for part in _list_of(payload, 3))
+    return datetime.timedelta(days, seconds, microseconds)
+
+
+def _decode_time(payload: Node) -> datetime.time:
+    *parts, fold, zone = _list_of(payload, 6)
+    hour, minute, second, microsecond = (decode_int(part) for part in parts)
+    return datetime.time(hour, minute, second, microsecond, _zone_or_none(zone), fold=decode_int(fold))
+
+
+def _decode_datetime(payload: Node) -> datetime.datetime:
+    *parts, fold, zone = _list_of(payload, 9)
+    year, month, day, hour, minute, second, microsecond = (decode_int(part) for part in parts)
+    moment = datetime.datetime(year, month, day, hour, minute, second, microsecond, fold=decode_int(fold))
+    return moment.replace(tzinfo=_zone_or_none(zone))
+
+
+def _decode_date(payload: Node) -> datetime.date:
+    year, month, day = (decode_int(part) for part in _list_of(payload, 3))
+    return datetime.date(year, month, day)
+
+
+def _decode_decimal(payload: Node) -> decimal.Decimal:
+    text = _text(payload)
+    if len(text) > MAX_DECIMAL_CHARACTERS:
+        raise Malformed(f"a Decimal of {len(text)} characters")
+    return decimal.Decimal(text)
+
+
+def _decode_fraction(payload: Node) -> fractions.Fraction:
+    numerator, denominator = (decode_int(part) for part in _list_of(payload, 2))
+    return fractions.Fraction(numerator, denominator)
+
+
+def _decode_uuid(payload: Node) -> uuid.UUID:
+    if len(_text(payload)) != 32:
+        raise Malformed("32 hexadecimal digits are expected")
+    return uuid.UUID(hex=payload)
+
+
+def _numpy_class(name: str) -> Any:
+    import numpy as np
+
+    return np.bool_ if name == "bool" else getattr(np, name)
+
+
+def decode_numpy(payload: Node, name: Node) -> Any:
+    """**Pure.** A scalar of NumPy.
+
+    Raises:
+        Malformed: If type or bytes cannot be.
+    """
+    import numpy as np
+
+    if name == "str":
+        return np.str_(_plain_or_tagged_str(payload))
+    raw = decode_base64(payload)
+    if name == "bytes":
+        return np.bytes_(raw)
+    if type(name) is not str or not (name in _NUMPY_NUMBERS or _NUMPY_TIME.fullmatch(name)):
+        raise Malformed("a scalar type of NumPy is expected")
+    dtype = np.dtype(_numpy_class(name)) if name in _NUMPY_NUMBERS else np.dtype(name)
+    if len(raw) != dtype.itemsize:
+        raise Malformed(f"{dtype.itemsize} bytes are expected")
+    return np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)[0]
+
+
+DECODERS: Final[dict[str, Callable[[Node], Any]]] = {
+    "int": _decode_large_int,
+    "float": _decode_float,
+    "str": _decode_str,
+    "bytes": decode_base64,
+    "bytearray": lambda payload: bytearray(decode_base64(payload)),
+    "complex": _decode_complex,
+    "range": _decode_range,
+    "datetime": _decode_datetime,
+    "date": _decode_date,
+    "time": _decode_time,
+    "timedelta": _decode_timedelta,
+    "timezone": _decode_zone,
+    "decimal": _decode_decimal,
+    "fraction": _decode_fraction,
+    "uuid": _decode_uuid,
+    "path": lambda payload: pathlib.Path(_plain_or_tagged_str(payload)),
+    "posixpath": lambda payload: pathlib.PurePosixPath(_plain_or_tagged_str(payload)),
+    "windowspath": lambda payload: pathlib.PureWindowsPath(_plain_or_tagged_str(payload)),
+}
+"""For each tag, how its payload is read. What one raises is `Malformed`, `ValueError`, `TypeError`, `OverflowError`
+or `ArithmeticError`."""

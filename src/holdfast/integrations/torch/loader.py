@@ -1,0 +1,318 @@
+"""Loaders for torch whose place in the data can be taken up again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.state.adapters import Loading, Scene
+from holdfast.state.leaves import Skeleton
+from holdfast.state.permutation import derive
+from holdfast.state.position import is_position
+from holdfast.state.registry import register_adapter
+from holdfast.state.sampler import ResumableSampler, SamplerAdapter, leave_alone
+
+# These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
+_FOR_SAMPLES: Final = 1
+_FOR_WORKERS: Final = 2
+_FOR_COLLATE: Final = 3
+
+_OWN_OPTIONS: Final = {
+    "sampler": "the order is the loader's own",
+    "batch_sampler": "the order is the loader's own; to choose another, use ResumableSampler and a DataLoader",
+    "generator": "no random generator takes part; give a seed",
+}
+
+
+class ResumableDataLoader:
+    """Batches of a map-style dataset, as a `DataLoader` gives them, that a job can take up again at any batch.
+
+        loader = ResumableDataLoader(dataset, batch_size=32, seed=1, num_workers=2)
+        for epoch in loader.epochs(10):
+            for batch in loader:
+                ...
+
+    Iterating it gives what is left of the epoch, and each batch that the loop takes moves the position, whatever
+    the workers have fetched ahead. When the loop has asked for a batch after the last one, the next epoch begins; when
+    it leaves early, the epoch goes on where it was left.
+
+    Python's, NumPy's and torch's (CPU) random generators are seeded for every sample from seed, epoch and index, and
+    for every batch before it is collated, in workers or without them. So an augmentation is the same after a
+    resume, with more workers or fewer, and differs from epoch to epoch; and loading data does not disturb the
+    generators of the training process, which are put back after each batch. Generators that a dataset makes for
+    itself are its own affair. A dataset with `__getitems__` is seeded once a batch. In a worker,
+    `get_worker_info().dataset.dataset` is the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        seed_samples: bool = True,
+        **options: Any,
+    ) -> None:
+        """Makes a loader at the beginning of epoch 0.
+
+        Args:
+            dataset: Something with a length and `__getitem__`, or `__getitems__` as well.
+            batch_size: The samples of one batch.
+            shuffle: Whether they come in another order each epoch.
+            seed: Which orders these are.
+            drop_last: Whether a last batch that is not full is left out.
+            num_workers: The processes that load; 0 for none but this one.
+            collate_fn: Makes a batch of a list of samples.
+            seed_samples: Whether random generators are seeded for every sample, which takes about 10 microseconds.
+            options: Others of `torch.utils.data.DataLoader`, such as `pin_memory`, `prefetch_factor`,
+                `persistent_workers`, `multiprocessing_context`.
+
+        Raises:
+            UsageError: If the dataset can only be iterated, or an option would take the order out of the loader's
+                hands.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise UsageError(
+                f"{type(dataset).__name__} can only be iterated, so no place in it can be taken up again",
+                hint="Use a map-style dataset, or torchdata's StatefulDataLoader with a dataset that has state_dict.",
+            )
+        for name, reason in _OWN_OPTIONS.items():
+            if name in options:
+                raise UsageError(f"{name}= cannot be given to ResumableDataLoader: {reason}")
+        self._dataset = dataset
+        self._sampler = ResumableSampler(
+            dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        # A generator of its own, since torch draws a number for its workers from the global one otherwise.
+        generator = torch.Generator()
+        generator.manual_seed(derive(seed, _FOR_WORKERS))
+        self._loader: DataLoader[Any] = DataLoader(
+            _SeededDataset(dataset, collate_fn, seed_samples),
+            batch_sampler=_Tasks(self._sampler),
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=generator,
+            **options,
+        )
+        self._sampler.check_loader(self._loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that was given."""
+        return self._dataset
+
+    @property
+    def sampler(self) -> ResumableSampler:
+        """What keeps order and position."""
+        return self._sampler
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0 on."""
+        return self._sampler.epoch
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is left of this epoch; the position moves just before each batch is handed over."""
+        return self._sampler.batches(self._loader)
+
+    def stream(self) -> Iterator[Any]:
+        """Batches without an end, over one epoch after the other.
+
+        Raises:
+            UsageError: If an epoch has no batch.
+        """
+        return self._sampler.stream(self._loader)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies."""
+        return self._sampler.epochs(total)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
+
+        Raises:
+            UsageError: If the number is below 0.
+        """
+        self._sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Order and position, as plain values."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a stored position; seed and shuffle are those that were stored.
+
+        Raises:
+            MismatchError: If the stored position is one in another number of samples.
+            UsageError: If the state is not that of a sampler, or of a newer version.
+        """
+        self._sampler.load_state_dict(state)
+
+
+class _Task(NamedTuple):
+    """What one batch is made of; a worker needs no more to make it.
+
+    Attributes:
+        key: What all seeds of the epoch are derived from.
+        indices: The samples.
+    """
+
+    key: int
+    indices: list[int]
+
+
+class _Tasks:
+    """A `batch_sampler` that gives tasks."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The key is taken along with the position: seed and epoch are those of the sampler when a loader begins.
+        key = derive(self._sampler.seed, self._sampler.epoch, _FOR_SAMPLES)
+        return (_Task(key, indices) for indices in iter(self._sampler))
+
+
+class _SeededDataset(Dataset[Any]):
+    """Makes the whole of a batch where the samples are loaded, with every generator seeded for it."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed_samples: bool) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._seed_samples = seed_samples
+
+    def __getitems__(self, task: _Task) -> Any:
+        with self._putting_back():
+            return self._collate(self._load(task))
+
+    def _load(self, task: _Task) -> list[Any]:
+        load_many = getattr(self.dataset, "__getitems__", None)
+        if callable(load_many):
+            self._seed(task.key, task.indices[0])
+            samples = list(load_many(task.indices))
+        else:
+            samples = []
+            for index in task.indices:
+                self._seed(task.key, index)
+                samples.append(self.dataset[index])
+        self._seed(task.key, task.indices[0], _FOR_COLLATE)
+        return samples
+
+    def _seed(self, *words: int) -> None:
+        if self._seed_samples:
+            number = derive(*words)
+            random.seed(number)
+            # A number of 32 bits is what NumPy takes quickly. Another part of it keeps the generators apart.
+            np.random.seed(number >> 32)
+            # Not `torch.manual_seed`, which would seed the devices' generators as well.
+            torch.default_generator.manual_seed(derive(number))
+
+    def _putting_back(self) -> AbstractContextManager[None]:
+        # A worker's generators are nobody else's.
+        if not self._seed_samples or get_worker_info() is not None:
+            return nullcontext()
+        return _generators_put_back()
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[None]:
+    """Puts the generators that samples are seeded in back afterwards: quicker than all that there are, once a batch."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(torch_state)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class LoaderAdapter(SamplerAdapter):
+    """Serves torch's `DataLoader` and what derives from it.
+
+    A loader over a `ResumableSampler` is saved as that sampler is, and one that has a state of its own, as
+    torchdata's `StatefulDataLoader`, by that state. Any other has no position that could be kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_sampler_of)
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """The loader's own state, or that of its sampler.
+
+        Raises:
+            UnsupportedValueError: If it has neither, or both.
+        """
+        path = next((path for path, member in scene.members if member is obj), "")
+        return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Prepares the loader, or its sampler.
+
+        Raises:
+            UnsupportedValueError: If it has neither a state of its own nor a sampler that has, or both.
+        """
+        if not _has_state(obj, loading.name()):
+            _sampler_of(obj, loading.name())
+            return super().begin_load(obj, stored, loading)
+        if not loading.wants():
+            return leave_alone
+        # The present state is not asked for, since that would start the loader's workers.
+        state = loading.value(stored, None)
+        if is_position(state):
+            loading.differences.wrong_kind.append(
+                f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
+            )
+            return leave_alone
+        return lambda: obj.load_state_dict(state)
+
+
+def _has_state(loader: Any, path: str) -> bool:
+    if not callable(getattr(loader, "state_dict", None)) or not callable(getattr(loader, "load_state_dict", None)):
+        return False
+    if isinstance(loader.batch_sampler, ResumableSampler):
+        raise UnsupportedValueError(
+            f"{path}: {type(loader).__name__} and its ResumableSampler both keep a position",
+            path=path,
+            hint=f"Use ResumableDataLoader, or {type(loader).__name__} with shuffle=True and no ResumableSampler.",
+        )
+    return True
+
+
+def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
+    sampler = loader.batch_sampler
+    if isinstance(sampler, ResumableSampler):
+        return sampler
+    raise UnsupportedValueError(
+        f"{path}: this DataLoader does not know how far the training loop has got in its data",
+        path=path,
+        hint="Use ResumableDataLoader, or a DataLoader with batch_sampler=ResumableSampler(...), or torchdata's "
+        "StatefulDataLoader.",
+    )
+
+
+register_adapter(DataLoader, LoaderAdapter())
+register_adapter(ResumableDataLoader, SamplerAdapter(lambda loader: loader.sampler))

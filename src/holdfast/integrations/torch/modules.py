@@ -1,0 +1,127 @@
+"""Modules: parameters and buffers by name, filled where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Loading, Scene
+from holdfast.state.leaves import Skeleton
+
+# What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped module
+# and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
+_WRAPPERS: Final = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod.",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module.",
+    "torch.nn.parallel.data_parallel.DataParallel": "module.",
+}
+
+# These override loading for the sake of files from old versions alone.
+_PLAIN_LOADERS: Final = frozenset(
+    {
+        nn.Module._load_from_state_dict,
+        nn.modules.batchnorm._NormBase._load_from_state_dict,
+        nn.modules.instancenorm._InstanceNorm._load_from_state_dict,
+    }
+)
+
+
+class ModuleAdapter(Adapter):
+    """The state of a module is what `state_dict` gives, under names that wrappers have no part in.
+
+    Parameters and buffers are filled where they are: they keep their identity, `requires_grad`, `grad` and storage.
+    A module that loads in a way of its own (hooks, extra state, overridden methods, values that are not its
+    parameters and buffers) is handed its state through `load_state_dict` as well.
+    """
+
+    kind = "torch.module"
+
+    def prepare(self, obj: Any) -> None:
+        """Calls `prepare_for_checkpoint` of the module and of those within it."""
+        for module in obj.modules():
+            if hasattr(type(module), "prepare_for_checkpoint"):
+                module.prepare_for_checkpoint()
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """Values by name."""
+        return _read(obj)
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Compares names, shapes and types."""
+        live = _read(obj)
+        nodes = loading.children(stored)
+        differences = loading.differences
+        differences.missing += [loading.name(key) for key in live if key not in nodes and loading.wants(key)]
+        differences.extra += [loading.name(key) for key in nodes if key not in live and loading.wants(key)]
+        own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
+        special = _special_prefixes(obj)
+        custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
+        values: dict[str, Any] = {}
+        for key, value in live.items():
+            node = nodes.get(key, _NOTHING)
+            direct = id(value) in own and not key.startswith(special)
+            custom = custom or not direct
+            if node is _NOTHING or not loading.wants(key):
+                values[key] = value
+            else:
+                values[key] = loading.value(node, value, key, rules=OWNED if direct else HANDED_OVER)
+        return (lambda: _load(obj, values)) if custom else _nothing_more
+
+
+_NOTHING: Final = object()
+
+
+def _nothing_more() -> None:
+    """Does nothing: all of the module's tensors have been filled already."""
+
+
+def renaming(module: nn.Module) -> Callable[[str], str]:
+    """What turns a name that the module gives into one that wrappers have no part in."""
+    cuts = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        for cls in type(child).__mro__:
+            part = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
+            if part is not None:
+                cuts.append((f"{path}." if path else "", part))
+    # Deep ones first: to cut one out leaves what comes before it as it is.
+    cuts.sort(key=lambda cut: -len(cut[0]))
+
+    def rename(name: str) -> str:
+        for prefix, part in cuts:
+            if name.startswith(prefix + part):
+                name = prefix + name[len(prefix) + len(part) :]
+        return name
+
+    return rename if cuts else _same
+
+
+def _same(name: str) -> str:
+    return name
+
+
+def _read(module: nn.Module) -> dict[str, Any]:
+    rename = renaming(module)
+    return {rename(name): value for name, value in module.state_dict(keep_vars=True).items()}
+
+
+def _load(module: nn.Module, values: dict[str, Any]) -> None:
+    # The live state has the module's own names, in its order, and the versions that loading hooks look at.
+    state = module.state_dict(keep_vars=True)
+    rename = renaming(module)
+    for name in state:
+        state[name] = values[rename(name)]
+    module.load_state_dict(state)
+
+
+def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
+    """Where modules stand that change what they load."""
+    rename = renaming(module)
+    return tuple(
+        rename(f"{path}." if path else "")
+        for path, child in module.named_modules(remove_duplicate=False)
+        if child._load_state_dict_pre_hooks
+        or child._load_state_dict_post_hooks
+        or type(child)._load_from_state_dict not in _PLAIN_LOADERS
+    )

@@ -1,0 +1,220 @@
+"""Optimizers: state by the name of the parameter that it belongs to.
+
+torch names an optimizer's state by the parameter's number, which changes with the order and the grouping of the
+parameters. Here each parameter has a name: what the optimizer itself was given (`param_names` of its groups);
+otherwise its name in the modules of the same checkpoint, as `model.layer.weight` (object, module, parameter);
+otherwise its place, as `group0.3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.format.decoding import malformed
+from holdfast.integrations.torch.modules import renaming
+from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
+from holdfast.state.leaves import Skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The parameters of an optimizer: their names, in the order of torch's numbers, and those of each group."""
+
+    parameters: list[torch.Tensor]
+    names: list[str]
+    groups: list[list[str]]
+
+
+class OptimizerAdapter(Adapter):
+    """The tree is `{"state": {name: {...}}, "groups": [{hyperparameters, "params": [names]}], "loose": {}, "rest": {}}`.
+
+    State that belongs to no parameter is in `loose`, what else an optimizer keeps in its `state_dict` in `rest`. Which
+    parameters there are and how they are grouped is part of the program and has to agree. State comes and goes: an
+    optimizer that has not stepped takes what is stored, and one that has stepped is filled where it is. An optimizer
+    whose `state_dict` is not of torch's form is stored as it says, under `whole`.
+    """
+
+    kind = "torch.optimizer"
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """State by name."""
+        raw = obj.state_dict()
+        if not _is_of_torchs_form(raw, obj):
+            return {"whole": raw}
+        layout = _layout_of(obj, scene)
+        groups = zip(raw["param_groups"], layout.groups, strict=True)
+        return {
+            "state": {layout.names[key]: value for key, value in raw["state"].items() if type(key) is int},
+            "groups": [_hyperparameters(group) | {"params": names} for group, names in groups],
+            "loose": _loose(raw),
+            "rest": _rest(raw),
+        }
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Compares parameters and groups."""
+        raw = obj.state_dict()
+        tree = loading.children(stored)
+        if tree.keys() == {"whole"}:
+            whole = loading.value(tree["whole"], raw, "whole")
+            return lambda: obj.load_state_dict(whole)
+        if tree.keys() != {"state", "groups", "loose", "rest"}:
+            raise malformed(loading.name(), "the state of an optimizer is malformed")
+        if not _is_of_torchs_form(raw, obj):
+            loading.differences.wrong_kind.append(
+                f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
+            )
+            return lambda: None
+        layout = _layout_of(obj, loading.scene)
+        matched = _match_groups(tree["groups"], layout, loading)
+        for group, (number, node) in zip(raw["param_groups"], matched, strict=True):
+            if node is not None:
+                values = loading.value(node, _hyperparameters(group), "groups", str(number), rules=REPLACED)
+                group.update({key: value for key, value in values.items() if key != "params"})
+        rest = loading.value(tree["rest"], _rest(raw), "rest")
+        loose = loading.value(tree["loose"], _loose(raw), "loose", rules=REPLACED)
+        state = _match_state(tree["state"], raw["state"], layout, loading)
+        ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
+        return lambda: _load(obj, ready, layout)
+
+
+def parameter_names(scene: Scene) -> dict[int, str]:
+    """For each parameter of the scene's modules, by its id, the first name that it has."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for path, member in scene.members:
+        if isinstance(member, nn.Module):
+            rename = renaming(member)
+            for name, parameter in member.named_parameters():
+                full = f"{path}.{rename(name)}"
+                if id(parameter) not in names and full not in taken:
+                    names[id(parameter)] = full
+                    taken.add(full)
+    return names
+
+
+def _layout_of(optimizer: torch.optim.Optimizer, scene: Scene) -> _Layout:
+    in_modules = scene.once("torch.parameter_names", lambda: parameter_names(scene))
+    given = [_given_names(group) for group in optimizer.param_groups]
+    flat = [name for names in given if names is not None for name in names]
+    # Two modules may have parameters of the same name; then none of the names says enough.
+    use_given = None not in given and len(set(flat)) == len(flat)
+    layout = _Layout([], [], [])
+    for number, group in enumerate(optimizer.param_groups):
+        names = given[number] if use_given else None
+        layout.groups.append([])
+        for place, parameter in enumerate(group["params"]):
+            name = names[place] if names else in_modules.get(id(parameter), f"group{number}.{place}")
+            layout.groups[-1].append(name)
+            layout.parameters.append(parameter)
+            layout.names.append(name)
+    return layout
+
+
+def _given_names(group: dict[str, Any]) -> list[str] | None:
+    names = group.get("param_names")
+    if names is None or len(names) != len(group["params"]):
+        return None
+    parts = [str(name).replace("_orig_mod.", "") for name in names]
+    if parts and all(name.startswith("module.") for name in parts):
+        parts = [name.removeprefix("module.") for name in parts]
+    return parts
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _loose(raw: dict[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in raw["state"].items() if type(key) is not int}
+
+
+def _rest(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
+
+
+def _is_of_torchs_form(raw: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    groups, state = raw.get("param_groups"), raw.get("state")
+    if type(groups) is not list or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
+        return False
+    numbers = [number for group in groups for number in group["params"]]
+    counts_agree = all(
+        len(group["params"]) == len(own["params"]) for group, own in zip(groups, optimizer.param_groups, strict=True)
+    )
+    known = all(0 <= key < len(numbers) for key in state if type(key) is int)
+    return counts_agree and known and numbers == list(range(len(numbers)))
+
+
+def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> list[tuple[int, Skeleton]]:
+    """For each live group, the number and the node of the stored one with the same parameters; None for no node."""
+    if type(stored) is not list:
+        raise malformed(loading.name("groups"), "a list is expected")
+    groups: dict[frozenset[str], list[tuple[int, Skeleton]]] = {}
+    for number, node in enumerate(stored):
+        names = loading.children(node, "groups", str(number)).get("params")
+        if type(names) is not list or not all(type(name) is str for name in names):
+            raise malformed(loading.name("groups", str(number)), "the names of parameters are expected")
+        groups.setdefault(frozenset(names), []).append((number, node))
+    live, known = set(layout.names), set().union(*groups)
+    differences = loading.differences
+    for names, differing in ((live - known, differences.missing), (known - live, differences.extra)):
+        differing += [loading.name("state", name) for name in sorted(names) if loading.wants("state", name)]
+    found: list[tuple[int, Skeleton]] = []
+    for number, names in enumerate(layout.groups):
+        same = groups.get(frozenset(names))
+        if not same and live == known and loading.wants("groups", str(number)):
+            differences.wrong_kind.append(
+                f"{loading.name('groups', str(number))}: no stored group has just the parameters of this one"
+            )
+        found.append(same.pop(0) if same else (number, None))
+    return found
+
+
+def _match_state(stored: Skeleton, present: dict[Any, Any], layout: _Layout, loading: Loading) -> dict[int, Any]:
+    """The state to load, by torch's numbers."""
+    nodes = loading.children(stored, "state")
+    state: dict[int, Any] = {}
+    for number, name in enumerate(layout.names):
+        value = live = present.get(number)
+        if name in nodes:
+            # None where there is no state yet: what is stored comes as it is, and torch moves it to the device.
+            value = loading.value(nodes[name], live, "state", name, rules=REPLACED)
+        elif loading.wants("state", name):
+            value = None
+        if value is not None:
+            state[number] = value
+    return state
+
+
+def _load(optimizer: torch.optim.Optimizer, ready: dict[str, Any], layout: _Layout) -> None:
+    optimizer.load_state_dict(ready)
+    for number, parameter in enumerate(layout.parameters):
+        if number in ready["state"]:
+            loaded = optimizer.state[parameter]
+            for key, value in ready["state"][number].items():
+                if key in loaded:
+                    loaded[key] = _standing(key, value, loaded[key])
+    for group, values in zip(optimizer.param_groups, ready["param_groups"], strict=True):
+        # torch loads copies; a learning rate that is a tensor stays the tensor that it was.
+        group.update({key: value for key, value in values.items() if isinstance(value, torch.Tensor)})
+
+
+def _standing(key: str, value: Any, loaded: Any) -> Any:
+    """What to keep of a stored value and what torch made of it.
+
+    torch gives state the type of its parameter, though state of another type (float32 for a parameter in bfloat16)
+    was kept so on purpose, and it cannot load text. `step` is its own affair: where it lies depends on the optimizer.
+    """
+    if isinstance(value, torch.Tensor):
+        if key == "step" or not isinstance(loaded, torch.Tensor) or value.dtype == loaded.dtype:
+            return loaded
+        return value.to(loaded.device)
+    if isinstance(value, dict) and isinstance(loaded, dict):
+        return {part: _standing(part, value[part], loaded.get(part)) for part in value}
+    if type(value) in (list, tuple) and type(loaded) is type(value) and len(value) == len(loaded):
+        return type(value)(_standing("", part, other) for part, other in zip(value, loaded, strict=True))
+    return value

@@ -1,0 +1,189 @@
+"""Tensors as arrays: what they are, how they are copied out and filled."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.state.leaves import ArraySpec
+
+DTYPES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
+_TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_GATHERED_BYTES: Final = 1 << 16
+"""Tensors on an accelerator that are smaller are gathered there and copied to the host together."""
+
+
+class TorchBackend:
+    """Tensors of torch, on any device."""
+
+    name = "torch"
+
+    def spec(self, array: Any, path: str) -> ArraySpec:
+        """What the tensor is."""
+        name = DTYPES.get(array.dtype)
+        if (
+            name is None
+            or type(array) not in _PLAIN_TYPES
+            or array.layout is not torch.strided
+            or array.is_nested
+            or array.is_meta
+        ):
+            what, hint = _why_not(array)
+            raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
+        return _spec(name, array.shape)
+
+    def alias_key(self, array: Any) -> Hashable:
+        """Address, device, type, shape and strides, and whether values are read conjugated or negated."""
+        address = array.data_ptr()
+        if address == 0 or array.numel() == 0:
+            return id(array)
+        return (address, array.device, array.dtype, array.shape, array.stride(), array.is_conj(), array.is_neg())
+
+    def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
+        """**Thread-safe.** Copies the values of many tensors into one image."""
+        if not arrays:
+            return
+        base = ctypes.addressof(ctypes.c_char.from_buffer(image))
+        move = ctypes.memmove
+        others: list[tuple[Any, int]] = []
+        for array, offset in zip(arrays, offsets_bytes, strict=True):
+            # A plain move lets other threads run, and costs a small tensor least.
+            if array.is_cpu and array.is_contiguous() and not (array.is_conj() or array.is_neg()):
+                move(base + offset, array.data_ptr(), array.nbytes)
+            else:
+                others.append((array, offset))
+        if others:
+            _copy_others(others, image, base)
+
+    def writable_view(self, array: Any) -> memoryview | None:
+        """The tensor's bytes, if they lie contiguous in host memory."""
+        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
+            return None
+        array = array.detach()
+        _note_change(array)
+        return memoryview(array.reshape(-1).view(torch.uint8).numpy())
+
+    def copy_in(self, array: Any, data: memoryview) -> None:
+        """Fills a tensor from bytes."""
+        if array.numel() == 0:
+            return
+        with torch.no_grad():
+            target, source = _without_repeats(array.detach(), _tensor_over(data, array.dtype, array.shape))
+            target.copy_(source)
+
+    def new(self, spec: ArraySpec) -> Any:
+        """A new tensor in host memory."""
+        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="cpu")
+
+    def new_like(self, spec: ArraySpec, live: Any) -> Any:
+        """A new tensor on the device of a live one."""
+        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=live.device)
+
+    def fillable(self, array: Any) -> bool:
+        """Every tensor can be changed where it is."""
+        return True
+
+
+@lru_cache(maxsize=4096)
+def _spec(name: str, shape: torch.Size) -> ArraySpec:
+    return ArraySpec(name, tuple(shape))
+
+
+def _why_not(array: Any) -> tuple[str, str]:
+    """What keeps a tensor from being stored, and what to do about it."""
+    if isinstance(array, torch.nn.parameter.UninitializedTensorMixin):
+        return "a parameter of a lazy module", "Run one batch through the module first, so that it gets its shape."
+    if array.is_meta:
+        return "a tensor on the meta device", "Give it memory first (to_empty), it has no values."
+    if array.is_nested:
+        return "a nested tensor", "Store the tensors that it is made of, as a list."
+    if array.layout is not torch.strided:
+        return f"a tensor of layout {array.layout}", "Store its indices and values, or its dense form (to_dense)."
+    if array.is_quantized:
+        return "a quantized tensor", "Store its int_repr() with scale and zero point."
+    if type(array) not in _PLAIN_TYPES:
+        cls = type(array)
+        return f"a tensor of type {cls.__module__}.{cls.__qualname__}", "Store the plain tensors that it is made of."
+    if array.dtype is torch.complex128:
+        return "a tensor of dtype torch.complex128", "Store torch.view_as_real(...) of it."
+    return f"a tensor of dtype {array.dtype}", "Convert it to a type that safetensors has."
+
+
+def _copy_others(items: list[tuple[Any, int]], image: memoryview, base: int) -> None:
+    """Copies tensors that are not plain memory of the host."""
+    small: dict[torch.device, list[tuple[Any, int]]] = {}
+    devices: set[torch.device] = set()
+    with torch.no_grad():
+        for array, offset in items:
+            array = array.detach()
+            if array.numel() == 0:
+                continue
+            if not array.is_cpu:
+                devices.add(array.device)
+                if array.nbytes <= _GATHERED_BYTES:
+                    small.setdefault(array.device, []).append((array, offset))
+                    continue
+            part = image[offset : offset + array.nbytes]
+            _tensor_over(part, array.dtype, array.shape).copy_(array, non_blocking=True)
+        for gathered in small.values():
+            _copy_gathered(gathered, base)
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def _copy_gathered(items: list[tuple[Any, int]], base: int) -> None:
+    """Copies many small tensors of one device in a single transfer."""
+    pieces = [array.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for array, _ in items]
+    host = torch.cat(pieces).cpu()
+    address = host.data_ptr()
+    for piece, (_, offset) in zip(pieces, items, strict=True):
+        ctypes.memmove(base + offset, address, piece.numel())
+        address += piece.numel()
+
+
+def _tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
+    """A tensor that shows contiguous bytes; those of a view that is read-only are copied."""
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape))
+
+
+def _without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of an expanded tensor that is memory of its own, which is all that can be written to."""
+    for dimension, (length, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+    return target, source
+
+
+def _note_change(array: torch.Tensor) -> None:
+    """Counts a change that torch cannot see, so that autograd and other watchers of the version notice it."""
+    if not array.is_inference():
+        torch.autograd.graph.increment_version(array)

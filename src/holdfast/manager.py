@@ -1,0 +1,362 @@
+"""`CheckpointManager`: saves and restores the checkpoints of one run."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import msgspec
+
+from holdfast.catalog import read_catalog
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
+from holdfast.events.run_journal import RunJournal
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.envelope import plain
+from holdfast.format.names import MAX_STEP
+from holdfast.policies import All, RetentionPolicy, SavePolicy
+from holdfast.restore.restorer import Restoration, restore_objects
+from holdfast.restore.selection import make_selection
+from holdfast.save.handle import SaveHandle
+from holdfast.save.pace import Pace
+from holdfast.save.reports import SaveReports
+from holdfast.save.saver import Origin, SaveOrder, Saver
+from holdfast.state import capture_objects
+from holdfast.storage import LocalStorage, Storage, open_storage
+
+DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+
+
+class CheckpointManager:
+    """Saves the state of live objects as checkpoints of a run, in the background, and restores it.
+
+    Use it from one thread, the one that trains. With `with`, leaving the block drains and closes.
+
+    Example:
+        ```python
+        checkpoint = hf.Checkpoint(model=model, optimizer=optimizer)
+        with hf.CheckpointManager("runs/gpt", checkpoint, keep=hf.Latest(3)) as manager:
+            manager.restore()
+            ...
+            manager.save(step)
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        checkpoint: Checkpoint,
+        *,
+        save_every: SavePolicy | None = None,
+        keep: RetentionPolicy | None = None,
+        when_busy: Literal["wait", "skip"] = "wait",
+        failures_allowed: int = 0,
+        begin_anew: bool = False,
+        sinks: Iterable[Sink] = (),
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        threads: int = 2,
+    ) -> None:
+        """Looks at what lies in the directory; makes nothing there until the first save.
+
+        Args:
+            directory: The run's directory, a URL, or an open storage.
+            checkpoint: The objects to save and restore. Objects may be added to it later.
+            save_every: When `save_if_due` saves; None for never.
+            keep: What to keep after each commit; None for everything.
+            when_busy: What a save does while the one before is in flight: wait for it, or be left out.
+            failures_allowed: How many saves in a row may fail before an error is raised. Each is an event at once all
+                the same, and the last save of a job is never allowed to fail silently.
+            begin_anew: True to begin from nothing although the run may have checkpoints; they stay, off the living
+                line, until a person prunes them.
+            sinks: Functions that are told of each event.
+            timeout_seconds: The deadline of every wait that names none of its own.
+            threads: How many threads write, and read at a restore.
+
+        Raises:
+            UsageError: If an argument is wrong.
+            StorageError: If the directory cannot be looked at.
+        """
+        if when_busy not in ("wait", "skip"):
+            raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
+        if failures_allowed < 0 or threads < 1 or timeout_seconds <= 0:
+            raise UsageError("failures_allowed is at least 0, threads at least 1, timeout_seconds more than 0")
+        self.checkpoint = checkpoint
+        self._storage = open_storage(directory)
+        self._save_every = save_every
+        self._when_busy = when_busy
+        self._timeout_seconds = timeout_seconds
+        self._threads = threads
+        self._totals = Totals()
+        self._emit = Fanout([LoggingSink(), self._totals, *_journal_of(self._storage), *sinks])
+        self._reports = SaveReports(failures_allowed)
+        self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads)
+        self._origin = Origin(anew=begin_anew)
+        self._living = set() if begin_anew else {name.step for name in read_catalog(self._storage).living}
+        self._pace = Pace()
+        self._in_flight: SaveHandle | None = None
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where the run lies."""
+        return self._storage.url
+
+    @property
+    def totals(self) -> Sums:
+        """What saving and restoring have cost this process so far."""
+        return self._totals.sums
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+    ) -> SaveHandle:
+        """Copies the state and returns; writing and committing go on in the background.
+
+        The checkpoint holds the values of the moment of this call, whatever changes after it. A wait for the save
+        before, if that is still in flight, is part of this call unless the manager was made with `when_busy="skip"`.
+
+        Args:
+            step: How many steps are complete; larger than that of every checkpoint of the living line.
+            metrics: Figures to keep with the checkpoint, for `Best` and for people.
+            metadata: What else to keep with it: any JSON.
+            replace: True to save a step anew that is committed already. The old checkpoint goes when the new one is
+                committed.
+
+        Returns:
+            The save, to be waited for if need be.
+
+        Raises:
+            StepExistsError: If the step is committed already.
+            UsageError: If the step is older than the newest, or an argument is wrong.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            SaveFailedError: If an earlier save failed and nobody has been told yet. This save goes on all the same; its
+                handle is the error's `next_save`.
+            DeadlineError: If the save before does not end in time.
+        """
+        asked_at = time.monotonic()
+        self._check_open()
+        clean_metrics, clean_metadata = _check_notes(metrics, metadata)
+        step = _check_step(step)
+        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
+        busy = self._in_flight
+        if busy is not None and not busy.ended and self._when_busy == "skip":
+            reason = f"the save of step {busy.step} is still in flight"
+            handle.mark_skipped(reason)
+            self._saver.emit_soon(Skipped(step=step, reason=reason))
+            return handle
+        self._settle(None)
+        waited_seconds = time.monotonic() - asked_at
+        self._check_place(step, replace)
+        captured = capture_objects(self.checkpoint.objects)
+        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds)
+        untold = self._reports.take(last=False)
+        self._in_flight = handle
+        try:
+            self._saver.begin(captured, order, handle)
+        except BaseException:
+            self._in_flight = None
+            self._reports.put_back(untold)
+            raise
+        self._pace.saved(step)
+        _raise_newest(untold, handle)
+        return handle
+
+    def save_if_due(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle | None:
+        """Saves if the policy that the manager was made with says so; call it after each step.
+
+        Args:
+            step: How many steps are complete.
+            metrics: As for `save`.
+            metadata: As for `save`.
+
+        Returns:
+            The save, or None if none was due.
+
+        Raises:
+            SaveFailedError: As `save`, and also when no save is due.
+        """
+        if self._save_every is None:
+            return None
+        moment = self._pace.moment(step, *self._saver.costs)
+        if not self._save_every.decide_save(moment).save or step in self._living:
+            return None
+        return self.save(step, metrics=metrics, metadata=metadata)
+
+    def restore(
+        self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
+    ) -> Restoration | None:
+        """**Blocks.** Gives the live objects the state of a checkpoint; every byte that is read is checked.
+
+        What is saved after this goes on from there: steps beyond it are no longer on the living line.
+
+        Args:
+            step: The step; None for the newest whole checkpoint of the living line.
+            only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left as it is.
+            strict: False to take what fits, and be told of the rest in the result.
+
+        Returns:
+            What was done, or None if the run has no checkpoint yet.
+
+        Raises:
+            MismatchError: If checkpoint and objects differ; it lists how, and nothing has been changed.
+            NoCheckpointError: If there is no such step.
+            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            StorageError: If the place fails.
+        """
+        self._check_open()
+        self._settle(None)
+        restoration = restore_objects(
+            self._storage,
+            self.checkpoint.objects,
+            step=step,
+            select=make_selection(only),
+            strict=strict,
+            threads=self._threads,
+            emit=self._emit,
+        )
+        if restoration is None:
+            return None
+        for name, value in restoration.replaced.items():
+            self.checkpoint[name] = value
+        if only is None:
+            self._origin = Origin(restored=restoration.name)
+            self._saver.leave_line()
+            self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
+        self._saver.restart_clock()
+        self._pace.begin(restoration.step)
+        return restoration
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """**Blocks.** Waits until no save is in flight.
+
+        Raises:
+            SaveFailedError: If a save failed and nobody has been told yet.
+            DeadlineError: If it takes longer; the save goes on.
+        """
+        self._settle(timeout_seconds)
+        _raise_newest(self._reports.take(last=False), None)
+
+    def steps(self) -> tuple[int, ...]:
+        """**Blocks.** The steps that are committed on the living line, oldest first."""
+        return tuple(name.step for name in read_catalog(self._storage).living)
+
+    def latest_step(self) -> int | None:
+        """**Blocks.** The newest committed step of the living line, or None."""
+        newest = read_catalog(self._storage).newest
+        return newest.step if newest else None
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """**Blocks.** Waits for the save in flight, ends all threads and gives the memory back; harmless twice.
+
+        Raises:
+            SaveFailedError: If a save failed and nobody has been told yet, or the last one failed.
+            DeadlineError: If the save does not end in time; it goes on, and another `close` may wait for it.
+        """
+        if self._closed:
+            return
+        self._settle(timeout_seconds)
+        self._closed = True
+        self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        _raise_newest(self._reports.take(last=True), None)
+
+    def abandon(self) -> None:
+        """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
+        self._closed = True
+        self._in_flight = None
+        self._reports.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except HoldfastError as failure:
+            if error is None:
+                raise
+            # What ended the block matters more; the failure goes along with it.
+            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+
+    def _settle(self, timeout_seconds: float | None) -> None:
+        """Waits for the save in flight, and takes note of what came of it."""
+        handle = self._in_flight
+        if handle is None:
+            return
+        handle.wait_ended(timeout_seconds)
+        self._in_flight = None
+        if handle.committed:
+            self._living.add(handle.step)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
+
+    def _check_place(self, step: int, replace: bool) -> None:
+        newest = max(self._living, default=-1)
+        if step > newest or (replace and step in self._living):
+            return
+        if step in self._living:
+            raise StepExistsError(
+                f"step {step} of {self.url} is committed already",
+                hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
+            )
+        raise UsageError(
+            f"step {step} lies before step {newest}, which {self.url} has already",
+            hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
+        )
+
+
+def _check_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError(f"a step is a whole number, not {step!r}") from None
+    if isinstance(step, bool) or not 0 <= number <= MAX_STEP:
+        raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
+    return number
+
+
+def _check_notes(
+    metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Copies of both, fit for a manifest, so that later changes to the originals are not seen."""
+    try:
+        figures = {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"metrics are figures by name: {error}") from error
+    try:
+        notes = plain(dict(metadata or {}))
+    except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"metadata is not JSON: {error}", hint="State belongs into the Checkpoint.") from error
+    return {name: value for name, value in figures.items() if math.isfinite(value)}, notes
+
+
+def _raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:
+    """Raises the newest failure, if there is one, with the others noted on it."""
+    if not untold:
+        return
+    newest = untold[-1]
+    for failure in untold[:-1]:
+        newest.add_note(f"before that: {failure}")
+    if isinstance(newest, SaveFailedError):
+        newest.next_save = next_save
+    raise newest
+
+
+def _journal_of(storage: Storage) -> list[Sink]:
+    """The events of a run on a local disk are kept beside its checkpoints."""
+    return [RunJournal(storage.url)] if isinstance(storage, LocalStorage) else []

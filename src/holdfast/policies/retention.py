@@ -1,0 +1,233 @@
+"""What to keep. Pure."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+from holdfast.errors import UsageError
+from holdfast.policies.arguments import check_count, check_seconds
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCandidate(Generic[Key]):
+    """One committed checkpoint, when the question is what to keep.
+
+    Attributes:
+        key: What tells it from all others: its step, or its step and generation.
+        step: Its step.
+        committed_at_seconds: When it was committed, in seconds since 1970.
+        metrics: What the user measured at that step.
+    """
+
+    key: Key
+    step: int
+    committed_at_seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class RetentionPolicy(Protocol):
+    """Says which checkpoints are worth their room."""
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** Which of the committed checkpoints to keep, each with the reason.
+
+        Args:
+            committed: All of them, the newest last.
+            now_seconds: Seconds since 1970.
+        """
+        ...
+
+
+class _CombinableRetentionPolicy(ABC):
+    @abstractmethod
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]: ...
+
+    def __or__(self, other: RetentionPolicy) -> AnyKeeps:
+        return AnyKeeps((self, other))
+
+    def __ror__(self, other: RetentionPolicy) -> AnyKeeps:
+        return AnyKeeps((other, self))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AnyKeeps(_CombinableRetentionPolicy):
+    """Keeps what any of its policies keeps; made by `|`."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def __post_init__(self) -> None:
+        flat: list[RetentionPolicy] = []
+        for policy in self.policies:
+            if not isinstance(policy, RetentionPolicy):
+                raise UsageError(
+                    f"{policy!r} does not say what to keep",
+                    hint="Combine retention policies (Latest, EveryN, Best, Newer) with each other, "
+                    "and save policies (Steps, Seconds, Auto) with each other.",
+                )
+            flat.extend(policy.policies if isinstance(policy, AnyKeeps) else (policy,))
+        object.__setattr__(self, "policies", tuple(flat))
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** The union of what its policies keep, with all their reasons."""
+        reasons: dict[Key, list[str]] = {}
+        for policy in self.policies:
+            for key, reason in policy.choose_kept(committed, now_seconds).items():
+                reasons.setdefault(key, []).append(reason)
+        return {key: "; ".join(of_key) for key, of_key in reasons.items()}
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Latest(_CombinableRetentionPolicy):
+    """Keeps the `n` newest."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("Latest", self.n)
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** The `n` newest."""
+        return {candidate.key: f"among the {self.n} latest" for candidate in committed[-self.n :]}
+
+    def __repr__(self) -> str:
+        return f"Latest({self.n})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EveryN(_CombinableRetentionPolicy):
+    """Keeps the steps that `n` divides."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("EveryN", self.n)
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** The steps that `n` divides."""
+        return {c.key: f"a multiple of {self.n}" for c in committed if c.step % self.n == 0}
+
+    def __repr__(self) -> str:
+        return f"EveryN({self.n})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Best(_CombinableRetentionPolicy):
+    """Keeps the `n` with the best value of a metric.
+
+    A checkpoint without the metric, or with NaN for it, does not take part. Of equal values the newer wins.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise UsageError(f"Best({self.metric!r}): the metric must be named")
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"Best(mode={self.mode!r}): the mode must be 'min' or 'max'")
+        check_count("Best(n=)", self.n)
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** The `n` with the best value."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        running = [
+            (sign * candidate.metrics[self.metric], -place, candidate)
+            for place, candidate in enumerate(committed)
+            if not math.isnan(candidate.metrics.get(self.metric, math.nan))
+        ]
+        running.sort(key=lambda entry: entry[:2])
+        return {
+            candidate.key: f"{self.metric} = {candidate.metrics[self.metric]:.6g} is {self._place(place)}"
+            for place, (_, _, candidate) in enumerate(running[: self.n])
+        }
+
+    def _place(self, place: int) -> str:
+        return f"the {self.mode}imum" if place == 0 else f"among the {self.n} best"
+
+    def __repr__(self) -> str:
+        mode = f", mode={self.mode!r}" if self.mode != "min" else ""
+        count = f", n={self.n}" if self.n != 1 else ""
+        return f"Best({self.metric!r}{mode}{count})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Newer(_CombinableRetentionPolicy):
+    """Keeps what was committed less than so many seconds ago, and what the clock says is yet to come."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_seconds("Newer", self.seconds)
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** What was committed less than so many seconds ago."""
+        # A clock that went back makes an age negative: what cannot be shown to be old is kept.
+        return {
+            candidate.key: f"newer than {self.seconds:.6g} s"
+            for candidate in committed
+            if not now_seconds - candidate.committed_at_seconds > self.seconds
+        }
+
+    def __repr__(self) -> str:
+        return f"Newer({self.seconds!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class All(_CombinableRetentionPolicy):
+    """Keeps everything."""
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** Everything."""
+        return {candidate.key: "everything is kept" for candidate in committed}
+
+    def __repr__(self) -> str:
+        return "All()"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan(Generic[Key]):
+    """What stays, each with the reason, and what goes; both oldest first."""
+
+    keep: dict[Key, str]
+    remove: tuple[Key, ...]
+
+
+def plan_retention(
+    policy: RetentionPolicy,
+    committed: Sequence[KeptCandidate[Key]],
+    protected: Mapping[Key, str],
+    now_seconds: float,
+) -> RetentionPlan[Key]:
+    """**Pure.** What to remove, so that no policy can lose the job: the newest and the protected always stay.
+
+    Args:
+        policy: What the user wants kept.
+        committed: All whole checkpoints, the newest last.
+        protected: Further keys that must stay, such as the one restored from, each with the reason.
+        now_seconds: Seconds since 1970.
+
+    Raises:
+        UsageError: If two candidates have the same key.
+    """
+    if len({candidate.key for candidate in committed}) != len(committed):
+        raise UsageError("two checkpoints to choose from have the same key")
+    reasons: dict[Key, list[str]] = {candidate.key: [] for candidate in committed}
+    if committed:
+        reasons[committed[-1].key].append("the newest")
+    for chosen in (protected, policy.choose_kept(committed, now_seconds)):
+        for key, reason in chosen.items():
+            if key in reasons:
+                reasons[key].append(reason)
+    keep = {key: "; ".join(of_key) for key, of_key in reasons.items() if of_key}
+    return RetentionPlan(keep, tuple(key for key in reasons if key not in keep))

@@ -1,0 +1,250 @@
+"""When to save. Pure."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+from holdfast.errors import UsageError
+from holdfast.policies.arguments import check_count, check_seconds, is_number
+
+DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
+"""The time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
+
+PROBE_STEPS: Final = 3
+"""`Auto` saves first after so many steps, to measure: enough for the optimizer to have its state."""
+
+UNMEASURED_BLOCKED_SECONDS: Final = 1.0
+"""The cost of a save that `Auto` assumes when its first save has begun and none has been measured yet."""
+
+Bound: TypeAlias = Literal["optimum", "overhead", "durable", "unmeasured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveMoment:
+    """What is known between two steps, when the question is whether to save.
+
+    Attributes:
+        step: How many steps of the whole training are completed.
+        last_saved_step: The newest step whose save was begun, or the one restored from; None if neither.
+        first_step: The completed steps with which this process began.
+        seconds_since_last_save: Since the last save of this process was begun, or since the process began.
+        step_seconds: The recent mean length of a step; None before the first.
+        save_blocked_seconds: What one save recently cost the training thread; None before that was measured.
+        save_durable_seconds: From the call of a save until it was durable, recently; None before that.
+    """
+
+    step: int
+    last_saved_step: int | None = None
+    first_step: int = 0
+    seconds_since_last_save: float = 0.0
+    step_seconds: float | None = None
+    save_blocked_seconds: float | None = None
+    save_durable_seconds: float | None = None
+
+    @property
+    def saved_from_step(self) -> int:
+        """The step up to which training is safe: the last one saved, or else the first of this process."""
+        if self.last_saved_step is None or self.last_saved_step > self.step:
+            return self.first_step
+        return self.last_saved_step
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDecision:
+    """Whether to save now, and why."""
+
+    save: bool
+    reason: str
+
+
+@runtime_checkable
+class SavePolicy(Protocol):
+    """Says between two steps whether to save."""
+
+    def decide_save(self, moment: SaveMoment) -> SaveDecision:
+        """**Pure.** Whether to save at this moment, and why."""
+        ...
+
+
+class _CombinableSavePolicy(ABC):
+    def decide_save(self, moment: SaveMoment) -> SaveDecision:
+        """**Pure.** Whether to save at this moment, and why; never twice at the same step."""
+        if moment.step == moment.saved_from_step:
+            return SaveDecision(False, f"nothing was trained since step {moment.step}")
+        return self._decide(moment)
+
+    @abstractmethod
+    def _decide(self, moment: SaveMoment) -> SaveDecision: ...
+
+    def __or__(self, other: SavePolicy) -> AnySave:
+        return AnySave((self, other))
+
+    def __ror__(self, other: SavePolicy) -> AnySave:
+        return AnySave((other, self))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AnySave(_CombinableSavePolicy):
+    """Saves when any of its policies says so; made by `|`."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        flat: list[SavePolicy] = []
+        for policy in self.policies:
+            if not isinstance(policy, SavePolicy):
+                raise UsageError(
+                    f"{policy!r} does not say when to save",
+                    hint="Combine save policies (Steps, Seconds, Auto) with each other, "
+                    "and retention policies (Latest, EveryN, Best, Newer) with each other.",
+                )
+            flat.extend(policy.policies if isinstance(policy, AnySave) else (policy,))
+        object.__setattr__(self, "policies", tuple(flat))
+
+    def _decide(self, moment: SaveMoment) -> SaveDecision:
+        decisions = [policy.decide_save(moment) for policy in self.policies]
+        yes = [decision.reason for decision in decisions if decision.save]
+        if yes:
+            return SaveDecision(True, "; ".join(yes))
+        return SaveDecision(False, "; ".join(decision.reason for decision in decisions))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Steps(_CombinableSavePolicy):
+    """Saves when a multiple of `n` completed steps has been reached or passed since the last save."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("Steps", self.n)
+
+    def _decide(self, moment: SaveMoment) -> SaveDecision:
+        multiple = moment.step // self.n * self.n
+        if multiple > moment.saved_from_step:
+            return SaveDecision(True, f"{multiple} steps are a multiple of {self.n}")
+        return SaveDecision(False, f"the next multiple of {self.n} steps is {multiple + self.n}")
+
+    def __repr__(self) -> str:
+        return f"Steps({self.n})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Seconds(_CombinableSavePolicy):
+    """Saves when so many seconds have passed since the last save."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_seconds("Seconds", self.seconds)
+
+    def _decide(self, moment: SaveMoment) -> SaveDecision:
+        passed = moment.seconds_since_last_save
+        sentence = f"{passed:.3g} of {self.seconds:.6g} s have passed since the last save"
+        return SaveDecision(passed >= self.seconds, sentence)
+
+    def __repr__(self) -> str:
+        return f"Seconds({self.seconds!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenInterval:
+    """What `Auto` chose.
+
+    Attributes:
+        seconds: From one save to the next.
+        steps: About how many steps that is; None before a step was measured.
+        bound: What set it: `optimum` (Young and Daly), `overhead`, `durable`, or `unmeasured`.
+    """
+
+    seconds: float
+    steps: int | None
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Auto(_CombinableSavePolicy):
+    """Saves as often as pays: by the measured cost of a save and the mean time between failures.
+
+    The interval is that of Young and Daly, at which the time spent on saves and the work that failures are
+    expected to undo are smallest together. It is lengthened where saves would otherwise block training for more
+    than the share `overhead` of the time, and where a save would begin before the last one is durable. As nothing
+    is measured at first, the first save comes after a few steps.
+    """
+
+    overhead: float = 0.01
+    mtbf_seconds: float = DEFAULT_MTBF_SECONDS
+
+    def __post_init__(self) -> None:
+        if not is_number(self.overhead) or not 0 < self.overhead < 1:
+            raise UsageError(
+                f"Auto(overhead={self.overhead!r}): the share of time must lie between 0 and 1",
+                hint="0.01 lets saves block training for at most one percent of the time.",
+            )
+        check_seconds("Auto(mtbf_seconds=)", self.mtbf_seconds)
+
+    def _decide(self, moment: SaveMoment) -> SaveDecision:
+        if moment.save_blocked_seconds is None and not _has_saved(moment):
+            trained = moment.step - moment.first_step
+            return SaveDecision(
+                trained >= PROBE_STEPS,
+                f"no save has been measured yet: the first comes after {PROBE_STEPS} steps",
+            )
+        due = moment.seconds_since_last_save >= self.chosen(moment).seconds
+        return SaveDecision(due, self.describe(moment))
+
+    def chosen(self, moment: SaveMoment) -> ChosenInterval:
+        """**Pure.** The interval that follows from what has been measured so far."""
+        blocked = moment.save_blocked_seconds
+        cost = UNMEASURED_BLOCKED_SECONDS if blocked is None else max(blocked, 0.0)
+        optimum = daly_interval_seconds(cost, self.mtbf_seconds)
+        # A share e of the time is blocked when e = cost / (interval + cost).
+        affordable = cost * (1 / self.overhead - 1)
+        durable = moment.save_durable_seconds or 0.0
+        seconds = max(optimum, affordable, durable)
+        bound: Bound = "optimum"
+        if blocked is None:
+            bound = "unmeasured"
+        elif seconds > optimum:
+            bound = "overhead" if seconds == affordable else "durable"
+        steps = max(1, math.ceil(seconds / moment.step_seconds)) if moment.step_seconds else None
+        return ChosenInterval(seconds, steps, bound)
+
+    def describe(self, moment: SaveMoment) -> str:
+        """**Pure.** What it chose and why, in one line for people."""
+        chosen = self.chosen(moment)
+        blocks = f"a save blocks for {moment.save_blocked_seconds or 0:.3g} s"
+        reasons: dict[Bound, str] = {
+            "unmeasured": f"no save has been measured yet, {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
+            "optimum": f"{blocks} and a failure is expected every {self.mtbf_seconds:.6g} s",
+            "overhead": f"{blocks}, and {self.overhead:.3g} of the time is allowed for that",
+            "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s to be durable",
+        }
+        about = f" (about {chosen.steps} steps)" if chosen.steps else ""
+        return f"a save every {chosen.seconds:.3g} s{about}: {reasons[chosen.bound]}"
+
+    def __repr__(self) -> str:
+        return f"Auto(overhead={self.overhead!r}, mtbf_seconds={self.mtbf_seconds!r})"
+
+
+def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
+    """**Pure.** The optimal time between saves: Daly's estimate of higher order, whose first term is Young's.
+
+    Args:
+        cost_seconds: How long one save holds up the work.
+        mtbf_seconds: The mean time between failures.
+    """
+    if cost_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = cost_seconds / (2 * mtbf_seconds)
+    young = math.sqrt(2 * cost_seconds) * math.sqrt(mtbf_seconds)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
+
+
+def _has_saved(moment: SaveMoment) -> bool:
+    return moment.saved_from_step > moment.first_step

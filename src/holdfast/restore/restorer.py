@@ -1,0 +1,179 @@
+"""Drives a restore: tries checkpoints from the best to the worst until one is whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.catalog import Catalog, read_catalog
+from holdfast.errors import DamageError, MismatchError, NoWholeCheckpointError, UsageError
+from holdfast.events import PassedOver, Restored, Sink, Warned
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import StepName
+from holdfast.restore.choose import choose_candidates
+from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.read import read_targets
+from holdfast.restore.selection import Selection
+from holdfast.restore.verify import open_data, open_step
+from holdfast.state import ArraySpec, Differences, Matching, match_objects
+from holdfast.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What a restore did.
+
+    Attributes:
+        step: The step that the live objects now have.
+        name: Which checkpoint it was.
+        manifest: Its manifest, with the metrics and metadata of the save.
+        differences: What did not fit and was left as it was; empty unless `strict=False`.
+        replaced: New values of named objects that could not be changed in place, such as numbers.
+        passed_over: Newer checkpoints that were found damaged.
+        size_bytes: What was read and checked.
+        seconds: How long it took.
+    """
+
+    step: int
+    name: StepName
+    manifest: Manifest
+    differences: Differences
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: tuple[DamageError, ...] = ()
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+
+def restore_objects(
+    storage: Storage,
+    objects: Mapping[str, object],
+    *,
+    step: int | None,
+    select: Selection | None,
+    strict: bool,
+    threads: int,
+    emit: Sink,
+) -> Restoration | None:
+    """**Blocks.** Gives the live objects the state of a checkpoint.
+
+    Nothing live is touched before the checkpoint's records are checked and found to fit. Arrays are then read in place;
+    a damaged span that is found there sends the whole restore to the next older checkpoint, which overwrites what was
+    read. Python state and counters are set last, when every byte has been checked.
+
+    Args:
+        storage: Where the run lies.
+        objects: The live objects by name.
+        step: The step; None for the newest whole one of the living line.
+        select: Which leaves to restore, by name; None for all.
+        strict: Whether any difference is an error.
+        threads: How many threads read.
+        emit: Told of what happens.
+
+    Returns:
+        What was done, or None if there is no checkpoint at all.
+
+    Raises:
+        MismatchError: If the checkpoint does not fit; nothing has been changed.
+        NoCheckpointError: If the step that was asked for does not exist.
+        NoWholeCheckpointError: If there are checkpoints, but none is whole.
+        StorageError: If the place fails.
+    """
+    begun_at = time.monotonic()
+    catalog = read_catalog(storage)
+    for fault in catalog.faults:
+        emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
+    candidates = choose_candidates(catalog, step)
+    if not candidates:
+        _warn_of_others(catalog, emit)
+        return None
+    damages: list[DamageError] = []
+    touched = False
+    for name in candidates:
+        try:
+            opened = open_step(storage, name.directory, name)
+            matching = _match(opened, objects, select, strict, touched)
+            touched = True
+            size_bytes = _read(storage, opened, matching, threads)
+        except DamageError as damage:
+            damages.append(damage)
+            emit(
+                PassedOver(
+                    step=name.step,
+                    generation=name.generation,
+                    file=damage.path,
+                    error=damage.message,
+                    offset_bytes=damage.offset_bytes,
+                    tensor=damage.tensor,
+                )
+            )
+            continue
+        replaced = matching.apply()
+        seconds = time.monotonic() - begun_at
+        emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=size_bytes))
+        return Restoration(
+            step=name.step,
+            name=name,
+            manifest=opened.manifest,
+            differences=matching.differences,
+            replaced=replaced,
+            passed_over=tuple(damages),
+            size_bytes=size_bytes,
+            seconds=seconds,
+        )
+    raise _no_whole(storage, step, tuple(damages), touched)
+
+
+def _match(
+    opened: OpenedStep,
+    objects: Mapping[str, object],
+    select: Selection | None,
+    strict: bool,
+    touched: bool,
+) -> Matching:
+    index = opened.indexes[0]
+    arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.leaves}
+    matching = match_objects(objects, index.objects, arrays, select=select)
+    if select is not None and select.unmatched:
+        raise UsageError(
+            f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, index.objects))}; a leaf is named like 'model/head.weight'.",
+        )
+    if strict and matching.differences:
+        state = "arrays hold what was read from a newer, damaged checkpoint" if touched else "nothing was changed"
+        raise MismatchError(
+            f"step {opened.name.step} does not fit the live objects ({state}):\n{matching.differences}",
+            differences=matching.differences,
+            hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
+        )
+    return matching
+
+
+def _read(storage: Storage, opened: OpenedStep, matching: Matching, threads: int) -> int:
+    reader = open_data(storage, opened, 0)
+    try:
+        targets = {target.leaf: target for target in matching.targets}
+        return read_targets(reader, opened.indexes[0], opened.data_path(0), targets, threads=threads)
+    finally:
+        reader.close()
+
+
+def _warn_of_others(catalog: Catalog, emit: Sink) -> None:
+    if catalog.committed:
+        steps = ", ".join(str(name.step) for name in catalog.committed)
+        emit(Warned(text=f"nothing was restored: the run began anew, and steps {steps} belong to an earlier line"))
+
+
+def _no_whole(
+    storage: Storage, step: int | None, damages: tuple[DamageError, ...], touched: bool
+) -> NoWholeCheckpointError:
+    what = f"step {step} is damaged" if step is not None else f"none of {len(damages)} checkpoints is whole"
+    listed = "\n".join(f"  {damage.message}" for damage in damages)
+    mixed = "\n  Some live arrays hold what was read from them: do not train on." if touched else ""
+    return NoWholeCheckpointError(
+        f"{storage.url}: {what}:\n{listed}{mixed}",
+        damages=damages,
+        hint="`holdfast verify` shows the extent; restore another copy of the run, or begin anew on purpose "
+        "(begin_anew=True).",
+    )

@@ -1,0 +1,235 @@
+"""`resumable`: a training loop that begins where the last process stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal, Self
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UsageError
+from holdfast.events import Sink
+from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.restore.restorer import Restoration
+from holdfast.save.handle import SaveHandle
+from holdfast.storage import Storage
+
+EXIT_INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
+
+
+def resumable(
+    directory: str | os.PathLike[str] | Storage,
+    *,
+    save_every: SavePolicy | None = None,
+    keep: RetentionPolicy | None = None,
+    strict: bool = True,
+    begin_anew: bool = False,
+    failures_allowed: int = 0,
+    when_busy: Literal["wait", "skip"] = "wait",
+    sinks: Iterable[Sink] = (),
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    threads: int = 2,
+    **objects: object,
+) -> Run:
+    """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
+
+    Example:
+        ```python
+        with hf.resumable("runs/gpt", model=model, optimizer=optimizer, loader=loader, rng=hf.RNG(),
+                          save_every=hf.Steps(500), keep=hf.Latest(3)) as run:
+            for step in run.steps(10_000):
+                loss = train_step(next(batches))
+                run.report(loss=loss)
+        ```
+
+    Args:
+        directory: The run's directory, a URL, or an open storage.
+        save_every: When to save; None for `Auto()`, which measures what a save costs.
+        keep: What to keep; None for `Latest(3)`.
+        strict: False to take from the checkpoint what fits, if objects have changed since.
+        begin_anew: True to begin from nothing although there may be checkpoints.
+        failures_allowed: How many saves in a row may fail before the loop ends with an error.
+        when_busy: What a save does while the one before is in flight: wait for it, or be left out.
+        sinks: Functions that are told of each event.
+        timeout_seconds: The deadline of each wait.
+        threads: How many threads write, and read at a restore.
+        **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
+            `CheckpointManager` take any.
+
+    Raises:
+        UsageError: If an argument is wrong, or nothing is to be kept.
+        StorageError: If the directory cannot be looked at.
+    """
+    if not objects:
+        raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
+    manager = CheckpointManager(
+        directory,
+        Checkpoint(**objects),
+        save_every=save_every or Auto(),
+        keep=keep or Latest(3),
+        when_busy=when_busy,
+        failures_allowed=failures_allowed,
+        begin_anew=begin_anew,
+        sinks=sinks,
+        timeout_seconds=timeout_seconds,
+        threads=threads,
+    )
+    return Run(manager, strict=strict, begin_anew=begin_anew)
+
+
+class Run:
+    """A training run between its restore and its last save. Use it from one thread, with `with`.
+
+    Attributes:
+        manager: The manager that saves and restores.
+        step: How many steps are complete.
+        restored: What was restored when the run was entered, or None if it began from nothing.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, strict: bool = True, begin_anew: bool = False) -> None:
+        self.manager = manager
+        self.step = 0
+        self.restored: Restoration | None = None
+        self._strict = strict
+        self._begin_anew = begin_anew
+        self._metrics: dict[str, float] = {}
+        self._saved_step: int | None = None
+        self._in_step = False
+        self._stop = False
+        self._leaving = False
+        self._interrupts = 0
+        self._handler_before: Any = None
+        self._handles_interrupts = False
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
+
+        At each turn of the loop the step before counts as complete, and is saved if that is due; at the last turn it is
+        saved in any case. Leaving with `break` counts the current step as complete as well.
+
+        Args:
+            total: How many steps the run has in all, those of earlier processes included.
+
+        Raises:
+            SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
+            SystemExit: With code 130, after Ctrl-C, once the step before is complete; it is saved on the way out.
+        """
+        return _Steps(self, total)
+
+    def report(self, **metrics: float) -> None:
+        """Notes figures; the next save keeps those that were reported since the save before."""
+        self._metrics.update(metrics)
+
+    def stop(self) -> None:
+        """Ends the loop when the current step is complete."""
+        self._stop = True
+
+    def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
+
+        Returns:
+            The save, or None if this step was saved already.
+
+        Raises:
+            SaveFailedError: If an earlier save failed and nobody has been told yet.
+        """
+        step = self.step + self._in_step
+        if step == self._saved_step:
+            return None
+        handle = self.manager.save(step, metrics=self._metrics, metadata=metadata)
+        self._note_saved(step, handle)
+        return handle
+
+    def __enter__(self) -> Self:
+        if not self._begin_anew:
+            self.restored = self.manager.restore(strict=self._strict)
+        if self.restored is not None:
+            self.step = self._saved_step = self.restored.step
+        self._begin_handling_interrupts()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._interrupts > 1:
+                self.manager.abandon()
+            elif error is None or self._leaving:
+                self._finish_step()
+                self._save_last()
+                self.manager.close()
+                if self._leaving:
+                    print(f"holdfast: step {self.step} is saved; leaving.", file=sys.stderr)  # noqa: T201
+            else:
+                # The step that failed may have changed half of the state: only what was saved before counts.
+                self.manager.__exit__(kind, error, trace)
+        finally:
+            self._end_handling_interrupts()
+
+    def _next_step(self, total: int) -> int:
+        self._finish_step()
+        if self._interrupts:
+            self._leaving = True
+            raise SystemExit(EXIT_INTERRUPTED)
+        if self._stop or self.step >= total:
+            self._save_last()
+            raise StopIteration
+        handle = self.manager.save_if_due(self.step, metrics=self._metrics)
+        if handle is not None:
+            self._note_saved(self.step, handle)
+        self._in_step = True
+        return self.step
+
+    def _finish_step(self) -> None:
+        if self._in_step:
+            self.step += 1
+            self._in_step = False
+
+    def _save_last(self) -> None:
+        """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
+        if self.step > 0 and self.step != self._saved_step:
+            self.manager.wait()
+            self.save()
+
+    def _note_saved(self, step: int, handle: SaveHandle) -> None:
+        if not handle.skipped:
+            self._saved_step = step
+            self._metrics = {}
+
+    def _begin_handling_interrupts(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python runs signal handlers in the main thread only.
+        self._handler_before = signal.getsignal(signal.SIGINT)
+        if callable(self._handler_before):
+            signal.signal(signal.SIGINT, self._interrupt)
+            self._handles_interrupts = True
+
+    def _end_handling_interrupts(self) -> None:
+        if self._handles_interrupts and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, self._handler_before)
+        self._handles_interrupts = False
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            # One write of constant bytes: nothing that could wait, or that the interrupted code could be in the midst of.
+            os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
+        else:
+            self._handler_before(number, frame)
+
+
+class _Steps(Iterator[int]):
+    """The loop over a run's steps."""
+
+    def __init__(self, run: Run, total: int) -> None:
+        self._run = run
+        self._total = total
+
+    def __next__(self) -> int:
+        return self._run._next_step(self._total)

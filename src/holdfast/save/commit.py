@@ -1,0 +1,92 @@
+"""Receipts to a manifest: the moment from which a step exists."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from holdfast.catalog import read_generations, read_opening
+from holdfast.errors import FencedError, HoldfastError, StorageError
+from holdfast.format.manifest import Manifest, encode_manifest
+from holdfast.format.names import StepName
+from holdfast.save.handoffs import Receipts
+from holdfast.storage.protocol import Storage
+
+_NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")
+
+
+def commit(
+    receipts: Receipts,
+    storage: Storage,
+    name: StepName,
+    *,
+    metrics: Mapping[str, float],
+    metadata: Mapping[str, Any],
+) -> Manifest:
+    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and makes sure that it counts.
+
+    A crash before the publication leaves debris; after it, a whole checkpoint that nobody has spoken of yet.
+
+    Raises:
+        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, since the
+            newer job may not have seen it when it began.
+        StorageError: If the place fails.
+    """
+    manifest = Manifest(
+        step=name.step,
+        generation=name.generation,
+        attempt=name.attempt,
+        token=secrets.token_hex(16),
+        committed_at_unix_seconds=time.time(),
+        workers=receipts.workers,
+        metrics=dict(metrics),
+        metadata=dict(metadata),
+        versions=_name_versions(),
+    )
+    if not storage.publish(name.manifest_path, encode_manifest(manifest)):
+        raise StorageError(
+            f"{storage.url}: {name.directory} has a manifest that this save did not write",
+            path=name.manifest_path,
+            hint="Two jobs believe to be the same one; give each a directory of its own.",
+        )
+    check_fence(storage, name.generation)
+    return manifest
+
+
+def check_fence(storage: Storage, generation: int) -> None:
+    """**Blocks.** Makes sure that no newer generation has been opened.
+
+    Raises:
+        FencedError: If one has; it says by whom.
+    """
+    newest = max(read_generations(storage), default=0)
+    if newest <= generation:
+        return
+    try:
+        opening = read_opening(storage, newest)
+        by = f" by process {opening.process} on {opening.host}"
+    except HoldfastError:
+        by = ""
+    raise FencedError(
+        f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
+        hint="Only one job may save into a run. Stop this one, or give it a directory of its own.",
+    )
+
+
+def _name_versions() -> dict[str, str]:
+    """The versions of holdfast, of Python, and of those libraries that this process has in use."""
+    used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
+    return {"python": sys.version.split()[0], **{library: _version_of(library) for library in used}}
+
+
+@cache
+def _version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return str(getattr(sys.modules.get(library), "__version__", "unknown"))

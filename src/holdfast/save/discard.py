@@ -1,0 +1,101 @@
+"""How a step's directory goes: the manifest first, then what it vouched for. Nothing of a user's own is removed."""
+
+from __future__ import annotations
+
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    StepName,
+    is_own_file,
+    parse_generation_temporary,
+    parse_step_directory,
+)
+from holdfast.storage.protocol import Storage
+
+
+def discard_committed(storage: Storage, name: StepName) -> bool:
+    """**Blocks.** Removes a committed step.
+
+    A crash after the manifest has gone leaves a directory without one, which the next sweep removes.
+
+    Returns:
+        True if all of it is gone, False if files that are not holdfast's keep the directory.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    storage.remove(name.manifest_path)
+    # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
+    storage.sync_directory(name.directory)
+    return remove_own_files(storage, name.directory)
+
+
+def discard_unfinished(storage: Storage, name: StepName) -> bool:
+    """**Blocks.** Removes a directory without a manifest.
+
+    It is moved aside first, so that a writer which is not as dead as it seems finds its directory gone and fails,
+    rather than publishing a manifest beside data that have been removed.
+
+    Returns:
+        True if all of it is gone, False if files that are not holdfast's keep the directory, which then has its name
+        again.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
+        return remove_own_files(storage, name.directory)
+    return remove_own_files(storage, storage.set_aside(name.directory))
+
+
+def discard_trash(storage: Storage, directory: str) -> bool:
+    """**Blocks.** Removes what was set aside before.
+
+    Returns:
+        True if all of it is gone.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    return remove_own_files(storage, directory)
+
+
+def discard_half_published(storage: Storage, generation: int) -> list[str]:
+    """**Blocks.** Removes what openings of older generations left that died before they were published.
+
+    Returns:
+        The paths that were removed.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    removed: list[str] = []
+    for entry in storage.list(GENERATIONS_DIRECTORY):
+        number = parse_generation_temporary(entry.name)
+        if number is not None and number < generation and not entry.is_directory:
+            path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
+            storage.remove(path)
+            removed.append(path)
+    return removed
+
+
+def remove_own_files(storage: Storage, directory: str) -> bool:
+    """**Blocks.** Removes holdfast's own files from a directory, and the directory if nothing else lies in it.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    for entry in storage.list(directory):
+        if not entry.is_directory and is_own_file(entry.name):
+            storage.remove(f"{directory}/{entry.name}")
+    return storage.remove_directory(directory)
+
+
+def next_attempt(storage: Storage, step: int, generation: int) -> StepName:
+    """**Blocks.** The name for a new attempt of a generation at a step: one that no directory has.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    names = (parse_step_directory(entry.name) for entry in storage.list(""))
+    taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+    return StepName(step, generation, max(taken, default=0) + 1)

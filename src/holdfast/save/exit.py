@@ -1,0 +1,63 @@
+"""What happens to saves in flight when the program ends without having closed its managers.
+
+A normal exit drains: it waits for the save in flight. A failure that nobody was told of by then is printed, and the
+exit code says so, since a job that ends with 0 is taken to have kept its last state.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import Final, Protocol
+
+from holdfast.errors import HoldfastError
+
+EXIT_SAVE_FAILED: Final = 74
+"""The exit code of a job whose last save failed and that would else have ended as if nothing were wrong (EX_IOERR)."""
+
+
+class Drainable(Protocol):
+    """Something that may have work in flight when the program ends."""
+
+    def drain(self) -> list[HoldfastError]:
+        """**Blocks.** Waits for the work in flight, within its own deadline; gives the failures not told of yet."""
+        ...
+
+
+# Changed by the training thread and by saves; a single addition or removal needs no lock.
+_held: set[Drainable] = set()
+_process = os.getpid()
+
+
+def hold(owner: Drainable) -> None:
+    """**Thread-safe.** Makes the program wait for `owner` before it ends."""
+    _held.add(owner)
+
+
+def release(owner: Drainable) -> None:
+    """**Thread-safe.** Undoes `hold`; harmless twice."""
+    _held.discard(owner)
+
+
+def _drain_all() -> None:
+    if os.getpid() != _process:
+        return  # A forked child has the objects but not their threads, and nothing to save.
+    failures = [failure for owner in list(_held) for failure in owner.drain()]
+    if not failures:
+        return
+    for failure in failures:
+        print(f"holdfast: {type(failure).__name__}: {failure}", file=sys.stderr)  # noqa: T201
+    # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
+    # was registered before those of whatever was imported later, so theirs have run by now.
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(EXIT_SAVE_FAILED)
+
+
+atexit.register(_drain_all)

@@ -1,0 +1,40 @@
+"""The records that pass from one stage of a save to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.format.layout import Layout
+from holdfast.format.manifest import WorkerRecord
+from holdfast.state.leaves import Skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One worker's state in host memory, laid out as its data file.
+
+    Attributes:
+        layout: Where each array lies.
+        image: The data file's bytes, padded with zeros to whole blocks.
+        objects: For each named object, its state with references in place of arrays.
+    """
+
+    layout: Layout
+    image: memoryview
+    objects: dict[str, Skeleton]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """Proof that all workers' bytes of one step are durable.
+
+    Attributes:
+        workers: What each worker wrote, in order of rank.
+    """
+
+    workers: tuple[WorkerRecord, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that were written, indexes included."""
+        return sum(worker.data_bytes + worker.index_bytes for worker in self.workers)

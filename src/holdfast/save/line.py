@@ -1,0 +1,190 @@
+"""The line of checkpoints that one manager writes: its generation, its base, and what it has committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.catalog import Catalog, open_generation, read_catalog, read_manifest, record_base
+from holdfast.errors import FormatError, HoldfastError, NotFoundError
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import StepName
+from holdfast.policies import KeptCandidate, RetentionPolicy, plan_retention
+from holdfast.save.commit import check_fence, commit
+from holdfast.save.discard import (
+    discard_committed,
+    discard_half_published,
+    discard_trash,
+    discard_unfinished,
+    next_attempt,
+)
+from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.save.write import write
+from holdfast.storage.crew import Crew
+from holdfast.storage.protocol import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaning:
+    """What was removed after a commit.
+
+    Attributes:
+        kept: For each step that was kept, why.
+        removed: The committed steps that were removed.
+        swept: The directories of unfinished saves that were removed.
+        problems: What could not be removed, and why.
+    """
+
+    kept: dict[StepName, str]
+    removed: tuple[StepName, ...]
+    swept: tuple[str, ...]
+    problems: tuple[HoldfastError, ...]
+
+
+class Line:
+    """Writes checkpoints of one generation, one after the other. Not thread-safe: one save uses it at a time."""
+
+    def __init__(self, storage: Storage, keep: RetentionPolicy) -> None:
+        self._storage = storage
+        self._keep = keep
+        self._generation: int | None = None
+        self._manifests: dict[StepName, Manifest] = {}
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that this line opened, or None before its first save."""
+        return self._generation
+
+    def leave(self) -> None:
+        """Ends the line: the next save opens a generation of its own."""
+        self._generation = None
+
+    def open(self, choose_base: Callable[[Catalog], StepName | None]) -> bool:
+        """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
+
+        A crash between the opening and its base leaves a generation that saved nothing, and changes no line.
+
+        Args:
+            choose_base: Says which checkpoint the line begins from, given what lay there after the opening.
+
+        Returns:
+            True if a generation was opened.
+
+        Raises:
+            FencedError: If another job has opened a newer one since.
+            StorageError: If the place fails.
+        """
+        opened = self._generation is None
+        if self._generation is None:
+            generation = open_generation(self._storage)
+            record_base(self._storage, generation, choose_base(read_catalog(self._storage)))
+            self._generation = generation
+        check_fence(self._storage, self._generation)
+        return opened
+
+    def name(self, step: int) -> StepName:
+        """**Blocks.** The place of this line's next attempt at a step."""
+        assert self._generation is not None, "open() comes first"
+        return next_attempt(self._storage, step, self._generation)
+
+    def write(self, snapshot: Snapshot, name: StepName, crew: Crew) -> Receipts:
+        """**Blocks.** Writes a snapshot and makes it last, without committing it."""
+        return write(snapshot, self._storage, name, crew)
+
+    def commit(
+        self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> Manifest:
+        """**Blocks.** Commits what was written."""
+        manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
+        self._manifests[name] = manifest
+        return manifest
+
+    def give_up(self, name: StepName) -> None:
+        """**Blocks.** Removes what a failed attempt left.
+
+        Raises:
+            StorageError: If the place fails; then the next save sweeps it away.
+        """
+        catalog = read_catalog(self._storage)
+        if name in catalog.unfinished:
+            discard_unfinished(self._storage, name)
+
+    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
+        """**Blocks.** Removes what the retention policy gives up, and what earlier saves left behind.
+
+        Only the living line is looked at; steps off it stay until a person prunes them. A generation that was fenced
+        removes nothing.
+
+        Args:
+            newest: The step that was just committed.
+            protected: Steps that must stay, each with the reason.
+
+        Raises:
+            FencedError: If another job has opened a newer generation.
+            StorageError: If the place cannot be looked at.
+        """
+        check_fence(self._storage, newest.generation)
+        catalog = read_catalog(self._storage)
+        candidates: list[KeptCandidate[StepName]] = []
+        problems: list[HoldfastError] = []
+        for name in catalog.living:
+            try:
+                manifest = self._manifests.get(name) or read_manifest(self._storage, name)
+            except (FormatError, NotFoundError):
+                continue  # What cannot be judged stays; a restore or `verify` will name the damage.
+            self._manifests[name] = manifest
+            candidates.append(
+                KeptCandidate(
+                    key=name,
+                    step=name.step,
+                    committed_at_seconds=manifest.committed_at_unix_seconds,
+                    metrics=manifest.metrics,
+                )
+            )
+        plan = plan_retention(self._keep, candidates, protected, time.time())
+        replaced = [
+            name
+            for name in catalog.committed
+            if name.generation == newest.generation
+            and name not in catalog.living
+            and name not in protected
+            and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
+        ]
+        removed = self._remove([*plan.remove, *replaced], problems)
+        swept = self._sweep(catalog, problems)
+        self._manifests = {name: self._manifests[name] for name in plan.keep if name in self._manifests}
+        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems))
+
+    def _remove(self, names: list[StepName], problems: list[HoldfastError]) -> list[StepName]:
+        removed: list[StepName] = []
+        for name in names:
+            try:
+                discard_committed(self._storage, name)
+                removed.append(name)
+            except HoldfastError as error:
+                problems.append(error)
+        return removed
+
+    def _sweep(self, catalog: Catalog, problems: list[HoldfastError]) -> list[str]:
+        """Removes unfinished directories of this and older generations: nobody can commit them any more."""
+        swept: list[str] = []
+        for name in catalog.unfinished:
+            if self._generation is not None and name.generation <= self._generation:
+                try:
+                    if discard_unfinished(self._storage, name):
+                        swept.append(name.directory)
+                except HoldfastError as error:
+                    problems.append(error)
+        for directory in catalog.trash:
+            try:
+                if discard_trash(self._storage, directory):
+                    swept.append(directory)
+            except HoldfastError as error:
+                problems.append(error)
+        try:
+            swept += discard_half_published(self._storage, self._generation or 0)
+        except HoldfastError as error:
+            problems.append(error)
+        return swept

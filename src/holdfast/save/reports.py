@@ -1,0 +1,102 @@
+"""The failures of saves, from the background where they happen to the user who must be told of each once."""
+
+from __future__ import annotations
+
+import threading
+
+from holdfast.errors import DeadlineError, FencedError, HoldfastError, SaveFailedError
+from holdfast.save.exit import hold, release
+from holdfast.save.handle import SaveHandle
+
+
+class SaveReports:
+    """**Thread-safe.** What one manager's saves have to tell.
+
+    While a save is in flight, or a failure has not been told of, the exit of the program is held up for it. Nothing of
+    the manager but this small object is kept alive by that.
+    """
+
+    def __init__(self, failures_allowed: int) -> None:
+        """Failures are tolerated until more than `failures_allowed` come in a row."""
+        self._failures_allowed = failures_allowed
+        self._lock = threading.Lock()
+        # The lock guards these three.
+        self._untold: list[HoldfastError] = []
+        self._failures_in_a_row = 0
+        self._in_flight: SaveHandle | None = None
+
+    def mark_begun(self, handle: SaveHandle) -> None:
+        """A save has begun; from now on the exit of the program waits for it."""
+        with self._lock:
+            self._in_flight = handle
+        hold(self)
+
+    def mark_committed(self) -> None:
+        """A save was committed: failures that were tolerated until now are forgiven."""
+        with self._lock:
+            if self._failures_in_a_row <= self._failures_allowed:
+                self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
+            self._failures_in_a_row = 0
+
+    def mark_ended(self, handle: SaveHandle) -> None:
+        """Nothing of the save goes on any more."""
+        with self._lock:
+            self._in_flight = None
+            self._release_if_done()
+        handle.mark_ended()
+
+    def add(self, error: HoldfastError) -> None:
+        """Notes a failure that the user has to be told of."""
+        with self._lock:
+            self._untold.append(error)
+            if isinstance(error, SaveFailedError):
+                self._failures_in_a_row += 1
+
+    def take(self, *, last: bool) -> list[HoldfastError]:
+        """The failures to raise now, oldest first; they count as told.
+
+        Args:
+            last: True if nothing will be saved after this, so that no failure can be tolerated any more.
+        """
+        with self._lock:
+            fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
+            tolerated = not last and not fenced and 0 < self._failures_in_a_row <= self._failures_allowed
+            taken = [error for error in self._untold if not (tolerated and isinstance(error, SaveFailedError))]
+            self._untold = [error for error in self._untold if error not in taken]
+            self._release_if_done()
+        return taken
+
+    def put_back(self, errors: list[HoldfastError]) -> None:
+        """Undoes `take`, for a caller that could not raise what it took."""
+        with self._lock:
+            self._untold = errors + self._untold
+        if errors:
+            hold(self)
+
+    def mark_told(self, error: HoldfastError) -> None:
+        """A wait on a handle has raised this failure."""
+        with self._lock:
+            self._untold = [other for other in self._untold if other is not error]
+            self._release_if_done()
+
+    def drain(self) -> list[HoldfastError]:
+        """**Blocks.** Called when the program ends: waits for the save in flight and gives what was not told."""
+        with self._lock:
+            handle = self._in_flight
+        if handle is not None:
+            try:
+                handle.wait_ended()
+            except DeadlineError as error:
+                return [*self.take(last=True), error]
+        return self.take(last=True)
+
+    def abandon(self) -> None:
+        """Nobody waits for the save in flight any more, nor wants to hear of failures."""
+        with self._lock:
+            self._in_flight = None
+            self._untold = []
+            self._release_if_done()
+
+    def _release_if_done(self) -> None:
+        if self._in_flight is None and not self._untold:
+            release(self)

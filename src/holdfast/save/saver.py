@@ -1,0 +1,276 @@
+"""Drives saves: copies on the training thread, does everything else behind it, and tells how it went."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.catalog import Catalog
+from holdfast.errors import FencedError, HoldfastError, SaveFailedError, StorageError
+from holdfast.events import Committed, Event, Failed, GenerationOpened, Retained, Sink, Staged, Warned, Written
+from holdfast.format.names import StepName
+from holdfast.policies import RetentionPolicy
+from holdfast.save.handle import SaveHandle
+from holdfast.save.handoffs import Snapshot
+from holdfast.save.line import Line
+from holdfast.save.reports import SaveReports
+from holdfast.save.stage import HostBuffer, stage
+from holdfast.state import Captured
+from holdfast.storage import Storage
+from holdfast.storage.crew import Crew
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the next generation of a manager begins.
+
+    Attributes:
+        restored: The checkpoint that the live objects were restored from, or None.
+        anew: True if it begins anew although there may be checkpoints.
+    """
+
+    restored: StepName | None = None
+    anew: bool = False
+
+    def choose_base(self, catalog: Catalog) -> StepName | None:
+        """**Pure.** The base of the generation, given what lay there after it was opened."""
+        if self.anew:
+            return None
+        return self.restored or catalog.newest
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """One save that is to be made.
+
+    Attributes:
+        step: The step.
+        metrics: Figures for the manifest.
+        metadata: What else goes into the manifest.
+        origin: Where a generation that this save opens would begin.
+        asked_at: When the save was asked for, by the monotonic clock.
+        waited_seconds: How long it had to wait for the save before.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    metadata: Mapping[str, Any]
+    origin: Origin
+    asked_at: float
+    waited_seconds: float
+
+
+class Saver:
+    """Makes saves, one at a time.
+
+    `begin` belongs to the training thread, everything behind it to the one save in flight. The two meet in the handle,
+    the reports and the queue of events alone; the rest is handed over when a save begins, and back when it has ended.
+    """
+
+    def __init__(self, storage: Storage, keep: RetentionPolicy, emit: Sink, reports: SaveReports, threads: int) -> None:
+        self._storage = storage
+        self._line = Line(storage, keep)
+        self._emit = emit
+        self._threads = threads
+        self._buffer = HostBuffer()
+        self._reports = reports
+        self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._protected_since_at = time.monotonic()
+        self._durable_seconds: float | None = None
+        self._blocked_seconds: float | None = None
+        self._newest: StepName | None = None
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that this saver opened, or None before its first save."""
+        return self._line.generation
+
+    @property
+    def newest(self) -> StepName | None:
+        """The newest checkpoint that this saver has committed, or None."""
+        return self._newest
+
+    @property
+    def costs(self) -> tuple[float | None, float | None]:
+        """What the newest committed save cost: seconds of training held up, and seconds until it was durable."""
+        return self._blocked_seconds, self._durable_seconds
+
+    def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
+        """**Blocks** while the state is copied. The save before must have ended.
+
+        Raises:
+            UsageError: If the state cannot be laid out as a file.
+        """
+        # The place is not known yet, only the step, which is all that the header tells.
+        snapshot = stage(captured, StepName(order.step, 1), self._buffer)
+        handle.mark_staged()
+        blocked_seconds = time.monotonic() - order.asked_at
+        staged = Staged(
+            step=order.step,
+            generation=self._line.generation or 0,
+            blocked_seconds=blocked_seconds,
+            size_bytes=snapshot.layout.size_bytes,
+        )
+        crew = Crew(self._threads, f"holdfast-save-{order.step}")
+        thread = threading.Thread(
+            target=self._run,
+            args=(snapshot, order, handle, crew, staged),
+            name=f"holdfast-save-{order.step}",
+            daemon=True,
+        )
+        self._reports.mark_begun(handle)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            # No thread can be started any more, as when the interpreter shuts down: the save is made here and now.
+            self._run(snapshot, order, handle, crew, staged)
+
+    def restart_clock(self) -> None:
+        """Counts training time from now on, since what came before cannot be lost (a restore, say)."""
+        self._protected_since_at = time.monotonic()
+
+    def leave_line(self) -> None:
+        """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
+        self._line.leave()
+
+    def emit_soon(self, event: Event) -> None:
+        """Tells of an event from the background of the save in flight, so that sinks do no work on this thread."""
+        self._pending_events.put(event)
+
+    def join(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+        self._buffer.release()
+
+    def _run(self, snapshot: Snapshot, order: SaveOrder, handle: SaveHandle, crew: Crew, staged: Staged) -> None:
+        begun_at = time.monotonic()
+        try:
+            self._emit(staged)
+            name = self._save(snapshot, order, handle, crew, staged.blocked_seconds, begun_at)
+        except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
+            handle.mark_failed(self._fail(order.step, error, time.monotonic() - begun_at))
+        else:
+            self._clean(name, order.origin)
+        finally:
+            crew.close()
+            self._flush_events()
+            # Not before: from here on the program may end, or the next save begin.
+            self._reports.mark_ended(handle)
+
+    def _save(
+        self,
+        snapshot: Snapshot,
+        order: SaveOrder,
+        handle: SaveHandle,
+        crew: Crew,
+        blocked_seconds: float,
+        begun_at: float,
+    ) -> StepName:
+        if self._line.open(order.origin.choose_base):
+            base = order.origin.restored
+            self._emit(GenerationOpened(generation=self._generation, base_step=base.step if base else None))
+        name = self._line.name(order.step)
+        handle.mark_named(name)
+        try:
+            receipts = self._line.write(snapshot, name, crew)
+            self._emit(
+                Written(
+                    step=order.step,
+                    generation=name.generation,
+                    background_seconds=time.monotonic() - begun_at,
+                    size_bytes=receipts.size_bytes,
+                )
+            )
+            manifest = self._line.commit(receipts, name, order.metrics, order.metadata)
+        except BaseException:
+            self._give_up(name)
+            raise
+        self._newest = name
+        durable_seconds = time.monotonic() - begun_at
+        self._durable_seconds = durable_seconds
+        self._blocked_seconds = blocked_seconds - order.waited_seconds
+        self._emit(
+            Committed(
+                step=order.step,
+                generation=name.generation,
+                blocked_seconds=blocked_seconds,
+                background_seconds=durable_seconds,
+                size_bytes=receipts.size_bytes,
+                training_saved_seconds=max(order.asked_at - self._protected_since_at, 0.0),
+            )
+        )
+        self._protected_since_at = order.asked_at
+        self._reports.mark_committed()
+        handle.mark_committed(manifest)
+        return name
+
+    @property
+    def _generation(self) -> int:
+        assert self._line.generation is not None, "the line is open"
+        return self._line.generation
+
+    def _give_up(self, name: StepName) -> None:
+        """Removes the debris of a failed attempt, if the place lets us; else the next save sweeps it away."""
+        try:
+            self._line.give_up(name)
+        except HoldfastError as error:
+            self._emit(Warned(text=f"what a failed save left in {name.directory} is still there: {error}"))
+
+    def _clean(self, name: StepName, origin: Origin) -> None:
+        """Retention and sweeping, after the commit: their failure is told, but the checkpoint stands."""
+        begun_at = time.monotonic()
+        protected = {origin.restored: "restored from"} if origin.restored is not None else {}
+        try:
+            cleaning = self._line.clean(name, protected)
+            problems: tuple[Exception, ...] = cleaning.problems
+        except FencedError:
+            return  # The newer job cleans; the next save here says that this one is fenced.
+        except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
+            problems = (error,)
+        else:
+            self._emit(
+                Retained(
+                    kept={kept.step: reason for kept, reason in cleaning.kept.items()},
+                    removed=tuple(removed.step for removed in cleaning.removed),
+                    background_seconds=time.monotonic() - begun_at,
+                )
+            )
+        if problems:
+            reason = getattr(problems[0], "message", repr(problems[0]))
+            failure = StorageError(
+                f"step {name.step} is committed, but old files could not be removed: {reason}",
+                path=name.directory,
+                hint="They are tried again after each save.",
+            )
+            failure.__cause__ = problems[0]
+            self._reports.add(failure)
+            self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
+
+    def _fail(self, step: int, error: BaseException, seconds: float) -> SaveFailedError:
+        message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, HoldfastError) else ""
+        failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
+        failure.__cause__ = error
+        self._reports.add(failure)
+        self._emit(
+            Failed(
+                stage="save",
+                error=message,
+                step=step,
+                generation=self._line.generation,
+                save_lost=True,
+                background_seconds=seconds,
+            )
+        )
+        return failure
+
+    def _flush_events(self) -> None:
+        while not self._pending_events.empty():
+            self._emit(self._pending_events.get())

@@ -1,0 +1,185 @@
+"""How the state of an object that is no plain value is read, and put back.
+
+An adapter serves one kind of object. The simplest is a `StateAdapter`: one function that reads the state as a tree
+of values, and one that puts such a tree back. An adapter that wants more (arrays filled in place, names of its own)
+derives from `Adapter`.
+
+The tree that `state_of` returns may hold anything that can be stored: values, arrays, other objects with state. Its
+arrays are copied after `state_of` has returned and before the capture is over, so live ones may be handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from holdfast.state.leaves import Differences, Skeleton
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How strictly a stored tree is held against the live one.
+
+    Attributes:
+        in_place: Live arrays are filled where they are. Otherwise each array is a new one, where the live one lies.
+        fixed_keys: Arrays under keys and fields are to be there on both sides or on neither.
+        fixed_lengths: The same for arrays in sequences.
+    """
+
+    in_place: bool
+    fixed_keys: bool
+    fixed_lengths: bool
+
+
+OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True)
+"""Trees that the user handed in: what they hold is known, and is filled where it is."""
+
+HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False)
+"""State for an object's `load_state_dict`: arrays of its own, and sequences as long as they were."""
+
+REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False)
+"""State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
+
+
+class Scene(Protocol):
+    """The named objects that are captured or matched together, for adapters that need more than their own object."""
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """The named objects, in the user's order."""
+        ...
+
+    @property
+    def members(self) -> list[tuple[str, object]]:
+        """Each object that has an adapter, with its path: named ones, and those in trees of values."""
+        ...
+
+    def once(self, key: str, make: Callable[[], Made]) -> Made:
+        """What `make` returns, made at the first call with that key and kept as long as the scene."""
+        ...
+
+
+class Loading(Protocol):
+    """What an adapter may ask for while it prepares to put one object's state back.
+
+    Where a method takes `at`, it is the way from the object to the value, a part for each step, unescaped.
+    """
+
+    @property
+    def path(self) -> str:
+        """The object's path."""
+        ...
+
+    @property
+    def scene(self) -> Scene:
+        """The objects that are restored together."""
+        ...
+
+    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER) -> Any:
+        """The stored value, with arrays that hold their values only when `apply` runs; differences are noted.
+
+        Args:
+            stored: A tree, or a part of one, as it came to `begin_load`.
+            live: The present value, which says what kinds of arrays, dataclasses and enums stand there; or None.
+            at: Where it stands.
+            rules: How strictly the two are compared, and whether live arrays are filled in place.
+        """
+        ...
+
+    def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
+        """The parts of a stored dict whose keys are plain strings.
+
+        Raises:
+            FormatError: If something else is stored there.
+        """
+        ...
+
+    def wants(self, *at: str) -> bool:
+        """Whether what stands there is to be restored at all; everything is, unless a part was asked for."""
+        ...
+
+    def name(self, *at: str) -> str:
+        """The path for a list in `differences` or for a message."""
+        ...
+
+    @property
+    def differences(self) -> Differences:
+        """Where differences that the adapter finds by itself are noted."""
+        ...
+
+
+class Adapter:
+    """Reads the state of one kind of object and puts it back. Adapters hold no state of their own.
+
+    Attributes:
+        kind: A name that is stored; state goes back only to an object whose adapter has the same.
+        last: True for objects that the loading of others may disturb, such as random generators.
+    """
+
+    kind: str = ""
+    last: bool = False
+
+    def prepare(self, obj: Any) -> None:
+        """Called for every object before the state of any is read."""
+        prepare = getattr(obj, "prepare_for_checkpoint", None)
+        if callable(prepare):
+            prepare()
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """The state, as a tree of values. It changes nothing."""
+        raise NotImplementedError
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Compares what is stored with the object, which is not changed.
+
+        Returns:
+            What puts the state into the object. It is called after the arrays of `loading.value` have been filled,
+            or never.
+        """
+        raise NotImplementedError
+
+
+class StateAdapter(Adapter):
+    """Serves objects whose whole state is read by one function and put back by another."""
+
+    def __init__(
+        self,
+        kind: str,
+        read: Callable[[Any], Any],
+        write: Callable[[Any, Any], object],
+        *,
+        last: bool = False,
+        compare: bool = True,
+    ) -> None:
+        """Makes one.
+
+        Args:
+            kind: The name that is stored, such as `torch.dataloader`.
+            read: Takes the object, returns its state.
+            write: Takes the object and a state.
+            last: Whether the object is put back after all others.
+            compare: Whether the stored state is held against the present one. Without it nothing that is stored can
+                differ, and the present state is not read; values that need a live template are not found then.
+        """
+        self.kind = kind
+        self.last = last
+        self._read = read
+        self._write = write
+        self._compare = compare
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """What `read` returns."""
+        return self._read(obj)
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Hands the stored state to `write`."""
+        live = self._read(obj) if self._compare or not loading.wants() else None
+        state = loading.value(stored, live)
+        return lambda: void(self._write(obj, state))
+
+
+def void(_: object) -> None:
+    """Drops a result."""

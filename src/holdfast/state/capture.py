@@ -1,0 +1,143 @@
+"""Objects to named leaves: plain values are taken at once, arrays are named and stay live until they are copied."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, cast
+
+from holdfast.errors import HoldfastError, UnsupportedValueError
+from holdfast.format.codecs import is_plain_dataclass
+from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, path_part, unsupported
+from holdfast.format.scalars import ENCODERS, Node, tagged
+from holdfast.state.adapters import Adapter, Made
+from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
+from holdfast.state.registry import adapter_of, backend_of
+
+
+class Cast:
+    """The objects of one capture or one matching, together; a `Scene` for the adapters."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.objects = objects
+        self._members: list[tuple[str, object]] | None = None
+        self._made: dict[str, Any] = {}
+
+    @property
+    def members(self) -> list[tuple[str, object]]:
+        """Each object that has an adapter, with its path."""
+        if self._members is None:
+            self._members = [
+                (path, obj)
+                for name, root in self.objects.items()
+                for path, obj, adapter in find_stateful(root, escape(name))
+                if adapter is not None
+            ]
+        return self._members
+
+    def once(self, key: str, make: Callable[[], Made]) -> Made:
+        """What `make` returned at the first call with that key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
+
+
+def capture_objects(objects: Mapping[str, object]) -> Captured:
+    """Takes the state of all objects, as it is now.
+
+    First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples
+    and dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
+    seen. Arrays are only named: copy them before anything changes them.
+
+    Raises:
+        UnsupportedValueError: If something cannot be stored; its path says where it stands.
+    """
+    for name, root in objects.items():
+        for _, obj, adapter in find_stateful(root, escape(name)):
+            (adapter or _ANY).prepare(obj)
+    capturing = _Capturing(Cast(objects))
+    skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
+    return Captured(tuple(capturing.leaves), skeletons)
+
+
+_ANY = Adapter()
+
+
+def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str, object, Adapter | None]]:
+    """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
+    cls = type(root)
+    if cls in ENCODERS or depth > MAX_DEPTH or backend_of(root) is not None:
+        return
+    adapter = adapter_of(root)
+    if adapter is not None:
+        yield path, root, adapter
+        return
+    if not isinstance(root, type) and callable(getattr(root, "prepare_for_checkpoint", None)):
+        yield path, root, None
+    for part, child in parts_of(root):
+        if type(child) not in ENCODERS:
+            yield from find_stateful(child, f"{path}/{part}", depth + 1)
+
+
+def parts_of(value: object) -> Iterator[tuple[str, Any]]:
+    """What a container of values holds, with the part of the path for each; nothing for other values."""
+    if isinstance(value, dict):
+        for index, (key, child) in enumerate(list(value.items())):
+            yield path_part(key, index), child
+    elif isinstance(value, (list, tuple, collections.deque)):
+        names = getattr(value, "_fields", None)
+        for index, child in enumerate(list(value)):
+            yield str(names[index]) if names else str(index), child
+    elif is_plain_dataclass(type(value)):
+        for field in dataclasses.fields(cast(Any, value)):
+            yield field.name, getattr(value, field.name, None)
+
+
+class _Capturing(Encoder):
+    """Encodes values, and adds arrays and objects with state."""
+
+    def __init__(self, scene: Cast) -> None:
+        super().__init__()
+        self.leaves: list[ArrayLeaf] = []
+        self._scene = scene
+        self._names: set[str] = set()
+        self._by_memory: dict[tuple[str, Hashable], str] = {}
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
+        """The node of an array or of an object with state."""
+        backend = backend_of(value)
+        if backend is not None:
+            return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
+        adapter = adapter_of(value)
+        if adapter is None:
+            return None
+        try:
+            state = adapter.state_of(value, self._scene)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise UnsupportedValueError(
+                f"{path}: the state of {type(value).__qualname__} could not be read: {error!r}",
+                path=path,
+                hint="See the cause above: it was raised by the object itself.",
+            ) from error
+        return tagged("object", self.encode(state, path, depth), adapter.kind)
+
+    def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
+        spec = backend.spec(array, path)
+        memory = (backend.name, backend.alias_key(array))
+        name = self._by_memory.get(memory)
+        if name is None:
+            name = path
+            number = 2
+            # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
+            while name in self._names:
+                name = f"{path}~{number}"
+                number += 1
+            if name == "__metadata__":
+                raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
+            self._names.add(name)
+            self._by_memory[memory] = name
+            self.leaves.append(ArrayLeaf(name, spec, array, backend))
+        return name

@@ -1,0 +1,76 @@
+"""Which array receives the bytes of each stored leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.state.adapters import Rules
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target
+
+
+@dataclass(slots=True)
+class _Claim:
+    spec: ArraySpec
+    receivers: list[tuple[ArrayBackend, Any]] = field(default_factory=list)
+    made: tuple[ArrayBackend, Any] | None = None
+
+
+class Claims:
+    """Collects, for each leaf that is needed, the arrays that want it.
+
+    Arrays that were one when they were stored become one again where they are made anew; where live ones stand, each
+    gets the values. Live memory takes one leaf only.
+    """
+
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._claims: dict[str, _Claim] = {}
+        self._by_memory: dict[tuple[str, Hashable], str] = {}
+
+    def new(self, leaf: str, spec: ArraySpec, backend: ArrayBackend, like: Any = None) -> Any:
+        """An array made for the leaf, where a live one lies if there is one to go by."""
+        claim = self._claim(leaf, spec)
+        if claim.made is None or claim.made[0] is not backend:
+            claim.made = (backend, backend.new(spec) if like is None else backend.new_like(spec, like))
+            claim.receivers.append(claim.made)
+        return claim.made[1]
+
+    def live(self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, path: str, rules: Rules) -> Any:
+        """The live array if it is to be filled where it is or does not fit, otherwise one made like it.
+
+        Raises:
+            UnsupportedValueError: If the live array has a form that cannot be filled.
+        """
+        live = backend.spec(array, path)
+        if live.shape != spec.shape:
+            if not rules.in_place and 0 in live.shape:
+                return self.new(leaf, spec, backend, array)
+            self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
+            return array
+        if live.dtype != spec.dtype:
+            self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live.dtype}")
+            return array
+        memory = (backend.name, backend.alias_key(array))
+        owner = self._by_memory.get(memory)
+        if owner == leaf:
+            return array
+        if not (rules.in_place and backend.fillable(array)) or (owner is not None and not rules.fixed_keys):
+            return self.new(leaf, spec, backend, array)
+        if owner is not None:
+            self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
+            return array
+        self._by_memory[memory] = leaf
+        self._claim(leaf, spec).receivers.append((backend, array))
+        return array
+
+    def targets(self) -> tuple[Target, ...]:
+        """One target for each leaf that something wants."""
+        return tuple(
+            Target(leaf, claim.spec, claim.receivers[0][1], claim.receivers[0][0], tuple(claim.receivers[1:]))
+            for leaf, claim in self._claims.items()
+        )
+
+    def _claim(self, leaf: str, spec: ArraySpec) -> _Claim:
+        return self._claims.setdefault(leaf, _Claim(spec))

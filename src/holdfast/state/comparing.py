@@ -1,0 +1,282 @@
+"""Decodes stored state along with live objects, and notes what differs."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
+from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
+from holdfast.format.encoding import escape
+from holdfast.format.scalars import ENCODERS
+from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
+from holdfast.state.capture import Cast, parts_of
+from holdfast.state.claims import Claims
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of
+
+_FORMS = {
+    "array": "array",
+    "object": "object",
+    "tuple": "sequence",
+    "deque": "sequence",
+    "dict": "mapping",
+    "OrderedDict": "mapping",
+    "defaultdict": "mapping",
+    "Counter": "mapping",
+    "namedtuple": "fields",
+    "dataclass": "fields",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The loading of one object, prepared.
+
+    Attributes:
+        path: The object.
+        last: Whether it comes after all others.
+        load: Does it.
+    """
+
+    path: str
+    last: bool
+    load: Callable[[], None]
+
+
+class Comparison(Decoder):
+    """The decoder of one matching. It collects differences, claims on leaves, and the objects' jobs."""
+
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        stored_arrays: Mapping[str, ArraySpec],
+        select: Callable[[str], bool] | None,
+    ) -> None:
+        super().__init__(_find_codec)
+        self.scene = Cast(objects)
+        self.differences = Differences()
+        self.claims = Claims(self.differences)
+        self.jobs: list[Job] = []
+        self.selected_count = 0
+        self.rules = OWNED
+        self._arrays = stored_arrays
+        self._select = select
+        self._whole = select is None
+
+    def wants(self, path: str) -> bool:
+        """Whether what stands at a path is restored, with all that is in it."""
+        if self._whole or self._select is None:
+            return True
+        wanted = self._select(path)
+        self.selected_count += wanted
+        return wanted
+
+    def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
+        """The value of a node, or the live one where that is to stay."""
+        if self._whole:
+            return self._decode_whole(node, live, path, depth)
+        if self.wants(path):
+            self._whole = True
+            try:
+                return self._decode_whole(node, live, path, depth)
+            finally:
+                self._whole = False
+        # Something within may be wanted, if there is the like on both sides.
+        form = _form(node)
+        if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
+            return super().decode(node, live, path, depth)
+        return ABSENT if live is UNFILLED else live
+
+    def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
+        if type(live) not in ENCODERS and self._stands_against(_form(node), node, live):
+            self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
+            return live
+        return super().decode(node, live, path, depth)
+
+    def _stands_against(self, form: str, node: Any, live: Any) -> bool:
+        """Whether a live array or object, or what holds such, is in the way of something of another form."""
+        live_is = live_form(live)
+        if live_is == form or (live_is == "array" and node is None and not self.rules.fixed_lengths):
+            return False
+        return live_is in ("array", "object") or (live_is != "" and holds_state(live))
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        """The array that will hold a stored leaf: the live one, or a new one."""
+        spec = self._arrays.get(leaf)
+        if spec is None:
+            raise malformed(path, f"there is no array {leaf!r}")
+        backend = backend_of(live)
+        if backend is not None:
+            return self.claims.live(leaf, spec, live, backend, path, self.rules)
+        if live is ABSENT and (self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys):
+            self.differences.extra.append(path)
+            return ABSENT
+        # A named object is what the program says it is; within trees, plain values are replaced by what is stored.
+        if "/" not in path and not _is_nothing(live):
+            self.differences.wrong_kind.append(f"{path}: stored an array, live {_describe_live(live)}")
+            return live
+        return self.claims.new(leaf, spec, backend_named(library))
+
+    def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
+        """The live object itself, whose loading is prepared."""
+        adapter = adapter_of(live)
+        if live is ABSENT or live is UNFILLED:
+            self.differences.extra.append(path)
+            return ABSENT
+        if adapter is None or adapter.kind != kind:
+            self.differences.wrong_kind.append(
+                f"{path}: stored the state of an object ({kind}), live {_describe_live(live)}"
+            )
+            return live
+        rules, selected_before = self.rules, self.selected_count
+        try:
+            load = adapter.begin_load(live, state, ObjectLoading(self, path, depth))
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{path}: the present state of {type(live).__qualname__} could not be compared: {error!r}",
+                hint="See the cause above: it was raised by the object itself.",
+            ) from error
+        finally:
+            self.rules = rules
+        if self._whole or self.selected_count > selected_before:
+            self.jobs.append(Job(path, adapter.last, load))
+        return live
+
+    def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
+        """Notes arrays and objects that have nothing stored; they stay. Plain values go: what is stored stands."""
+        if not self.wants(path):
+            return True
+        if emptied and not self.rules.in_place:
+            return False
+        fixed = self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys
+        if not fixed or not holds_state(part):
+            return False
+        self.differences.missing += state_paths(part, path)
+        return True
+
+    def unknown_type(self, name: str, live: Any, path: str) -> Any:
+        """A difference where another thing stands, an error where nothing does."""
+        if _is_nothing(live):
+            return super().unknown_type(name, live, path)
+        self.differences.wrong_kind.append(f"{path}: stored a {name.rpartition(':')[2]}, live {_describe_live(live)}")
+        return live
+
+    def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
+        """Fields are part of the program: they are differences."""
+        self.differences.missing += [name for name in missing if self.wants(name)]
+        self.differences.extra += [name for name in extra if self.wants(name)]
+
+
+class ObjectLoading:
+    """What an adapter may ask for one object; see `Loading`."""
+
+    def __init__(self, comparison: Comparison, path: str, depth: int) -> None:
+        self.path = path
+        self.scene = comparison.scene
+        self._comparison = comparison
+        self._depth = depth
+
+    @property
+    def differences(self) -> Differences:
+        """Where differences are noted."""
+        return self._comparison.differences
+
+    def name(self, *at: str) -> str:
+        """The path of something in the object."""
+        return "/".join([self.path, *map(escape, at)])
+
+    def wants(self, *at: str) -> bool:
+        """Whether what stands there is restored."""
+        return self._comparison.wants(self.name(*at))
+
+    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER) -> Any:
+        """The stored value."""
+        comparison = self._comparison
+        outer, comparison.rules = comparison.rules, rules
+        try:
+            path = self.name(*at)
+            value = comparison.decode(stored, UNFILLED if live is None else live, path, self._depth + len(at))
+        finally:
+            comparison.rules = outer
+        return live if value is ABSENT else value
+
+    def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
+        """The parts of a stored dict."""
+        if type(stored) is not dict or "$" in stored:
+            raise malformed(self.name(*at), "a dict is expected")
+        return stored
+
+
+def live_form(live: Any) -> str:
+    """What kind of tree a live value is: empty for plain values."""
+    if type(live) in ENCODERS:
+        return ""
+    if backend_of(live) is not None:
+        return "array"
+    if adapter_of(live) is not None:
+        return "object"
+    if isinstance(live, dict):
+        return "mapping"
+    if isinstance(live, (list, tuple, collections.deque)):
+        return "fields" if is_namedtuple(type(live)) else "sequence"
+    return "fields" if is_plain_dataclass(type(live)) else ""
+
+
+def state_paths(live: Any, path: str) -> list[str]:
+    """Where in a live value arrays and objects with state stand."""
+    form = live_form(live)
+    if form in ("array", "object"):
+        return [path]
+    return [found for part, child in parts_of(live) for found in state_paths(child, f"{path}/{part}")] if form else []
+
+
+def holds_state(live: Any) -> bool:
+    """Whether there are arrays or objects with state in a live value, or it is one."""
+    form = live_form(live)
+    return form in ("array", "object") or (form != "" and any(holds_state(part) for _, part in parts_of(live)))
+
+
+def _is_nothing(live: Any) -> bool:
+    return live is None or live is ABSENT or live is UNFILLED
+
+
+def _form(node: Any) -> str:
+    if type(node) is list:
+        return "sequence"
+    if type(node) is not dict:
+        return ""
+    tag = node.get("$")
+    return _FORMS.get(tag, "") if type(tag) is str else "mapping"
+
+
+def _is_number(path: str) -> bool:
+    return path.rpartition("/")[2].isdecimal()
+
+
+def _describe(node: Any) -> str:
+    form = _form(node)
+    if form == "object":
+        return f"the state of an object ({node.get('k')})"
+    return {"array": "an array", "sequence": "a sequence", "mapping": "a dict", "fields": "a record"}.get(
+        form, "None" if node is None else "a plain value"
+    )
+
+
+def _describe_live(live: Any) -> str:
+    return "None" if live is None else f"a {type(live).__qualname__}"
+
+
+def _find_codec(tag: str) -> Codec | None:
+    """The codec of a tag. Codecs of frameworks are registered when the framework's integration is imported."""
+    package = tag.partition(".")[0]
+    if package in INTEGRATIONS and package in sys.modules and INTEGRATIONS[package] not in sys.modules:
+        importlib.import_module(INTEGRATIONS[package])
+    return codec_tagged(tag)

@@ -1,0 +1,163 @@
+"""The records that pass between an object's state and the bytes of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from holdfast.format.dtypes import array_bytes
+
+Skeleton: TypeAlias = Any
+"""A JSON value: the state of one named object, with a reference in place of each array."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What an array is, apart from its values.
+
+    Attributes:
+        dtype: The element type, a key of `holdfast.format.dtypes.ITEM_BYTES`.
+        shape: The length of each dimension; empty for a scalar.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that the values take when they are contiguous."""
+        return array_bytes(self.dtype, self.shape)
+
+
+class ArrayBackend(Protocol):
+    """How the arrays of one library are looked at, copied out, and filled."""
+
+    name: str
+    """The library, such as `numpy` or `torch`."""
+
+    def spec(self, array: Any, path: str) -> ArraySpec:
+        """What the array is.
+
+        Raises:
+            UnsupportedValueError: If it cannot be stored; `path` says where it stands.
+        """
+        ...
+
+    def alias_key(self, array: Any) -> Hashable:
+        """Equal for two arrays exactly when they show the same memory with the same type, shape and strides.
+
+        Arrays of no elements have a key of their own.
+        """
+        ...
+
+    def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
+        """Copies the values of many arrays, each contiguous and little-endian, into one writable image.
+
+        When this returns, the image holds the values of the moment of the call. `image` has format `B`.
+        """
+        ...
+
+    def writable_view(self, array: Any) -> memoryview | None:
+        """The array's own bytes (format `B`), to be read into directly.
+
+        None if they do not lie contiguous, little-endian and writable in host memory.
+        """
+        ...
+
+    def copy_in(self, array: Any, data: memoryview) -> None:
+        """Fills an array, whatever its strides or device, from contiguous little-endian bytes."""
+        ...
+
+    def new(self, spec: ArraySpec) -> Any:
+        """A new, uninitialised, contiguous array in host memory."""
+        ...
+
+    def new_like(self, spec: ArraySpec, live: Any) -> Any:
+        """A new, uninitialised, contiguous array where a live array of the same library lies."""
+        ...
+
+    def fillable(self, array: Any) -> bool:
+        """Whether the array's values can be changed where they are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """One named array of the live objects, not copied yet."""
+
+    name: str
+    spec: ArraySpec
+    array: Any
+    backend: ArrayBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The state of all named objects at one moment: plain values already taken, arrays still live.
+
+    Attributes:
+        arrays: Each distinct array once; arrays that share their memory have one leaf.
+        objects: For each named object, in the user's order, its skeleton.
+    """
+
+    arrays: tuple[ArrayLeaf, ...]
+    objects: dict[str, Skeleton]
+
+
+@dataclass(slots=True)
+class Differences:
+    """How stored state and live objects differ; each list holds the names of leaves or objects, or sentences.
+
+    Attributes:
+        missing: In the live objects, but not in the checkpoint.
+        extra: In the checkpoint, but not in the live objects.
+        wrong_shape: Sentences such as `model/head.weight: stored [10, 4], live [12, 4]`.
+        wrong_dtype: Sentences of the same form.
+        wrong_kind: Sentences: the object at that name is of another kind than the one stored.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+    wrong_dtype: list[str] = field(default_factory=list)
+    wrong_kind: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.wrong_shape or self.wrong_dtype or self.wrong_kind)
+
+    def __str__(self) -> str:
+        """One line for each difference, at most twenty of a kind."""
+        lines: list[str] = []
+        kinds = (
+            ("missing from the checkpoint", self.missing),
+            ("in the checkpoint only", self.extra),
+            ("wrong shape", self.wrong_shape),
+            ("wrong type", self.wrong_dtype),
+            ("wrong kind", self.wrong_kind),
+        )
+        for kind, found in kinds:
+            lines += [f"  {kind}: {one}" for one in found[:20]]
+            if len(found) > 20:
+                lines.append(f"  {kind}: and {len(found) - 20} more")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the bytes of one stored array are wanted.
+
+    Attributes:
+        leaf: The stored leaf's name.
+        spec: What is stored, and what `array` is.
+        array: The destination: a live array, filled in place, or a new one.
+        backend: The library of `array`.
+        copies: Further live arrays, not sharing memory with `array`, that get the same values afterwards; each with its
+            backend.
+    """
+
+    leaf: str
+    spec: ArraySpec
+    array: Any
+    backend: ArrayBackend
+    copies: tuple[tuple[ArrayBackend, Any], ...] = ()

@@ -1,0 +1,111 @@
+"""Stored state held against live objects: what differs, where the stored bytes are wanted, and how to put them in.
+
+Matching changes nothing. It decodes every plain value, finds or makes an array for each stored one that is needed,
+and prepares each object's loading. When the arrays have been filled, `Matching.apply` puts everything in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ApplyError, HoldfastError, UsageError
+from holdfast.format.decoding import ABSENT
+from holdfast.format.encoding import escape
+from holdfast.state.comparing import Comparison, Job
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
+from holdfast.state.settling import settle
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    name: str
+    live: Any
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """How a checkpoint goes into live objects.
+
+    Attributes:
+        differences: What does not fit. What fits is restored all the same when `apply` is called.
+        targets: Where the bytes of each array that is needed are wanted.
+    """
+
+    differences: Differences
+    targets: tuple[Target, ...]
+    _renewals: tuple[_Renewal, ...]
+    _jobs: tuple[Job, ...]
+
+    def apply(self) -> dict[str, object]:
+        """Puts everything in place, once all targets and their copies are filled.
+
+        Random generators come last, since the loading of other objects may draw from them.
+
+        Returns:
+            For each named object that could not be changed where it is (a number, say), its new value.
+
+        Raises:
+            ApplyError: If an object refuses its state; objects before it have been changed.
+        """
+        changed: dict[str, object] = {}
+        for renewal in self._renewals:
+            stands = settle(renewal.live, renewal.value)
+            if stands is not renewal.live:
+                changed[renewal.name] = stands
+        for job in sorted(self._jobs, key=lambda job: job.last):
+            try:
+                job.load()
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise ApplyError(
+                    f"{job.path} refused the state that was read for it: {error!r}",
+                    hint="Objects before it have been changed: restore into new objects, or mend this one.",
+                ) from error
+        return changed
+
+
+def match_objects(
+    objects: Mapping[str, object],
+    stored_objects: Mapping[str, Skeleton],
+    stored_arrays: Mapping[str, ArraySpec],
+    *,
+    select: Callable[[str], bool] | None = None,
+) -> Matching:
+    """Holds stored state against live objects, which are not changed.
+
+    Args:
+        objects: The live objects by name.
+        stored_objects: The stored skeleton of each object.
+        stored_arrays: What each stored leaf is.
+        select: Called with paths, of whole objects (`model`) and of what is in them (`model/layers.0.weight`). What
+            stands at a path for which it is true is restored, with all that is in it, and only that counts as a
+            difference. Without it, everything is.
+
+    Raises:
+        FormatError: If the stored state is malformed.
+        UnsupportedValueError: If a type is not known here, or a live array has a form that cannot be filled.
+        UsageError: If nothing that is both stored and live is selected, or an object's state cannot be read.
+    """
+    comparison = Comparison(objects, stored_arrays, select)
+    renewals = []
+    for name, live in objects.items():
+        path = escape(name)
+        if name in stored_objects:
+            value = comparison.decode(stored_objects[name], live, path)
+            if value is not live and value is not ABSENT:
+                renewals.append(_Renewal(name, live, value))
+        elif comparison.wants(path):
+            comparison.differences.missing.append(path)
+    for name in stored_objects:
+        if name not in objects and comparison.wants(escape(name)):
+            comparison.differences.extra.append(escape(name))
+    if select is not None and not comparison.selected_count:
+        raise UsageError(
+            "nothing in the checkpoint and among the live objects has the name that was asked for",
+            hint=f"Stored are: {', '.join(stored_objects)}.",
+        )
+    return Matching(comparison.differences, comparison.claims.targets(), tuple(renewals), tuple(comparison.jobs))

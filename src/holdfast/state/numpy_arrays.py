@@ -1,0 +1,110 @@
+"""NumPy's arrays and random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.state.adapters import StateAdapter
+from holdfast.state.leaves import ArraySpec
+from holdfast.state.registry import register_adapter, register_backend
+
+_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "complex64": "C64",
+}
+_NUMPY_DTYPES = {name: np.dtype(numpy_name).newbyteorder("<") for numpy_name, name in _DTYPES.items()}
+
+
+class NumpyBackend:
+    """Arrays of NumPy. Other byte orders are stored little-endian, and come back so where an array is made anew."""
+
+    name = "numpy"
+
+    def spec(self, array: Any, path: str) -> ArraySpec:
+        """What the array is."""
+        dtype = _DTYPES.get(array.dtype.name)
+        if type(array) is not np.ndarray:
+            raise UnsupportedValueError(
+                f"{path}: an array of type {type(array).__module__}.{type(array).__qualname__} cannot be stored",
+                path=path,
+                hint="Store numpy.asarray(...) of it, or register a codec for its type.",
+            )
+        if dtype is None:
+            raise UnsupportedValueError(
+                f"{path}: an array of dtype {array.dtype} cannot be stored",
+                path=path,
+                hint="Convert it to a type of numbers of at most 64 bits, or to a list.",
+            )
+        return ArraySpec(dtype, array.shape)
+
+    def alias_key(self, array: Any) -> Hashable:
+        """Address, type, shape and strides."""
+        if array.size == 0:
+            return id(array)
+        address = array.__array_interface__["data"][0]
+        return (address, array.dtype.str, array.shape, array.strides)
+
+    def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
+        """Copies the values of many arrays into one image."""
+        flat = np.frombuffer(image, np.uint8)
+        for array, offset in zip(arrays, offsets_bytes, strict=True):
+            if array.size:
+                dtype = array.dtype.newbyteorder("<")
+                part = flat[offset : offset + array.nbytes].view(dtype).reshape(array.shape)
+                np.copyto(part, array)
+
+    def writable_view(self, array: Any) -> memoryview | None:
+        """The array's bytes, if they lie as they are stored."""
+        little = array.dtype.newbyteorder("<") == array.dtype
+        if not (little and array.flags.c_contiguous and array.flags.writeable):
+            return None
+        return memoryview(array.reshape(-1).view(np.uint8))
+
+    def copy_in(self, array: Any, data: memoryview) -> None:
+        """Fills an array from bytes."""
+        values = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(array.shape)
+        np.copyto(array, values)
+
+    def new(self, spec: ArraySpec) -> Any:
+        """A new array."""
+        return np.empty(spec.shape, _NUMPY_DTYPES[spec.dtype])
+
+    def new_like(self, spec: ArraySpec, live: Any) -> Any:
+        """A new array."""
+        return self.new(spec)
+
+    def fillable(self, array: Any) -> bool:
+        """Whether the array may be written to."""
+        return bool(array.flags.writeable)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+register_backend(np.ndarray, NumpyBackend())
+register_adapter(
+    np.random.Generator,
+    StateAdapter("numpy.generator", lambda obj: obj.bit_generator.state, _set_generator, last=True),
+)
+register_adapter(
+    np.random.RandomState,
+    StateAdapter(
+        "numpy.random_state", lambda obj: obj.get_state(legacy=False), lambda obj, s: obj.set_state(s), last=True
+    ),
+)

@@ -1,0 +1,72 @@
+"""A place in the data, as it is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.state.permutation import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the training loop has got, and in which order.
+
+    Attributes:
+        epoch: The epoch, from 0 on.
+        position_samples: The samples of it that were taken, on all workers together.
+        seed: Which orders these are.
+        length: How many samples there are.
+        shuffle: Whether they come in another order each epoch.
+    """
+
+    epoch: int
+    position_samples: int
+    seed: int
+    length: int
+    shuffle: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """**Pure.** The position as plain values."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Position:
+        """**Pure.** The position in a state.
+
+        Raises:
+            UsageError: If it is not the state of a sampler, or of another version.
+        """
+        if not is_position(state):
+            raise UsageError(f"this is not the state of a sampler, which has {', '.join(_NAMES)}")
+        if state["version"] != VERSION:
+            raise UsageError(
+                f"the sampler's state is of version {state['version']!r}, and this holdfast knows version {VERSION}",
+                hint="Install the version of holdfast that wrote it, or a newer one.",
+            )
+        position = cls(**{name: state[name] for name in _NAMES})
+        counts = (position.epoch, position.position_samples, position.seed, position.length)
+        if (
+            not all(map(is_count, counts))
+            or not isinstance(position.shuffle, bool)
+            or position.position_samples > position.length
+            or position.seed >= 1 << 64
+        ):
+            raise UsageError(f"the sampler's state is malformed: {dict(state)!r}")
+        return position
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Position))
+
+
+def is_position(state: Any) -> bool:
+    """**Pure.** Whether a state is that of a sampler, so far as its keys tell."""
+    return isinstance(state, Mapping) and {"version", *_NAMES} <= state.keys()
+
+
+def is_count(value: Any) -> bool:
+    """**Pure.** Whether a value is a whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,126 @@
+"""Which adapter or array library serves an object: looked up by the classes that its type derives from."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from holdfast.errors import UsageError
+from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter
+from holdfast.state.leaves import ArrayBackend
+
+__all__ = [
+    "INTEGRATIONS",
+    "Adapter",
+    "Loading",
+    "Rules",
+    "Scene",
+    "StateAdapter",
+    "adapter_of",
+    "backend_named",
+    "backend_of",
+    "load_integrations",
+    "register_adapter",
+    "register_backend",
+]
+
+INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "numpy": "holdfast.state.numpy_arrays",
+        "torch": "holdfast.integrations.torch",
+    }
+)
+"""For each package that holdfast knows, the module that registers its kinds. The module is imported when an object
+of that package is met, so the package itself is in memory already."""
+
+_adapters: dict[type, Adapter] = {}
+_backends: dict[type, ArrayBackend] = {}
+_backends_by_name: dict[str, ArrayBackend] = {}
+_found: dict[type, Adapter | ArrayBackend | None] = {}
+
+_STATE_DICT = StateAdapter("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
+
+
+def register_adapter(cls: type, adapter: Adapter) -> None:
+    """Makes an adapter serve a class and those that derive from it, in place of an earlier one."""
+    _adapters[cls] = adapter
+    _found.clear()
+
+
+def register_backend(cls: type, backend: ArrayBackend) -> None:
+    """Makes a backend serve a class of arrays and those that derive from it."""
+    _backends[cls] = backend
+    _backends_by_name[backend.name] = backend
+    _found.clear()
+
+
+def adapter_of(obj: object) -> Adapter | None:
+    """What reads and puts back the state of an object, or None if it is a plain value, an array, or unknown.
+
+    An object of no registered class is served if it has both `state_dict` and `load_state_dict`.
+    """
+    found = _handler(type(obj))
+    if isinstance(found, Adapter):
+        return found
+    if found is not None or isinstance(obj, type):
+        return None
+    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        return _STATE_DICT
+    return None
+
+
+def backend_of(obj: object) -> ArrayBackend | None:
+    """The library of an array, or None if the object is no array."""
+    found = _handler(type(obj))
+    return None if found is None or isinstance(found, Adapter) else found
+
+
+def backend_named(name: str) -> ArrayBackend:
+    """The array library of that name, as stored in a checkpoint.
+
+    Raises:
+        UsageError: If it is not one that this process has in memory.
+    """
+    if name not in _backends_by_name and (name == "numpy" or name in sys.modules) and name in INTEGRATIONS:
+        importlib.import_module(INTEGRATIONS[name])
+    backend = _backends_by_name.get(name)
+    if backend is None:
+        raise UsageError(
+            f"the checkpoint holds arrays of {name!r}, which this process has not imported",
+            hint=f"Import {name} before restoring." if name in INTEGRATIONS else "Install a version that knows it.",
+        )
+    return backend
+
+
+def load_integrations() -> None:
+    """Imports the integration of every known package that this process has imported."""
+    for package, module in INTEGRATIONS.items():
+        if package in sys.modules and module not in sys.modules:
+            importlib.import_module(module)
+
+
+def _handler(cls: type) -> Adapter | ArrayBackend | None:
+    try:
+        return _found[cls]
+    except KeyError:
+        pass
+    _load_integrations_of(cls)
+    found: Adapter | ArrayBackend | None = None
+    for ancestor in cls.__mro__:
+        found = _adapters.get(ancestor) or _backends.get(ancestor)
+        if found is not None:
+            break
+    _found[cls] = found
+    return found
+
+
+def _load_integrations_of(cls: type) -> None:
+    for ancestor in cls.__mro__:
+        package = str(getattr(ancestor, "__module__", "")).partition(".")[0]
+        module = INTEGRATIONS.get(package)
+        # A class may name any module as its own: only what is in memory already counts.
+        if module is not None and module not in sys.modules and package in sys.modules:
+            importlib.import_module(module)

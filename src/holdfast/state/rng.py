@@ -1,0 +1,126 @@
+"""The random generators that a whole process shares, as one object with state."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.state.adapters import Loading, StateAdapter
+from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSource:
+    """One random generator that a whole process shares.
+
+    Attributes:
+        read: Returns its state as a tree of values, or None while the process does not use it.
+        write: Takes such a tree.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+_sources: dict[str, RandomSource] = {}
+
+
+def register_random_source(name: str, source: RandomSource) -> None:
+    """Adds a generator to those that `RNG` and `undisturbed` keep, or replaces one."""
+    _sources[name] = source
+
+
+class RNG:
+    """Stands for the random generators that the whole process shares: Python's, NumPy's, and those of frameworks.
+
+    Name it in a checkpoint (`Checkpoint(..., rng=RNG())`). NumPy and frameworks count if the process has imported
+    them. A generator that is stored but that this process cannot have (of a device that is not there) is passed over.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator in use."""
+        load_integrations()
+        states = ((name, source.read()) for name, source in _sources.items())
+        return {name: state for name, state in states if state is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts generators back. Those that `state` does not name are left alone.
+
+        Raises:
+            UsageError: If it names a generator of a framework that this process has not imported.
+        """
+        check_known(state)
+        for name, value in state.items():
+            _sources[name].write(value)
+
+
+def check_known(state: Mapping[str, Any]) -> None:
+    """Makes sure that every generator in a state is one that this process may have.
+
+    Raises:
+        UsageError: If one belongs to a framework that the process has not imported.
+    """
+    load_integrations()
+    for name in state:
+        if name not in _sources:
+            package = name.partition(".")[0]
+            raise UsageError(
+                f"the random state of {name!r} is stored, but nothing here has such a generator",
+                hint=f"Import {package} before restoring." if package in INTEGRATIONS else "Register the source.",
+            )
+
+
+class _RNGAdapter(StateAdapter):
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        check_known(loading.children(stored))
+        return super().begin_load(obj, stored, loading)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever the block draws from the process's generators, they stand afterwards where they stood before."""
+    rng = RNG()
+    state = rng.state_dict()
+    try:
+        yield
+    finally:
+        rng.load_state_dict(state)
+
+
+def _write_python(state: Any) -> None:
+    _set_python(random, state)
+
+
+def _set_python(generator: Any, state: Any) -> None:
+    try:
+        generator.setstate(state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"the state of Python's random generator is malformed: {error}") from error
+
+
+def _read_numpy() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _write_numpy(state: Any) -> None:
+    import numpy as np
+
+    np.random.set_state(state)
+
+
+register_random_source("python", RandomSource(random.getstate, _write_python))
+register_random_source("numpy", RandomSource(_read_numpy, _write_numpy))
+
+register_adapter(
+    RNG,
+    # Which generators there are depends on what the process has imported so far, so there is nothing to hold against.
+    _RNGAdapter("rng", RNG.state_dict, RNG.load_state_dict, last=True, compare=False),
+)
+register_adapter(random.Random, StateAdapter("python.random", lambda obj: obj.getstate(), _set_python, last=True))

@@ -1,0 +1,392 @@
+"""The order in which samples come, and how far the training loop has got in it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from holdfast.errors import MismatchError, UsageError
+from holdfast.state import permutation
+from holdfast.state.adapters import Adapter, Loading, Scene
+from holdfast.state.leaves import Differences, Skeleton
+from holdfast.state.position import Position, is_count
+from holdfast.state.registry import register_adapter
+from holdfast.state.rng import undisturbed
+
+Batch = TypeVar("Batch")
+
+_BLOCK_SAMPLES: Final = 8192
+# Tells the number that draws at the beginning of a pass start from apart from others derived of seed and epoch.
+_FOR_LOADERS: Final = 4
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One way of a loader through the rest of an epoch, the position following it."""
+
+    batches: int
+    handed_out: int = 0
+    taken: int = 0
+
+
+class ResumableSampler:
+    """Lists of indices, one list a batch, in an order that a job can take up again at any batch.
+
+    It serves as the `batch_sampler` of a loader. What moves its position is a batch that the training loop takes, not
+    one that a loader has fetched ahead, so the loop takes its batches through the sampler:
+
+        sampler = ResumableSampler(dataset, batch_size=32, seed=1)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        for epoch in sampler.epochs(10):
+            for batch in sampler.batches(loader):
+                ...
+
+    The position is counted in samples of the whole job, and the batch is that of the whole job, so the batch size may
+    differ after a resume. The order follows from seed, epoch and length by the formula of
+    `holdfast.state.permutation`, and no random generator takes part.
+
+    A pass through a loader ends when a newer one begins, or when another position is loaded or set; taking another
+    batch from it is an error. Iterating the sampler itself gives what is left of the epoch, and moves nothing.
+
+    Use it on one thread, that of the training loop; a loader may draw indices on another.
+    """
+
+    def __init__(
+        self,
+        length_or_dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        """Makes a sampler at the beginning of epoch 0.
+
+        Args:
+            length_or_dataset: How many samples there are, or something whose `len` says so.
+            batch_size: The samples of one batch of the whole job.
+            shuffle: Whether they come in another order each epoch, or in order of their indices.
+            seed: Which orders these are, from 0 up to 2**64, not included.
+            drop_last: Whether a last batch that is not full is left out.
+
+        Raises:
+            UsageError: If an argument is not of that form.
+        """
+        self._length = _length(length_or_dataset)
+        if not is_count(batch_size) or batch_size < 1:
+            raise UsageError(f"batch_size={batch_size!r} is not a whole number from 1 on")
+        if not is_count(seed) or seed >= 1 << 64:
+            raise UsageError(f"seed={seed!r} is not a whole number from 0 up to 2**64")
+        self._batch_size = batch_size
+        self._shuffle = bool(shuffle)
+        self._seed = seed
+        self._drop_last = bool(drop_last)
+        self._epoch = 0
+        self._position_samples = 0
+        self._pass: _Pass | None = None
+        self._unfollowed_batches = 0
+        self._moves = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0 on."""
+        return self._epoch
+
+    @property
+    def position_samples(self) -> int:
+        """The samples of this epoch that the training loop has taken, on all workers together."""
+        return self._position_samples
+
+    @property
+    def seed(self) -> int:
+        """Which orders these are."""
+        return self._seed
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch."""
+        return self._batches_from(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The batches from the position to the end of the epoch. The position stays where it is."""
+        # An iterator made after a pass has given its first batch is not that pass's own.
+        current = self._pass if self._pass and not self._pass.taken else None
+        return self._hand_out(current, self._epoch, self._position_samples)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """What is left of this epoch; the position moves just before each batch is handed over.
+
+        Once the loop asks for a batch after the last one, the next epoch begins. If the loop leaves early, the epoch
+        goes on where it was left at the next call. Beginning a pass does not disturb the global random generators.
+
+        Args:
+            loader: Something that can be iterated and makes a batch of each list of indices of this sampler, such as
+                a `DataLoader` with this `batch_sampler`; or the sampler itself.
+
+        Raises:
+            UsageError: If the loader keeps a position of its own, does not keep the order, or does not use this
+                sampler; or, at a later batch, if this pass was ended by a newer one.
+        """
+        self.check_loader(loader)
+        return self._follow(loader)
+
+    def stream(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The same as `batches`, over one epoch after the other without an end.
+
+        When another position is loaded or set in between, it goes on there.
+
+        Raises:
+            UsageError: As `batches`; and if an epoch has no batch.
+        """
+        self.check_loader(loader)
+        if not len(self):
+            raise UsageError(
+                f"{self!r} has no batch to give",
+                hint="Check the dataset's length; with drop_last=True it must have a whole batch.",
+            )
+        return self._follow_for_ever(loader)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies.
+
+        Each is followed by the next even if the loop's body has not gone through all of its batches.
+        """
+        while self._epoch < total:
+            epoch, moves = self._epoch, self._moves
+            yield epoch
+            if self._epoch == epoch and self._moves == moves:
+                self.set_epoch(epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
+
+        Raises:
+            UsageError: If the number is below 0.
+        """
+        if not is_count(epoch):
+            raise UsageError(f"the epoch {epoch!r} is not a whole number from 0 on")
+        if epoch != self._epoch:
+            self._move(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Order and position, as plain values.
+
+        Raises:
+            UsageError: If batches were handed out to a loader that was not followed: nobody knows then which of them
+                the training loop has taken.
+        """
+        if self._unfollowed_batches:
+            raise UsageError(
+                f"{self._unfollowed_batches} batches of this sampler went to a loader that was iterated directly, so "
+                "nobody knows how many of them the training loop has taken",
+                hint="Iterate sampler.batches(loader) or sampler.stream(loader) in place of the loader, or use "
+                "ResumableDataLoader. A StatefulDataLoader keeps a position of its own and needs a plain sampler.",
+            )
+        return Position(self._epoch, self._position_samples, self._seed, self._length, self._shuffle).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a stored position; seed and shuffle are those that were stored.
+
+        Raises:
+            MismatchError: If the stored position is one in another number of samples.
+            UsageError: If the state is not that of a sampler, or of a newer version.
+        """
+        stored = Position.from_state(state)
+        difference = self.difference_from(stored)
+        if difference:
+            raise MismatchError(
+                f"the stored data position does not fit: {difference}",
+                differences=Differences(wrong_shape=[difference]),
+                hint="Give the data that the job was trained on, or restore everything but the loader.",
+            )
+        self._seed = stored.seed
+        self._shuffle = stored.shuffle
+        self._move(stored.epoch, stored.position_samples)
+
+    def difference_from(self, stored: Position) -> str:
+        """Why a stored position cannot be taken up with these samples; an empty string if it can."""
+        if stored.length == self._length:
+            return ""
+        return f"stored {stored.length} samples, live {self._length}"
+
+    def check_loader(self, loader: Any) -> None:
+        """Refuses a loader that this sampler cannot follow.
+
+        Raises:
+            UsageError: If it keeps a position of its own, or does not keep the order.
+        """
+        if loader is self:
+            return
+        if hasattr(loader, "state_dict"):
+            raise UsageError(
+                f"{type(loader).__name__} keeps a position of its own, which would be the wrong one",
+                hint="Iterate it directly, without a ResumableSampler, or use a plain loader.",
+            )
+        if getattr(loader, "in_order", True) is False:
+            raise UsageError(
+                "a loader with in_order=False gives batches in an order that cannot be taken up again",
+                hint="Leave in_order as it is.",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"ResumableSampler({self._length}, batch_size={self._batch_size}, shuffle={self._shuffle}, "
+            f"seed={self._seed}, drop_last={self._drop_last})"
+        )
+
+    def _batches_from(self, position_samples: int) -> int:
+        left = self._length - position_samples
+        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+
+    def _hand_out(self, current: _Pass | None, epoch: int, start: int) -> Iterator[list[int]]:
+        for indices in self._indices(epoch, start):
+            if current is None:
+                self._unfollowed_batches += 1
+            else:
+                current.handed_out += 1
+            yield indices
+
+    def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
+        size = self._batch_size
+        stop = min(start + self._batches_from(start) * size, self._length)
+        block_samples = max(1, _BLOCK_SAMPLES // size) * size
+        order = permutation.Permutation(self._length, permutation.derive(self._seed, epoch))
+        for block in range(start, stop, block_samples):
+            block_stop = min(block + block_samples, stop)
+            places = range(block, block_stop)
+            indices = order.places(block, block_stop).tolist() if self._shuffle else list(places)
+            for first in range(0, len(indices), size):
+                yield indices[first : first + size]
+
+    def _follow(self, loader: Iterable[Batch]) -> Generator[Batch]:
+        current = self._pass = _Pass(self._batches_from(self._position_samples))
+        self._unfollowed_batches = 0
+        try:
+            # A loader with nothing left to load need not start its workers.
+            if current.batches:
+                # A loader may draw from a global generator when it begins: in the middle of an epoch, where only a
+                # resumed job begins, that would shift all that is drawn later.
+                with undisturbed():
+                    _seed_draws(permutation.derive(self._seed, self._epoch, _FOR_LOADERS, self._position_samples))
+                    iterator = iter(loader)
+                for batch in iterator:
+                    self._take(current)
+                    yield batch
+            self._end_epoch(current)
+        finally:
+            if self._pass is current:
+                self._pass = None
+
+    def _follow_for_ever(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        while True:
+            moves = self._moves
+            with contextlib.closing(self._follow(loader)) as batches:
+                for batch in batches:
+                    yield batch
+                    if self._moves != moves:
+                        break
+
+    def _take(self, current: _Pass) -> None:
+        self._check_current(current)
+        if current.taken == current.handed_out:
+            raise UsageError(
+                "the loader gave a batch for which this sampler handed out no indices",
+                hint="Make the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
+            )
+        current.taken += 1
+        # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
+        self._unfollowed_batches = 0
+        self._position_samples = min(self._position_samples + self._batch_size, self._length)
+
+    def _end_epoch(self, current: _Pass) -> None:
+        self._check_current(current)
+        if current.taken < current.batches:
+            raise UsageError(
+                f"the loader ended after {current.taken} of the {current.batches} batches left in epoch {self._epoch}",
+                hint="To leave an epoch early, break out of the loop and call set_epoch, or use epochs().",
+            )
+        self._epoch += 1
+        self._position_samples = 0
+
+    def _check_current(self, current: _Pass) -> None:
+        if self._pass is not current:
+            raise UsageError(
+                "this pass over the sampler has ended: a newer one has begun, or another position was set or loaded",
+                hint="Begin again with sampler.batches(loader); only the newest pass can be taken from.",
+            )
+
+    def _move(self, epoch: int, position_samples: int) -> None:
+        self._epoch = epoch
+        self._position_samples = position_samples
+        self._pass = None
+        self._unfollowed_batches = 0
+        self._moves += 1
+
+
+class SamplerAdapter(Adapter):
+    """Serves a sampler and all that is built on one: what they keep is the same, and goes from one to the other."""
+
+    kind = "data_position"
+
+    def __init__(self, sampler_of: Callable[[Any], ResumableSampler]) -> None:
+        """Takes the function that finds an object's sampler."""
+        self._sampler_of = sampler_of
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """The sampler's state."""
+        return self._sampler_of(obj).state_dict()
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Finds out whether the stored position fits, before anything is changed."""
+        # A position is one thing: without its epoch, say, the rest of it means nothing.
+        if not loading.wants():
+            return leave_alone
+        sampler = self._sampler_of(obj)
+        state = loading.value(stored, None)
+        try:
+            difference = sampler.difference_from(Position.from_state(state))
+        except UsageError as error:
+            loading.differences.wrong_kind.append(f"{loading.name()}: {error.message}")
+            return leave_alone
+        if difference:
+            loading.differences.wrong_shape.append(f"{loading.name()}: {difference}")
+            return leave_alone
+        return lambda: sampler.load_state_dict(state)
+
+
+def leave_alone() -> None:
+    """Puts no state back."""
+
+
+register_adapter(ResumableSampler, SamplerAdapter(lambda sampler: sampler))
+
+
+def _length(length_or_dataset: Any) -> int:
+    if isinstance(length_or_dataset, int):
+        length: Any = length_or_dataset
+    elif hasattr(length_or_dataset, "__len__"):
+        length = len(length_or_dataset)
+    else:
+        raise UsageError(
+            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
+            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
+        )
+    if not is_count(length) or length > permutation.MAX_LENGTH:
+        raise UsageError(f"{length!r} is not a number of samples")
+    return int(length)
+
+
+def _seed_draws(number: int) -> None:
+    """Seeds what a loader may draw from when it begins.
+
+    A loader's workers are seeded by such a draw. As all generators are put back afterwards, each epoch would draw the
+    same number again if training draws none, and augmentations would repeat.
+    """
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number >> 32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(number)

@@ -1,0 +1,16 @@
+"""Where the bytes lie: a directory, or memory; and what holdfast asks of such a place."""
+
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.locations import open_storage
+from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
+
+__all__ = [
+    "Entry",
+    "FileReader",
+    "FileWriter",
+    "LocalStorage",
+    "MemoryStorage",
+    "Storage",
+    "open_storage",
+]

@@ -1,0 +1,83 @@
+"""Threads that share out jobs of reading and writing."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+
+class Crew:
+    """A few threads that share out jobs, the calling thread among them.
+
+    They are started when the crew is made, since a thread cannot be started any more once the interpreter has begun to
+    shut down, which is when a last save may still have to be written.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        """Starts `size - 1` threads; the caller of `run` is the last of the crew."""
+        self._rounds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(1, size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, jobs: Iterable[Callable[[], None]]) -> None:
+        """**Blocks.** Does all jobs, in about their order, and returns when each has ended.
+
+        The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
+        """
+        share = _Round(iter(jobs), len(self._threads))
+        for _ in self._threads:
+            self._rounds.put(share.help)
+        share.work()
+        share.wait()
+        if share.error is not None:
+            raise share.error
+
+    def close(self) -> None:
+        """**Blocks.** Ends the threads."""
+        for _ in self._threads:
+            self._rounds.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._rounds.get()) is not None:
+            work()
+
+
+class _Round:
+    """One round of jobs; the lock guards the iterator, the error and the count of helpers that still work."""
+
+    def __init__(self, jobs: Iterator[Callable[[], None]], helpers: int) -> None:
+        self.error: BaseException | None = None
+        self._jobs = jobs
+        self._helpers = helpers
+        self._changed = threading.Condition()
+
+    def help(self) -> None:
+        try:
+            self.work()
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                self._changed.notify_all()
+
+    def work(self) -> None:
+        while True:
+            with self._changed:
+                job = next(self._jobs, None) if self.error is None else None
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException as error:  # Whatever it is, the round's caller gets it.
+                with self._changed:
+                    self.error = self.error or error
+
+    def wait(self) -> None:
+        """Waits for helpers in the middle of a job; each job is one bounded piece of I/O."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._helpers == 0)

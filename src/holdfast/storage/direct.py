@@ -1,0 +1,116 @@
+"""Writes that pass by the page cache: whether a file can have them, and the memory that they need."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from typing import Final
+
+PAGE_BYTES: Final = 4096
+"""Offset, length and memory address of a direct write are multiples of this."""
+
+SMALLEST_DIRECT_BYTES: Final = 1 << 20
+"""A smaller file is written through the page cache: one fsync then costs as much as the writes would save."""
+
+_ALLOCATE_TRIES: Final = 3
+_NOT_SUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+
+
+def round_up(size_bytes: int) -> int:
+    """**Pure.** The next multiple of a page."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def round_down(size_bytes: int) -> int:
+    """**Pure.** The multiple of a page before."""
+    return size_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def address_of(data: memoryview) -> int:
+    """Where the first byte of `data`, which is not empty, lies in memory."""
+    import numpy as np
+
+    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def preallocate(descriptor: int, size_bytes: int) -> None:
+    """Gives a new file its size, and room on the disk where the file system can. `OSError` goes through.
+
+    Measured on ext4 (8 MiB direct writes from two threads, fsync counted, medians): with fallocate 2.1 GB/s; with a
+    bare size, or with no preparation, 2.0; with room but no size, 1.9. Turning unwritten extents into written ones
+    costs nothing that can be seen at that size of writes, and allocating 768 MiB takes 2 ms. What decides is that a
+    full disk is noticed here rather than after minutes of writing, and that a write within the file's size shares the
+    inode's lock where one that makes the file grow does not.
+
+    posix_fallocate is not used: where the file system cannot allocate, the C library writes into each block instead.
+    """
+    status = os.fstatvfs(descriptor)
+    # Asked first, since the call would take all the room there is from others before it fails. Some network file
+    # systems say zero for everything.
+    if status.f_blocks and status.f_bfree * status.f_frsize < size_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if not _try_fallocate(descriptor, size_bytes):
+        os.ftruncate(descriptor, size_bytes)
+
+
+def try_direct(descriptor: int) -> bool:
+    """Turns direct writes on for a new file of more than two pages, all of which is yet to be written.
+
+    The flag is set on an open file, since `open` with it may fail and yet leave the file behind. Some file systems
+    take the flag and refuse the writes, or ask for more than whole pages; so one page is written, at an offset and
+    from an address that are multiples of one page and no more. What this lets through lets all pages through.
+    `OSError` other than a refusal goes through.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    import fcntl
+
+    plain = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, plain | flag)
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return False
+        raise
+    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+    first = 0 if address_of(pages) % (2 * PAGE_BYTES) else PAGE_BYTES
+    try:
+        if os.pwrite(descriptor, pages[first : first + PAGE_BYTES], PAGE_BYTES) == PAGE_BYTES:
+            return True
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, plain)
+    return False
+
+
+def write_pages(descriptor: int, pages: memoryview, offset_bytes: int) -> None:
+    """**Blocks.** Writes whole pages directly, however many calls that takes. `OSError` goes through."""
+    while pages.nbytes:
+        # A write that was cut short inside a page is taken up again from that page's beginning.
+        written = round_down(os.pwrite(descriptor, pages, offset_bytes))
+        if written == 0:
+            raise OSError(errno.EIO, "less than a page was written")
+        pages = pages[written:]
+        offset_bytes += written
+
+
+def _try_fallocate(descriptor: int, size_bytes: int) -> bool:
+    """False where the system or the file system has no such call."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return False
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    for _ in range(_ALLOCATE_TRIES):
+        if fallocate(descriptor, 0, 0, size_bytes) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in _NOT_SUPPORTED:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    # Some file systems begin anew after a signal, and a profiler's timer would never let them end.
+    return False

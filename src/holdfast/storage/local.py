@@ -1,0 +1,298 @@
+"""A directory of this machine, or one that is mounted on it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from holdfast.errors import DamageError, StorageError, UsageError
+from holdfast.storage.descriptors import make_last, open_directory, write_all
+from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
+from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.local_reader import LocalReader
+from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.paths import split_directory, split_path, trash_name
+from holdfast.storage.pieces import check_size
+from holdfast.storage.protocol import Entry
+from holdfast.storage.publishing import CannotPublishError, publish_file
+
+_log = logging.getLogger(__name__)
+
+_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO that lies in place of a file would wait for ever.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_BYTES: Final = 1 << 20
+_NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
+
+
+class LocalStorage:
+    """**Thread-safe.** A tree of files below one directory; see `Storage` for what each method promises.
+
+    The directory is made when something is first written into it. Links in it are never followed.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
+        """Reads and writes nothing yet.
+
+        Args:
+            root: The directory. A relative one is taken from where the process stands now.
+            direct: Whether large files are written past the page cache where the file system can do that.
+
+        Raises:
+            UsageError: If the root is empty or holds NUL.
+        """
+        text = os.fspath(root)
+        if not text or "\0" in text:
+            raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")
+        self._root = Path(text).absolute()
+        self._wants_direct = direct
+        # Guards the two fields below.
+        self._lock = threading.Lock()
+        self._root_lasts = False
+        self._devices_without_direct: set[int] = set()
+
+    @property
+    def url(self) -> str:
+        """The directory's absolute path."""
+        return str(self._root)
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.url!r})"
+
+    def make_directory(self, path: str) -> None:
+        """**Blocks.** Makes a directory, and those above it, so that they last; see `Storage`."""
+        parts = split_directory(path)
+        with self._errors("make the directory", path):
+            self._make_root()
+            for depth, part in enumerate(parts):
+                with open_directory(self._root, parts[:depth]) as above:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=above)
+                    # Also where it was there: whoever made it may have died before it was made to last.
+                    make_last(above)
+            with open_directory(self._root, parts):
+                pass
+
+    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it."""
+        *parents, name = split_path(path)
+        check_size(size_bytes, path)
+        with self._errors("make", path, size_bytes), self._open_to_write(parents) as directory:
+            descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+            try:
+                if size_bytes:
+                    preallocate(descriptor, round_up(size_bytes))
+                is_direct = size_bytes >= SMALLEST_DIRECT_BYTES and self._try_direct(descriptor)
+            except BaseException:
+                self._undo(descriptor, directory, name)
+                raise
+        return LocalWriter(descriptor, path, self._root, size_bytes, is_direct)
+
+    def write(self, path: str, data: bytes) -> None:
+        """**Blocks.** Writes a whole new small file and makes its bytes last; see `Storage`."""
+        *parents, name = split_path(path)
+        with self._errors("write", path, len(data)), self._open_to_write(parents) as directory:
+            descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+            try:
+                write_all(descriptor, memoryview(data), 0)
+                make_last(descriptor)
+            except BaseException:
+                self._undo(descriptor, directory, name)
+                raise
+            os.close(descriptor)
+
+    def sync_directory(self, path: str) -> None:
+        """**Blocks.** Makes the names in a directory last; see `Storage`."""
+        with self._errors("sync the directory", path):
+            with open_directory(self._root, split_directory(path)) as directory:
+                make_last(directory)
+
+    def publish(self, path: str, data: bytes) -> bool:
+        """**Blocks.** Makes a whole small file appear at once and last; see `Storage` and `publish_file`."""
+        *parents, name = split_path(path)
+        with self._errors("publish", path, len(data)), self._open_to_write(parents) as directory:
+            try:
+                return publish_file(directory, name, data)
+            except CannotPublishError as error:
+                raise StorageError(
+                    f"cannot publish {self._root / path}: its file system has neither hard links nor a rename that "
+                    "replaces nothing, so two jobs could both believe that theirs is the checkpoint",
+                    path=path,
+                    hint="use a file system of another kind",
+                ) from error
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        """Reads a whole small file; see `Storage`."""
+        with self._errors("read", path):
+            descriptor, size_bytes = self._open_plain(path)
+            try:
+                # One byte more than is allowed, so that a file that grows meanwhile is noticed.
+                data = b"" if size_bytes > limit_bytes else _read_up_to(descriptor, limit_bytes + 1)
+            finally:
+                os.close(descriptor)
+        if max(size_bytes, len(data)) > limit_bytes:
+            raise DamageError(
+                f"{self._root / path} has {max(size_bytes, len(data))} bytes, more than the {limit_bytes} allowed",
+                path=path,
+                hint="it is not what was written there: restore an older step",
+            )
+        return data
+
+    def open_reader(self, path: str) -> LocalReader:
+        """Opens a file for reading; see `Storage`."""
+        with self._errors("read", path):
+            descriptor, size_bytes = self._open_plain(path)
+        return LocalReader(descriptor, path, self._root, size_bytes)
+
+    def list(self, path: str) -> list[Entry]:
+        """What lies directly in a directory, in order of name; see `Storage`."""
+        parts = split_directory(path)
+        entries = []
+        with self._errors("list", path), suppress(FileNotFoundError, NotADirectoryError):
+            with open_directory(self._root, parts) as directory, os.scandir(directory) as found:
+                for item in found:
+                    # What vanishes while it is looked at was not there.
+                    with suppress(FileNotFoundError):
+                        status = item.stat(follow_symlinks=False)
+                        size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                        entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def remove(self, path: str) -> None:
+        """Removes one file or link; see `Storage`."""
+        *parents, name = split_path(path)
+        with self._errors("remove", path), suppress(FileNotFoundError):
+            with open_directory(self._root, parents) as directory:
+                os.unlink(name, dir_fd=directory)
+
+    def remove_directory(self, path: str) -> bool:
+        """Removes a directory if it is empty; see `Storage`."""
+        *parents, name = split_path(path)
+        with self._errors("remove", path), suppress(FileNotFoundError):
+            with open_directory(self._root, parents) as directory:
+                try:
+                    os.rmdir(name, dir_fd=directory)
+                except OSError as error:
+                    # POSIX leaves it open which of the two is said.
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        return False
+                    raise
+        return True
+
+    def set_aside(self, path: str) -> str:
+        """**Blocks.** Moves a directory at once to a `.trash-` name in the root; see `Storage`.
+
+        After a crash it lies at the old name or at the new one, whole.
+        """
+        *parents, name = split_path(path)
+        aside = trash_name(name)
+        with self._errors("set aside", path):
+            with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
+                if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=root)
+                # The new name first: in this order a directory moved between two others is never in neither.
+                make_last(root)
+                if parents:
+                    make_last(directory)
+        return aside
+
+    def _errors(self, doing: str, path: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
+        return as_storage_errors(doing, path, self._root, needed_bytes)
+
+    @contextmanager
+    def _open_to_write(self, parents: Sequence[str]) -> Iterator[int]:
+        self._make_root()
+        with open_directory(self._root, parents) as directory:
+            yield directory
+
+    def _make_root(self) -> None:
+        """Makes the root where it is missing, so that it lasts. A crash leaves empty directories."""
+        with self._lock:
+            if self._root_lasts and self._root.is_dir():
+                return
+            missing = []
+            place = self._root
+            while not place.is_dir():
+                missing.append(place)
+                place = place.parent
+            for directory in reversed(missing):
+                directory.mkdir(exist_ok=True)
+                _sync(directory.parent)
+            if not missing:
+                # Another process may have made it and died before it was made to last. Where we may not look into the
+                # directory above, an administrator made it.
+                with suppress(PermissionError):
+                    _sync(self._root.parent)
+            self._root_lasts = True
+
+    def _try_direct(self, descriptor: int) -> bool:
+        if not self._wants_direct:
+            return False
+        device = os.fstat(descriptor).st_dev
+        with self._lock:
+            if device in self._devices_without_direct:
+                return False
+        if try_direct(descriptor):
+            return True
+        with self._lock:
+            is_first = not self._devices_without_direct
+            self._devices_without_direct.add(device)
+        if is_first:
+            _log.info("%s: its file system has no direct writes, so writes pass through the page cache", self.url)
+        return False
+
+    def _open_plain(self, path: str) -> tuple[int, int]:
+        """A descriptor of a plain file, and the file's size. `OSError` goes through."""
+        *parents, name = split_path(path)
+        try:
+            with open_directory(self._root, parents) as directory:
+                descriptor = os.open(name, _READ, dir_fd=directory)
+        except OSError as error:
+            if error.errno in _NOT_PLAIN:
+                raise self._not_plain(path) from error
+            raise
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise self._not_plain(path)
+        return descriptor, status.st_size
+
+    def _not_plain(self, path: str) -> DamageError:
+        return DamageError(
+            f"{self._root / path} is not a plain file, or a directory on the way to it is none",
+            path=path,
+            hint="links and special files are not followed: put the file itself there",
+        )
+
+    @staticmethod
+    def _undo(descriptor: int, directory: int, name: str) -> None:
+        """Closes and removes a new file that could not be made whole."""
+        with suppress(OSError):
+            os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        make_last(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_up_to(descriptor: int, limit_bytes: int) -> bytes:
+    """The file's bytes from here, or as many as the limit allows."""
+    pieces = []
+    while limit_bytes > 0 and (piece := os.read(descriptor, min(limit_bytes, _READ_BYTES))):
+        pieces.append(piece)
+        limit_bytes -= len(piece)
+    return b"".join(pieces)

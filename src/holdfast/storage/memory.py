@@ -1,0 +1,261 @@
+"""A tree of files in this process's memory, gone when the process ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.storage.paths import split_directory, split_path, trash_name
+from holdfast.storage.pieces import check_size, flat, kept_bytes, missing_error
+from holdfast.storage.protocol import Entry
+
+Parts: TypeAlias = tuple[str, ...]
+
+_ROOT: Final[Parts] = ()
+
+
+class MemoryStorage:
+    """**Thread-safe.** A tree of files in memory; see `Storage` for what each method promises.
+
+    As on a disk, a directory is made before something is put into it, a file is seen as soon as its writer is opened,
+    and an open file can be used after its name has gone. Nothing outlasts the process, so syncing does nothing.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        """An empty tree.
+
+        Args:
+            name: What the URL calls it.
+        """
+        self._name = name
+        # Guards the two fields below, but not the bytes of a file.
+        self._lock = threading.RLock()
+        self._files: dict[Parts, bytearray] = {}
+        self._directories: set[Parts] = {_ROOT}
+
+    @property
+    def url(self) -> str:
+        """`memory://` and the name."""
+        return f"memory://{self._name}"
+
+    def __repr__(self) -> str:
+        return f"MemoryStorage({self._name!r})"
+
+    def make_directory(self, path: str) -> None:
+        """Makes a directory, and those above it; see `Storage`."""
+        parts = split_directory(path)
+        with self._lock:
+            above = [parts[:depth] for depth in range(1, len(parts) + 1)]
+            for directory in above:
+                if directory in self._files:
+                    raise StorageError(f"{self._place(directory)} is a file, not a directory", path=path)
+            self._directories.update(above)
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        """Begins a new file; see `Storage`."""
+        check_size(size_bytes, path)
+        return MemoryWriter(self._add(path, size_bytes), path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a whole new small file; see `Storage`."""
+        with self._lock:
+            self._add(path, len(data))[:] = data
+
+    def sync_directory(self, path: str) -> None:
+        """Checks that the directory is there; see `Storage`."""
+        parts = split_directory(path)
+        with self._lock:
+            if parts not in self._directories:
+                raise NotFoundError(f"{self._place(parts)} is no directory", path=path)
+
+    def publish(self, path: str, data: bytes) -> bool:
+        """Makes a whole small file appear at once; see `Storage`."""
+        parts = split_path(path)
+        with self._lock:
+            if self._lies_at(parts):
+                return False
+            self.write(path, data)
+        return True
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        """Reads a whole small file; see `Storage`."""
+        with self._lock:
+            content = self._find(path)
+            if len(content) > limit_bytes:
+                raise DamageError(
+                    f"{self._place(split_path(path))} has {len(content)} bytes, more than the {limit_bytes} allowed",
+                    path=path,
+                    hint="it is not what was written there: restore an older step",
+                )
+            return bytes(content)
+
+    def open_reader(self, path: str) -> MemoryReader:
+        """Opens a file for reading; see `Storage`."""
+        with self._lock:
+            return MemoryReader(self._find(path), path)
+
+    def list(self, path: str) -> list[Entry]:
+        """What lies directly in a directory, in order of name; see `Storage`."""
+        parts = split_directory(path)
+        with self._lock:
+            entries = [Entry(at[-1], True, 0) for at in self._directories if at and at[:-1] == parts]
+            entries += [Entry(at[-1], False, len(data)) for at, data in self._files.items() if at[:-1] == parts]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def remove(self, path: str) -> None:
+        """Removes one file; see `Storage`."""
+        parts = split_path(path)
+        with self._lock:
+            if parts in self._directories:
+                raise StorageError(f"cannot remove {self._place(parts)}: it is a directory", path=path)
+            self._check_above(parts, path)
+            self._files.pop(parts, None)
+
+    def remove_directory(self, path: str) -> bool:
+        """Removes a directory if it is empty; see `Storage`."""
+        parts = split_path(path)
+        with self._lock:
+            self._check_above((*parts, ""), path)
+            if self.list(path):
+                return False
+            self._directories.discard(parts)
+        return True
+
+    def set_aside(self, path: str) -> str:
+        """Moves a directory at once to a `.trash-` name in the root; see `Storage`."""
+        parts = split_path(path)
+        with self._lock:
+            self._check_above((*parts, ""), path)
+            if parts not in self._directories:
+                raise NotFoundError(f"{self._place(parts)} is not there", path=path)
+            aside = (trash_name(parts[-1]),)
+            depth = len(parts)
+            self._files = {aside + at[depth:] if at[:depth] == parts else at: data for at, data in self._files.items()}
+            self._directories = {aside + at[depth:] if at[:depth] == parts else at for at in self._directories}
+        return aside[0]
+
+    def _add(self, path: str, size_bytes: int) -> bytearray:
+        parts = split_path(path)
+        with self._lock:
+            self._check_above(parts, path)
+            if parts[:-1] not in self._directories:
+                raise NotFoundError(
+                    f"cannot make {self._place(parts)}: its directory is not there",
+                    path=path,
+                    hint="make the directory first",
+                )
+            if self._lies_at(parts):
+                raise StorageError(
+                    f"cannot make {self._place(parts)}: something lies there already",
+                    path=path,
+                    hint="a file is never overwritten",
+                )
+            try:
+                content = bytearray(size_bytes)
+            except (MemoryError, OverflowError) as error:
+                raise StorageFullError(
+                    f"cannot make {self._place(parts)}: there is no memory for {size_bytes} bytes",
+                    path=path,
+                    hint="remove old checkpoints, or use a disk",
+                ) from error
+            self._files[parts] = content
+            return content
+
+    def _find(self, path: str) -> bytearray:
+        parts = split_path(path)
+        content = self._files.get(parts)
+        if content is not None:
+            return content
+        is_blocked = parts in self._directories or any(parts[:depth] in self._files for depth in range(1, len(parts)))
+        if is_blocked:
+            raise DamageError(
+                f"{self._place(parts)} is not a plain file, or a directory on the way to it is none", path=path
+            )
+        raise NotFoundError(f"{self._place(parts)} is not there", path=path)
+
+    def _lies_at(self, parts: Parts) -> bool:
+        return parts in self._files or parts in self._directories
+
+    def _check_above(self, parts: Parts, path: str) -> None:
+        """A file is no directory: nothing lies, and nothing is put, below it."""
+        for depth in range(1, len(parts)):
+            if parts[:depth] in self._files:
+                raise StorageError(f"{self._place(parts[:depth])} is a file, not a directory", path=path)
+
+    def _place(self, parts: Sequence[str]) -> str:
+        return f"memory://{self._name}:{'/'.join(parts)}"
+
+
+class MemoryWriter:
+    """One new file in memory; see `FileWriter`."""
+
+    def __init__(self, content: bytearray, path: str) -> None:
+        self._content = content
+        self._path = path
+        # Guards the two fields below.
+        self._lock = threading.Lock()
+        self._written_bytes = 0
+        self._is_closed = False
+
+    def write_at(self, offset_bytes: int, data: memoryview) -> None:
+        """**Thread-safe.** Writes one piece; see `FileWriter`."""
+        piece = flat(data)
+        kept = kept_bytes(offset_bytes, piece.nbytes, len(self._content), self._path)
+        with self._lock:
+            self._check_open()
+            self._content[offset_bytes : offset_bytes + kept] = piece[:kept]
+            self._written_bytes += kept
+
+    def finish(self) -> None:
+        """Closes; see `FileWriter`."""
+        with self._lock:
+            self._check_open()
+            if self._written_bytes != len(self._content):
+                raise missing_error(self._path, self._written_bytes, len(self._content))
+            self._is_closed = True
+
+    def abandon(self) -> None:
+        """Closes; see `FileWriter`."""
+        with self._lock:
+            self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"the writer of {self._path} is closed", hint="open it anew")
+
+
+class MemoryReader:
+    """One file in memory; see `FileReader`.
+
+    Attributes:
+        size_bytes: The file's size.
+    """
+
+    def __init__(self, content: bytearray, path: str) -> None:
+        self.size_bytes = len(content)
+        self._content = content
+        self._path = path
+        self._is_closed = False
+
+    def read_into(self, offset_bytes: int, into: memoryview) -> None:
+        """**Thread-safe.** Fills `into` from the file; see `FileReader`."""
+        if self._is_closed:
+            raise UsageError(f"the reader of {self._path} is closed", hint="open it anew")
+        if offset_bytes < 0:
+            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+        wanted = flat(into)
+        if offset_bytes + wanted.nbytes > self.size_bytes and wanted.nbytes:
+            raise DamageError(
+                f"{self._path} ends at {self.size_bytes}, where more should be",
+                path=self._path,
+                offset_bytes=max(offset_bytes, 0),
+                hint="the file was cut short: restore an older step",
+            )
+        if wanted.nbytes:
+            wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
+
+    def close(self) -> None:
+        """Gives the file back; harmless twice."""
+        self._is_closed = True

@@ -1,0 +1,232 @@
+"""Kills a saving process again and again, and looks each time at what it left: `python -m holdfast.testing.crash`.
+
+Each round forks a child that goes on from the newest checkpoint, trains (its arrays follow from the step) and saves
+without a pause, telling through a pipe which steps it was promised. At a random moment it is killed with SIGKILL. Then
+the parent restores and checks that
+
+* what comes back is exactly the state of one step,
+* that step is the newest that was promised, or a later one that was begun,
+* the next save works, and afterwards nothing is left of the killed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.catalog import read_catalog
+from holdfast.checkpoint import Checkpoint
+from holdfast.manager import CheckpointManager
+from holdfast.policies import Latest
+from holdfast.storage import LocalStorage
+
+ARRAY_LENGTHS = (1, 1000, 30_000, 200_000)
+
+
+class WrongStateError(AssertionError):
+    """A crash left something that must not be."""
+
+
+@dataclass
+class Tally:
+    """What happened over all rounds.
+
+    Attributes:
+        kills: How many children were killed.
+        in_save: How many of them left an unfinished save behind.
+        unspoken: How many left a checkpoint that they had not spoken of yet.
+        promised: How many steps were promised in all.
+    """
+
+    kills: int = 0
+    in_save: int = 0
+    unspoken: int = 0
+    promised: int = 0
+
+
+class Toy:
+    """State that follows from a step: any mixture of two steps is told from both."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.arrays: dict[str, Any] = {
+            f"a{number}": np.zeros(length, np.int64) for number, length in enumerate(ARRAY_LENGTHS)
+        }
+        self.counter = {"step": 0}
+
+    def train(self, step: int) -> None:
+        """Sets the state of a step, in place."""
+        for number, array in enumerate(self.arrays.values()):
+            array[:] = step * 1000 + number
+        self.counter["step"] = step
+
+    def check(self, step: int) -> None:
+        """Makes sure that the state is that of the step and no other.
+
+        Raises:
+            WrongStateError: If it is not.
+        """
+        for number, (name, array) in enumerate(self.arrays.items()):
+            if not (array == step * 1000 + number).all():
+                raise WrongStateError(f"{name} is not that of step {step}")
+        if self.counter != {"step": step}:
+            raise WrongStateError(f"the counter is {self.counter}, the step is {step}")
+
+    def manager(self, directory: Path) -> CheckpointManager:
+        """A manager that keeps two checkpoints."""
+        return CheckpointManager(directory, Checkpoint(arrays=self.arrays, counter=self.counter), keep=Latest(2))
+
+
+def train_until_killed(directory: Path, promises: int, seed: int) -> None:
+    """What a child does: goes on from the newest checkpoint and saves each step, until it is killed."""
+    dice = random.Random(seed)
+    toy = Toy()
+    manager = toy.manager(directory)
+    restored = manager.restore()
+    step = restored.step if restored is not None else 0
+    while True:
+        step += dice.choice((1, 1, 1, 5))
+        toy.train(step)
+        os.write(promises, f"begin {step}\n".encode())
+        handle = manager.save(step)
+        if dice.random() < 0.3:
+            # What comes next must not get into the checkpoint.
+            toy.train(step + 1_000_000)
+        handle.wait_committed(60)
+        os.write(promises, f"promise {step}\n".encode())
+        if dice.random() < 0.1:
+            toy.train(step)
+            manager.save(step, replace=True).wait_committed(60)
+
+
+def kill_once(directory: Path, dice: random.Random, span_seconds: float) -> tuple[int, int, int]:
+    """Runs one child and kills it.
+
+    Returns:
+        The last step that it was promised, the last that it began (0 if none), and how many were promised.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Nothing of the parent may run in the child: no exit handlers, no flushing of its streams.
+        with contextlib.suppress(BaseException):
+            os.close(reading)
+            train_until_killed(directory, writing, dice.randrange(1 << 30))
+        os._exit(99)
+    os.close(writing)
+    deadline = time.monotonic() + dice.random() * span_seconds
+    told = b""
+    open_ended = True
+    while open_ended and (left := deadline - time.monotonic()) > 0:
+        if select.select([reading], [], [], left)[0]:
+            data = os.read(reading, 65536)
+            open_ended = bool(data)
+            told += data
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    while data := os.read(reading, 65536):
+        told += data
+    os.close(reading)
+    if not os.WIFSIGNALED(status):
+        raise WrongStateError(f"the child ended by itself, with status {status}")
+    promised = begun = count = 0
+    for line in told.decode().splitlines():
+        word, step = line.split()
+        if word == "promise":
+            promised, count = int(step), count + 1
+        begun = int(step)
+    return promised, begun, count
+
+
+def check_after(directory: Path, promised: int, begun: int, tally: Tally) -> int:
+    """Looks at what a kill left, saves once more, and looks again.
+
+    Returns:
+        The newest committed step.
+
+    Raises:
+        WrongStateError: If something is not as it must be.
+    """
+    catalog = read_catalog(LocalStorage(directory))
+    tally.in_save += bool(catalog.unfinished)
+    toy = Toy()
+    with toy.manager(directory) as manager:
+        restored = manager.restore()
+        step = restored.step if restored is not None else 0
+        if restored is not None:
+            toy.check(step)
+            if restored.passed_over:
+                raise WrongStateError(f"a committed checkpoint is damaged: {restored.passed_over}")
+        if not promised <= step <= max(begun, promised):
+            raise WrongStateError(f"step {step} came back; promised was {promised}, begun was {begun}")
+        tally.unspoken += step > promised
+        toy.train(step + 1)
+        manager.save(step + 1).wait_committed(60)
+        manager.wait(60)
+    catalog = read_catalog(LocalStorage(directory))
+    if catalog.newest is None or catalog.newest.step != step + 1:
+        raise WrongStateError(f"step {step + 1} was promised, the newest is {catalog.newest}")
+    if catalog.unfinished or catalog.trash:
+        raise WrongStateError(f"left behind: {catalog.unfinished} {catalog.trash}")
+    return step + 1
+
+
+def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
+    """Kills so many children, one after the other.
+
+    Args:
+        directory: The run's directory.
+        kills: How many.
+        seed: What the random moments follow from, as far as the machine lets them.
+        span_seconds: Within how many seconds of its start a child is killed.
+
+    Raises:
+        WrongStateError: At the first round that leaves something that must not be.
+    """
+    dice = random.Random(seed)
+    tally = Tally()
+    newest = 0
+    for _ in range(kills):
+        promised, begun, count = kill_once(directory, dice, span_seconds)
+        tally.kills += 1
+        tally.promised += count
+        newest = check_after(directory, max(promised, newest), begun, tally)
+        if sys.stderr.isatty():
+            print(f"\r{tally.kills} of {kills} kills survived", end="", file=sys.stderr)  # noqa: T201
+    return tally
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.crash", description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--span", type=float, default=0.25, help="seconds within which a child is killed")
+    parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
+    options = parser.parse_args()
+    begun_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as temporary:
+        try:
+            tally = run(options.directory or Path(temporary) / "run", options.kills, options.seed, options.span)
+        except WrongStateError as error:
+            raise SystemExit(f"\nWRONG: {error}") from error
+    seconds = time.monotonic() - begun_at
+    print(  # noqa: T201
+        f"\n{tally.kills} kills in {seconds:.0f} s: nothing was lost. {tally.in_save} hit an unfinished save, "
+        f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were kept."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""What every storage must do, as tests: derive from `StorageContract` in a module that pytest collects.
+
+For failures that show both sides of a comparison, call
+`pytest.register_assert_rewrite("holdfast.testing.storage_contract")` before the import.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import DamageError, NotFoundError, StorageError, UsageError
+from holdfast.storage.protocol import Entry, Storage
+
+PAGE_BYTES = 4096
+LIMIT_BYTES = 1 << 20
+HOSTILE_PATHS = ["/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b", "x" * 256, "y/" * 600 + "y"]
+
+
+class StorageContract:
+    """The tests. A subclass says how to make an empty storage; all of its tests must pass."""
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        """A new, empty storage, with a root that was never written to."""
+        raise TypeError(f"{type(self).__name__} must override make_storage")
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        """The storage under test."""
+        return self.make_storage(tmp_path)
+
+    # An empty storage.
+
+    def test_it_is_a_storage(self, storage: Storage) -> None:
+        """It has all the methods."""
+        assert isinstance(storage, Storage)
+        assert storage.url
+
+    def test_empty(self, storage: Storage) -> None:
+        """Nothing lies in it, and looking does no harm."""
+        assert storage.list("") == []
+        assert storage.list("nowhere/at/all") == []
+        storage.remove("nowhere/file")
+        assert storage.remove_directory("nowhere") is True
+        for look in (lambda: storage.read("none", 10), lambda: storage.open_reader("none")):
+            with pytest.raises(NotFoundError):
+                look()
+        with pytest.raises(NotFoundError):
+            storage.set_aside("nowhere")
+        assert storage.list("") == []
+
+    # Small files.
+
+    def test_write_and_read(self, storage: Storage) -> None:
+        """What was written is read."""
+        storage.make_directory("a/b")
+        storage.write("a/b/small", b"bytes")
+        storage.write("a/b/empty", b"")
+        storage.sync_directory("a/b")
+        storage.sync_directory("")
+        assert storage.read("a/b/small", 5) == b"bytes"
+        assert storage.read("a/b/empty", 0) == b""
+
+    def test_write_never_overwrites(self, storage: Storage) -> None:
+        """What lies there stays as it is."""
+        storage.write("file", b"first")
+        storage.make_directory("directory")
+        for path in ("file", "directory"):
+            with pytest.raises(StorageError):
+                storage.write(path, b"second")
+            with pytest.raises(StorageError):
+                storage.open_writer(path, 6)
+        assert storage.read("file", LIMIT_BYTES) == b"first"
+
+    def test_read_limit(self, storage: Storage) -> None:
+        """A file larger than expected is damage, and is not read."""
+        storage.write("file", b"12345")
+        with pytest.raises(DamageError) as caught:
+            storage.read("file", 4)
+        assert caught.value.path == "file"
+
+    def test_directory_is_no_file(self, storage: Storage) -> None:
+        """A directory in place of a file is damage, and no file can be removed by that name."""
+        storage.make_directory("directory")
+        with pytest.raises(DamageError):
+            storage.read("directory", LIMIT_BYTES)
+        with pytest.raises(DamageError):
+            storage.open_reader("directory")
+        with pytest.raises(StorageError):
+            storage.remove("directory")
+
+    def test_file_is_no_directory(self, storage: Storage) -> None:
+        """Nothing lies below a file, and nothing can be put there."""
+        storage.write("file", b"")
+        assert storage.list("file") == []
+        for change in (
+            lambda: storage.make_directory("file"),
+            lambda: storage.make_directory("file/deeper"),
+            lambda: storage.write("file/below", b""),
+            lambda: storage.open_writer("file/below", 1),
+            lambda: storage.publish("file/below", b""),
+            lambda: storage.remove_directory("file"),
+            lambda: storage.set_aside("file"),
+        ):
+            with pytest.raises(StorageError):
+                change()
+        with pytest.raises(DamageError):
+            storage.read("file/below", LIMIT_BYTES)
+        assert storage.list("") == [Entry("file", False, 0)]
+
+    # Directories.
+
+    def test_make_directory_twice(self, storage: Storage) -> None:
+        """One that is there is fine, with all that lies in it."""
+        storage.make_directory("a/b")
+        storage.write("a/b/file", b"1")
+        storage.make_directory("a/b")
+        storage.make_directory("a")
+        assert storage.list("a/b") == [Entry("file", False, 1)]
+
+    def test_list(self, storage: Storage) -> None:
+        """All that lies directly in a directory, in order of name, with sizes."""
+        storage.make_directory("b/deep")
+        storage.write("c", b"123")
+        storage.write("a", b"")
+        storage.write("b/inside", b"1")
+        assert storage.list("") == [Entry("a", False, 0), Entry("b", True, 0), Entry("c", False, 3)]
+        assert storage.list("b") == [Entry("deep", True, 0), Entry("inside", False, 1)]
+
+    def test_remove(self, storage: Storage) -> None:
+        """Files go one by one, directories only when they are empty."""
+        storage.make_directory("a/b")
+        storage.write("a/b/file", b"1")
+        assert storage.remove_directory("a") is False
+        assert storage.remove_directory("a/b") is False
+        storage.remove("a/b/file")
+        storage.remove("a/b/file")
+        assert storage.remove_directory("a/b") is True
+        assert storage.remove_directory("a/b") is True
+        assert storage.remove_directory("a") is True
+        assert storage.list("") == []
+
+    def test_set_aside(self, storage: Storage) -> None:
+        """A directory goes whole to where nobody looks, and its name is free."""
+        storage.make_directory("run/step")
+        storage.write("run/step/file", b"old")
+        aside = storage.set_aside("run/step")
+        if aside == "run/step":
+            return
+        assert aside.startswith(".trash-")
+        assert storage.list("run") == []
+        assert storage.read(f"{aside}/file", LIMIT_BYTES) == b"old"
+        with pytest.raises(StorageError):
+            storage.write("run/step/late", b"")
+        storage.make_directory("run/step")
+        assert storage.set_aside("run/step") != aside
+
+    # Files written in pieces.
+
+    @pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES, 3 * PAGE_BYTES + 7, (2 << 20) + 11])
+    def test_pieces_in_any_order(self, storage: Storage, size_bytes: int) -> None:
+        """Pieces cover the file, from several threads, the last first; read back in one and in pieces."""
+        data = _pattern(size_bytes)
+        cuts = sorted({0, size_bytes // 3, size_bytes // 2 // PAGE_BYTES * PAGE_BYTES, size_bytes * 3 // 4, size_bytes})
+        pieces = list(pairwise(cuts))
+        writer = storage.open_writer("file", size_bytes)
+        _in_threads([partial(writer.write_at, start, memoryview(data)[start:end]) for start, end in reversed(pieces)])
+        writer.finish()
+        writer.abandon()
+        assert storage.list("") == [Entry("file", False, size_bytes)]
+        reader = storage.open_reader("file")
+        assert reader.size_bytes == size_bytes
+        whole = bytearray(size_bytes)
+        _in_threads([partial(reader.read_into, start, memoryview(whole)[start:end]) for start, end in pieces])
+        reader.close()
+        reader.close()
+        assert whole == data
+
+    @pytest.mark.parametrize("size_bytes", [5, PAGE_BYTES, PAGE_BYTES + 1, (1 << 20) + 1])
+    def test_padding_is_no_part_of_the_file(self, storage: Storage, size_bytes: int) -> None:
+        """A last piece may run over the file's size up to a whole page."""
+        padded = _pattern(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        writer = storage.open_writer("file", size_bytes)
+        writer.write_at(0, memoryview(padded))
+        writer.finish()
+        assert storage.list("") == [Entry("file", False, size_bytes)]
+        assert storage.read("file", size_bytes) == padded[:size_bytes]
+
+    def test_empty_file(self, storage: Storage) -> None:
+        """No piece is needed for no bytes."""
+        writer = storage.open_writer("file", 0)
+        writer.write_at(0, memoryview(b""))
+        writer.finish()
+        assert storage.read("file", 0) == b""
+        reader = storage.open_reader("file")
+        reader.read_into(0, memoryview(bytearray()))
+        reader.close()
+
+    def test_pieces_outside_the_file(self, storage: Storage) -> None:
+        """A piece that does not fit is the caller's mistake, and spoils nothing."""
+        writer = storage.open_writer("file", 10)
+        for offset, length in ((-1, 5), (11, 1), (10, PAGE_BYTES), (0, 10 + PAGE_BYTES)):
+            with pytest.raises(UsageError):
+                writer.write_at(offset, memoryview(bytes(length)))
+        with pytest.raises(UsageError):
+            writer.write_at(0, memoryview(bytes(20))[::2])
+        writer.write_at(0, memoryview(b"0123456789"))
+        writer.finish()
+        assert storage.read("file", 10) == b"0123456789"
+        with pytest.raises(UsageError):
+            storage.open_writer("other", -1)
+
+    def test_a_file_with_a_hole_is_not_finished(self, storage: Storage) -> None:
+        """What was never written is not zeros."""
+        writer = storage.open_writer("file", 10)
+        writer.write_at(0, memoryview(b"01234"))
+        with pytest.raises(UsageError):
+            writer.finish()
+        writer.write_at(5, memoryview(b"56789"))
+        writer.finish()
+        assert storage.read("file", 10) == b"0123456789"
+
+    def test_closed_writer(self, storage: Storage) -> None:
+        """After its end a writer takes nothing, and an abandoned file can be removed."""
+        finished = storage.open_writer("finished", 1)
+        finished.write_at(0, memoryview(b"1"))
+        finished.finish()
+        abandoned = storage.open_writer("abandoned", 1)
+        abandoned.abandon()
+        abandoned.abandon()
+        for writer in (finished, abandoned):
+            with pytest.raises(UsageError):
+                writer.write_at(0, memoryview(b"2"))
+            with pytest.raises(UsageError):
+                writer.finish()
+        storage.remove("abandoned")
+        assert storage.list("") == [Entry("finished", False, 1)]
+
+    def test_multi_byte_elements(self, storage: Storage) -> None:
+        """A piece is its bytes, whatever the elements of the view are."""
+        writer = storage.open_writer("file", 8)
+        writer.write_at(0, memoryview(b"01234567").cast("I"))
+        writer.finish()
+        into = memoryview(bytearray(8)).cast("Q")
+        reader = storage.open_reader("file")
+        reader.read_into(0, into)
+        reader.close()
+        assert into.tobytes() == b"01234567"
+
+    def test_read_past_the_end(self, storage: Storage) -> None:
+        """A file that ends early is damage, named with the place."""
+        storage.write("file", b"12345")
+        reader = storage.open_reader("file")
+        for offset, length in ((0, 6), (5, 1), (100, 1)):
+            with pytest.raises(DamageError) as caught:
+                reader.read_into(offset, memoryview(bytearray(length)))
+            assert caught.value.path == "file"
+            assert caught.value.offset_bytes is not None
+        with pytest.raises(UsageError):
+            reader.read_into(-1, memoryview(bytearray(1)))
+        reader.close()
+        with pytest.raises(UsageError):
+            reader.read_into(0, memoryview(bytearray(1)))
+
+    # Publishing.
+
+    def test_publish_once(self, storage: Storage) -> None:
+        """The first wins, and is not changed."""
+        storage.make_directory("run")
+        assert storage.publish("run/manifest", b"first") is True
+        assert storage.publish("run/manifest", b"second") is False
+        assert storage.publish("run/manifest", b"first") is False
+        assert storage.read("run/manifest", LIMIT_BYTES) == b"first"
+        assert storage.list("run") == [Entry("manifest", False, 5)]
+
+    def test_publish_over_anything(self, storage: Storage) -> None:
+        """Whatever lies there counts."""
+        storage.write("file", b"")
+        storage.make_directory("directory")
+        assert storage.publish("file", b"new") is False
+        assert storage.publish("directory", b"new") is False
+        assert storage.list("") == [Entry("directory", True, 0), Entry("file", False, 0)]
+
+    def test_publish_race(self, storage: Storage) -> None:
+        """Of many callers, with equal bytes or not, exactly one makes it."""
+        for round_number in range(20):
+            path = f"manifest-{round_number}"
+            tokens = [b"same" if round_number % 2 else b"token %d" % number for number in range(8)]
+            has_won: dict[int, bool] = {}
+
+            def publish(number: int, path: str, token: bytes, has_won: dict[int, bool]) -> None:
+                has_won[number] = storage.publish(path, token)
+
+            _in_threads([partial(publish, number, path, token, has_won) for number, token in enumerate(tokens)])
+            winners = [token for number, token in enumerate(tokens) if has_won[number]]
+            assert len(winners) == 1
+            assert storage.read(path, LIMIT_BYTES) == winners[0]
+        assert len(storage.list("")) == 20
+
+    # Paths.
+
+    @pytest.mark.parametrize("path", [*HOSTILE_PATHS, ""])
+    def test_hostile_paths(self, storage: Storage, path: str) -> None:
+        """A path that leads out of the storage, or nowhere, is the caller's mistake."""
+        calls: list[Callable[[], object]] = [
+            lambda: storage.open_writer(path, 1),
+            lambda: storage.write(path, b""),
+            lambda: storage.publish(path, b""),
+            lambda: storage.read(path, 1),
+            lambda: storage.open_reader(path),
+            lambda: storage.remove(path),
+            lambda: storage.remove_directory(path),
+            lambda: storage.set_aside(path),
+        ]
+        if path:
+            calls += [
+                lambda: storage.make_directory(path),
+                lambda: storage.sync_directory(path),
+                lambda: storage.list(path),
+            ]
+        for call in calls:
+            with pytest.raises(UsageError):
+                call()
+        assert storage.list("") == []
+
+
+def _pattern(size_bytes: int) -> bytes:
+    """Bytes of which no two pages are alike."""
+    return b"".join(number.to_bytes(8, "little") for number in range(size_bytes // 8 + 1))[:size_bytes]
+
+
+def _in_threads(jobs: list[Callable[[], object]]) -> None:
+    """Does all jobs at the same time, and raises the first error."""
+    start = threading.Barrier(len(jobs))
+    errors: list[BaseException] = []
+
+    def do(job: Callable[[], object]) -> None:
+        start.wait(60)
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=do, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]

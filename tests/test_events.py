@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.events import (
+    AnyEvent,
+    Committed,
+    Event,
+    Failed,
+    Fanout,
+    GenerationOpened,
+    JsonLinesSink,
+    LoggingSink,
+    PassedOver,
+    Restored,
+    Retained,
+    Skipped,
+    Staged,
+    Sums,
+    Totals,
+    Warned,
+    Written,
+    decode_event,
+    encode_event,
+    read_events,
+)
+
+ONE_OF_EACH: list[Event] = [
+    GenerationOpened(generation=3, base_step=400),
+    Staged(step=500, generation=3, blocked_seconds=0.25, size_bytes=1_500_000_000),
+    Written(step=500, generation=3, background_seconds=2.0, size_bytes=1_500_000_000),
+    Committed(
+        step=500,
+        generation=3,
+        blocked_seconds=0.25,
+        background_seconds=2.5,
+        size_bytes=1_500_000_000,
+        training_saved_seconds=90.0,
+    ),
+    Restored(step=400, generation=2, blocked_seconds=1.5, size_bytes=1_500_000_000),
+    PassedOver(
+        step=450,
+        generation=2,
+        file="step-000000450.g0002/data-00000-of-00001.safetensors",
+        error="digest differs",
+        offset_bytes=4096,
+        tensor="model/head.weight",
+    ),
+    Retained(kept={400: "restored from", 500: "the newest"}, removed=(300,), background_seconds=0.01),
+    Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
+    Skipped(step=700, reason="the save of step 600 is still at work"),
+    Warned(text="the clock went back", step=701),
+]
+
+
+def test_one_of_each_is_all_of_them() -> None:
+    assert {type(event) for event in ONE_OF_EACH} == set(get_args(AnyEvent))
+
+
+@pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
+class TestEachKind:
+    def test_comes_back_from_json(self, event: Event) -> None:
+        line = encode_event(event)
+        assert b"\n" not in line
+        assert decode_event(line) == event
+        record = json.loads(line)
+        assert record["kind"] == {"GenerationOpened": "generation_opened", "PassedOver": "passed_over"}.get(
+            type(event).__name__, type(event).__name__.lower()
+        )
+        assert record["at_unix_seconds"] > 1.7e9
+
+    def test_is_one_line_for_people(self, event: Event) -> None:
+        line = str(event)
+        assert line
+        assert "\n" not in line
+        assert type(event).__name__ not in line
+
+    def test_cannot_be_changed(self, event: Event) -> None:
+        with pytest.raises(AttributeError):
+            event.at_unix_seconds = 0.0  # type: ignore[misc]
+
+
+def test_the_lines_for_people() -> None:
+    lines = [str(event) for event in ONE_OF_EACH]
+    assert lines[0] == "generation 3 opened, from step 400"
+    assert lines[1] == "step 500 staged: 1.5 GB, training held up 250 ms"
+    assert lines[2] == "step 500 written: 1.5 GB in 2 s (750 MB/s)"
+    assert lines[5] == (
+        "step 450 passed over, it is damaged: step-000000450.g0002/data-00000-of-00001.safetensors at byte 4096 "
+        "(model/head.weight): digest differs"
+    )
+    assert lines[7] == "write of step 600 failed: no space left on device"
+
+
+@given(st.floats(0, 1e7), st.integers(0, 10**15))
+def test_any_length_and_size_has_a_line(seconds: float, size_bytes: int) -> None:
+    assert str(Staged(1, 1, seconds, size_bytes))
+    assert str(Written(1, 1, seconds, size_bytes))
+
+
+@given(st.binary(max_size=200))
+def test_a_damaged_line_is_a_clean_error(line: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_event(line)
+
+
+def test_fields_of_a_later_version_are_left_out() -> None:
+    line = b'{"kind":"skipped","at_unix_seconds":1.0,"step":5,"reason":"busy","mood":"calm"}'
+    assert decode_event(line) == Skipped(step=5, reason="busy", at_unix_seconds=1.0)
+
+
+def test_text_that_is_not_unicode_is_written_legibly() -> None:
+    event = Failed(stage="write", error="no such file: run\udcff/data")
+    assert decode_event(encode_event(event)) == msgspec.structs.replace(event, error="no such file: run?/data")
+
+
+class TestJournal:
+    def test_events_come_back_in_order(self, tmp_path: Path) -> None:
+        path = tmp_path / "run" / "events.jsonl"
+        sink = JsonLinesSink(path)
+        for event in ONE_OF_EACH:
+            sink(event)
+        assert list(read_events(path)) == ONE_OF_EACH
+        assert path.read_bytes().count(b"\n") == len(ONE_OF_EACH)
+
+    def test_no_file_no_events(self, tmp_path: Path) -> None:
+        JsonLinesSink(tmp_path / "none" / "events.jsonl")
+        assert not (tmp_path / "none").exists()
+        assert list(read_events(tmp_path / "none" / "events.jsonl")) == []
+
+    @pytest.mark.parametrize("lost_bytes", range(1, 60, 7))
+    def test_a_torn_last_line_costs_that_event_alone(self, tmp_path: Path, lost_bytes: int) -> None:
+        path = tmp_path / "events.jsonl"
+        sink = JsonLinesSink(path)
+        sink(ONE_OF_EACH[0])
+        sink(ONE_OF_EACH[1])
+        path.write_bytes(path.read_bytes()[:-lost_bytes])
+        before = list(read_events(path))
+        JsonLinesSink(path)(ONE_OF_EACH[2])
+        # Without its end of line alone, the last event is whole.
+        assert before == ONE_OF_EACH[: 2 if lost_bytes == 1 else 1]
+        assert list(read_events(path)) == [*before, ONE_OF_EACH[2]]
+
+    def test_damage_in_the_middle_and_unknown_kinds_are_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        sink = JsonLinesSink(path)
+        sink(ONE_OF_EACH[0])
+        with path.open("ab") as file:
+            file.write(b'{"kind":"tuned","at_unix_seconds":1.0}\n\xff\xfe\x00\n[[[[\n\n' + b"x" * 3_000_000 + b"\n")
+        sink(ONE_OF_EACH[1])
+        assert list(read_events(path)) == ONE_OF_EACH[:2]
+
+    def test_the_size_is_bounded_and_the_newest_stay(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        sink = JsonLinesSink(path, limit_bytes=2000)
+        events = [Warned(text=f"number {number}", at_unix_seconds=1.0) for number in range(200)]
+        for event in events:
+            sink(event)
+            assert path.stat().st_size < 2000
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "events.1.jsonl", path]
+        read = list(read_events(path))
+        assert 20 < len(read) < 200
+        assert read == events[-len(read) :]
+
+    def test_an_event_that_is_too_long_leaves_word(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        JsonLinesSink(path, limit_bytes=1024)(Failed(stage="write", error="x" * 5000, at_unix_seconds=7.0))
+        (event,) = read_events(path)
+        assert isinstance(event, Warned)
+        assert "Failed" in event.text
+        assert event.at_unix_seconds == 7.0
+
+    def test_a_limit_below_one_line(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError):
+            JsonLinesSink(tmp_path / "events.jsonl", limit_bytes=10)
+
+    def test_many_threads_and_two_sinks(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        sinks = [JsonLinesSink(path), JsonLinesSink(path)]
+
+        def append(number: int) -> None:
+            for step in range(50):
+                sinks[number % 2](Skipped(step=1000 * number + step, reason="busy"))
+
+        in_threads(append, 4)
+        steps = sorted(event.step for event in read_events(path) if isinstance(event, Skipped))
+        assert steps == sorted(1000 * number + step for number in range(4) for step in range(50))
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class TestLogging:
+    def test_one_line_an_event_at_a_fitting_level(self, caplog: pytest.LogCaptureFixture) -> None:
+        sink = LoggingSink()
+        with caplog.at_level(logging.DEBUG, logger="holdfast"):
+            for event in ONE_OF_EACH:
+                sink(event)
+        assert [record.getMessage() for record in caplog.records] == [str(event) for event in ONE_OF_EACH]
+        levels = {type(event): record.levelname for event, record in zip(ONE_OF_EACH, caplog.records, strict=True)}
+        assert levels[Failed] == "ERROR"
+        assert levels[PassedOver] == levels[Warned] == levels[Skipped] == "WARNING"
+        assert levels[Committed] == levels[Restored] == "INFO"
+        assert levels[Staged] == levels[Written] == "DEBUG"
+
+
+class TestFanout:
+    def test_a_sink_that_raises_breaks_nothing_and_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        seen: list[Event] = []
+
+        def broken(event: Event) -> None:
+            raise OSError("the disk of the sink is full")
+
+        fanout = Fanout([broken, seen.append, broken])
+        with caplog.at_level(logging.DEBUG, logger="holdfast"):
+            for event in ONE_OF_EACH:
+                fanout(event)
+        assert seen == ONE_OF_EACH
+        assert len(caplog.records) == 2
+        assert "the disk of the sink is full" in caplog.text
+
+    def test_a_keyboard_interrupt_is_not_held_up(self) -> None:
+        def interrupted(event: Event) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Fanout([interrupted])(ONE_OF_EACH[0])
+
+
+class TestTotals:
+    def test_adds_up(self) -> None:
+        totals = Totals()
+        for event in ONE_OF_EACH * 2:
+            totals(event)
+        assert totals.sums == Sums(
+            blocked_seconds=0.5,
+            background_seconds=5.0,
+            training_saved_seconds=180.0,
+            written_bytes=3_000_000_000,
+            saves_committed=2,
+            saves_failed=2,
+            saves_skipped=2,
+            restores=2,
+            steps_passed_over=2,
+        )
+
+    def test_a_failure_that_loses_no_save_is_not_counted(self) -> None:
+        totals = Totals()
+        totals(Failed(stage="retain", error="cannot remove"))
+        assert totals.sums == Sums()
+
+    def test_many_threads(self) -> None:
+        totals = Totals()
+        in_threads(lambda _: [totals(Skipped(step=1, reason="busy")) for _ in range(500)] and None, 4)
+        assert totals.sums.saves_skipped == 2000

@@ -1,0 +1,138 @@
+"""A directory of this machine when no room is left: a disk, a limit of the process, a file system that is read-only."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StorageError, StorageFullError
+from holdfast.storage import LocalStorage
+from holdfast.storage.direct import PAGE_BYTES
+
+PRELUDE = """
+import resource, sys
+from holdfast.errors import StorageError, StorageFullError
+from holdfast.storage import LocalStorage
+storage = LocalStorage(sys.argv[1])
+content = bytes(range(256)) * 8192
+
+def failure(call, *arguments):
+    try:
+        call(*arguments)
+    except StorageError as error:
+        return error
+    raise SystemExit(f"{call} did not fail")
+"""
+
+
+def _run(root: Path, code: str) -> None:
+    """Runs code in a process of its own, whose limits it may set."""
+    command = [sys.executable, "-c", PRELUDE + code, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    _run(
+        tmp_path,
+        """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+for call, arguments in (
+    (storage.open_writer, ("data", len(content))),
+    (storage.write, ("data", content)),
+    (storage.publish, ("data", content)),
+):
+    error = failure(call, *arguments)
+    assert isinstance(error, StorageFullError), error
+    assert f"{len(content)} bytes are needed" in error.hint and "ulimit -f" in error.hint, error
+    assert storage.list("") == []
+storage.write("small", b"1")
+""",
+    )
+
+
+def test_a_writer_that_ran_out_of_room_is_at_its_end(tmp_path: Path) -> None:
+    """Room that is made afterwards does not revive it."""
+    _run(
+        tmp_path,
+        """
+writer = storage.open_writer("data", len(content))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+error = failure(writer.write_at, 1 << 20, memoryview(content)[1 << 20:])
+assert isinstance(error, StorageFullError), error
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert failure(writer.write_at, 0, memoryview(content)) is error
+assert failure(writer.finish) is error
+writer.abandon()
+storage.remove("data")
+""",
+    )
+
+
+@contextmanager
+def _mounted(directory: Path, *arguments: str) -> Iterator[Path]:
+    directory.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount")
+    done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def _fill(storage: LocalStorage) -> int:
+    """Writes files until there is no room for more; how many."""
+    number = 0
+    while True:
+        try:
+            storage.write(f"filler-{number}", bytes(PAGE_BYTES))
+        except StorageFullError:
+            return number
+        number += 1
+
+
+def _check_full_disk(root: Path) -> None:
+    storage = LocalStorage(root)
+    with pytest.raises(StorageFullError, match=r"10000000 bytes are needed and \d+ bytes are free"):
+        storage.open_writer("data", 10_000_000)
+    fillers = _fill(storage)
+    assert fillers > 10
+    for call in (storage.write, storage.publish):
+        with pytest.raises(StorageFullError, match="100000 bytes are needed"):
+            call("file", bytes(100_000))
+    names = [entry.name for entry in storage.list("") if entry.name != "lost+found"]
+    assert sorted(names) == sorted(f"filler-{number}" for number in range(fillers))
+    for number in range(fillers):
+        storage.remove(f"filler-{number}")
+    assert storage.publish("manifest", b"room again")
+
+
+def test_full_memory_disk(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs") as root:
+        _check_full_disk(root)
+
+
+def test_full_ext4(tmp_path: Path) -> None:
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with _mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
+        _check_full_disk(root)
+
+
+def test_read_only(tmp_path: Path) -> None:
+    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k,ro", "tmpfs") as root:
+        with pytest.raises(StorageError, match="mounted read-only"):
+            LocalStorage(root).publish("manifest", b"")
