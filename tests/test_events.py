@@ -267,5 +267,10 @@ class TestTotals:
 
     def test_many_threads(self) -> None:
         totals = Totals()
-        in_threads(lambda _: [totals(Skipped(step=1, reason="busy")) for _ in range(500)] and None, 4)
+
+        def add(number: int) -> None:
+            for step in range(500):
+                totals(Skipped(step=step, reason="busy"))
+
+        in_threads(add, 4)
         assert totals.sums.saves_skipped == 2000

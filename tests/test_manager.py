@@ -449,7 +449,7 @@ def test_a_part_alone_can_be_restored(tmp_path: Path) -> None:
         assert objects["counter"]["seen"] == 1
         manager.restore(only="weights/*")
         assert (objects["weights"]["a"] == 1).all()
-        with pytest.raises(UsageError, match="weigths"):
+        with pytest.raises(UsageError, match="nothing"):
             manager.restore(only="weigths")
 
 

@@ -60,7 +60,7 @@ def discard_trash(storage: Storage, directory: str) -> bool:
 
 
 def discard_half_published(storage: Storage, generation: int) -> list[str]:
-    """**Blocks.** Removes what openings of older generations left that died before they were published.
+    """**Blocks.** Removes what openings left that died before they were published, of this generation and of older ones.
 
     Returns:
         The paths that were removed.
@@ -71,7 +71,7 @@ def discard_half_published(storage: Storage, generation: int) -> list[str]:
     removed: list[str] = []
     for entry in storage.list(GENERATIONS_DIRECTORY):
         number = parse_generation_temporary(entry.name)
-        if number is not None and number < generation and not entry.is_directory:
+        if number is not None and number <= generation and not entry.is_directory:
             path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
             storage.remove(path)
             removed.append(path)

@@ -229,10 +229,10 @@ class Saver:
         protected = {origin.restored: "restored from"} if origin.restored is not None else {}
         try:
             cleaning = self._line.clean(name, protected)
-            problems: tuple[Exception, ...] = cleaning.problems
+            problems: tuple[BaseException, ...] = cleaning.problems
         except FencedError:
             return  # The newer job cleans; the next save here says that this one is fenced.
-        except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
+        except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
             problems = (error,)
         else:
             self._emit(

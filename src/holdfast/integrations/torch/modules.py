@@ -10,8 +10,8 @@ from torch import nn
 from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
 
-# What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped module
-# and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
+# What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
+# module and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
 _WRAPPERS: Final = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod.",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module.",

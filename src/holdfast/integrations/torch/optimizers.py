@@ -31,7 +31,7 @@ class _Layout:
 
 
 class OptimizerAdapter(Adapter):
-    """The tree is `{"state": {name: {...}}, "groups": [{hyperparameters, "params": [names]}], "loose": {}, "rest": {}}`.
+    """State is a tree `{"state": {name: {...}}, "groups": [{..., "params": [names]}], "loose": {}, "rest": {}}`.
 
     State that belongs to no parameter is in `loose`, what else an optimizer keeps in its `state_dict` in `rest`. Which
     parameters there are and how they are grouped is part of the program and has to agree. State comes and goes: an
@@ -70,14 +70,14 @@ class OptimizerAdapter(Adapter):
             )
             return lambda: None
         layout = _layout_of(obj, loading.scene)
-        matched = _match_groups(tree["groups"], layout, loading)
+        matched, known = _match_groups(tree["groups"], layout, loading)
         for group, (number, node) in zip(raw["param_groups"], matched, strict=True):
             if node is not None:
                 values = loading.value(node, _hyperparameters(group), "groups", str(number), rules=REPLACED)
                 group.update({key: value for key, value in values.items() if key != "params"})
         rest = loading.value(tree["rest"], _rest(raw), "rest")
         loose = loading.value(tree["loose"], _loose(raw), "loose", rules=REPLACED)
-        state = _match_state(tree["state"], raw["state"], layout, loading)
+        state = _match_state(tree["state"], raw["state"], layout, known, loading)
         ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
         return lambda: _load(obj, ready, layout)
 
@@ -149,8 +149,11 @@ def _is_of_torchs_form(raw: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     return counts_agree and known and numbers == list(range(len(numbers)))
 
 
-def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> list[tuple[int, Skeleton]]:
-    """For each live group, the number and the node of the stored one with the same parameters; None for no node."""
+def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[list[tuple[int, Skeleton]], set[str]]:
+    """For each live group, the number and the node of the stored one with the same parameters; None for no node.
+
+    And the names of all stored parameters.
+    """
     if type(stored) is not list:
         raise malformed(loading.name("groups"), "a list is expected")
     groups: dict[frozenset[str], list[tuple[int, Skeleton]]] = {}
@@ -171,11 +174,13 @@ def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> list[t
                 f"{loading.name('groups', str(number))}: no stored group has just the parameters of this one"
             )
         found.append(same.pop(0) if same else (number, None))
-    return found
+    return found, known
 
 
-def _match_state(stored: Skeleton, present: dict[Any, Any], layout: _Layout, loading: Loading) -> dict[int, Any]:
-    """The state to load, by torch's numbers."""
+def _match_state(
+    stored: Skeleton, present: dict[Any, Any], layout: _Layout, known: set[str], loading: Loading
+) -> dict[int, Any]:
+    """The state to load, by torch's numbers. A known parameter without stored state had none yet."""
     nodes = loading.children(stored, "state")
     state: dict[int, Any] = {}
     for number, name in enumerate(layout.names):
@@ -183,7 +188,7 @@ def _match_state(stored: Skeleton, present: dict[Any, Any], layout: _Layout, loa
         if name in nodes:
             # None where there is no state yet: what is stored comes as it is, and torch moves it to the device.
             value = loading.value(nodes[name], live, "state", name, rules=REPLACED)
-        elif loading.wants("state", name):
+        elif name in known and loading.wants("state", name):
             value = None
         if value is not None:
             state[number] = value

@@ -118,7 +118,7 @@ def _spec(name: str, shape: torch.Size) -> ArraySpec:
 
 def _why_not(array: Any) -> tuple[str, str]:
     """What keeps a tensor from being stored, and what to do about it."""
-    if isinstance(array, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(array, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "a parameter of a lazy module", "Run one batch through the module first, so that it gets its shape."
     if array.is_meta:
         return "a tensor on the meta device", "Give it memory first (to_empty), it has no values."

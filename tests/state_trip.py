@@ -1,0 +1,85 @@
+"""Takes state from objects into bytes and back into other objects, without any storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.state.capture import capture_objects
+from holdfast.state.leaves import ArraySpec, Differences
+from holdfast.state.matching import Matching, match_objects
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint holds: skeletons as JSON text, and the bytes of each leaf."""
+
+    text: str
+    specs: dict[str, ArraySpec]
+    data: dict[str, bytes]
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return dict(json.loads(self.text))
+
+
+def store(**objects: Any) -> Stored:
+    """Captures objects and copies their arrays, one after the other without gaps, into one image."""
+    captured = capture_objects(objects)
+    image = memoryview(bytearray(sum(leaf.spec.size_bytes for leaf in captured.arrays)))
+    offsets = []
+    offset = 0
+    for leaf in captured.arrays:
+        offsets.append(offset)
+        offset += leaf.spec.size_bytes
+    for backend in {leaf.backend.name: leaf.backend for leaf in captured.arrays}.values():
+        own = [
+            (leaf.array, at)
+            for leaf, at in zip(captured.arrays, offsets, strict=True)
+            if leaf.backend.name == backend.name
+        ]
+        backend.copy_out([array for array, _ in own], image, [at for _, at in own])
+    return Stored(
+        json.dumps(captured.objects),
+        {leaf.name: leaf.spec for leaf in captured.arrays},
+        {
+            leaf.name: bytes(image[at : at + leaf.spec.size_bytes])
+            for leaf, at in zip(captured.arrays, offsets, strict=True)
+        },
+    )
+
+
+def match(stored: Stored, objects: Mapping[str, Any], select: Callable[[str], bool] | None = None) -> Matching:
+    return match_objects(objects, stored.objects, stored.specs, select=select)
+
+
+def fill(stored: Stored, matching: Matching) -> None:
+    """Does what the restore does with the targets."""
+    for target in matching.targets:
+        assert target.spec == stored.specs[target.leaf]
+        data = memoryview(stored.data[target.leaf])
+        view = target.backend.writable_view(target.array)
+        if view is None:
+            target.backend.copy_in(target.array, data)
+        else:
+            view[:] = data
+        for backend, array in target.copies:
+            backend.copy_in(array, data)
+
+
+def bring_back(
+    stored: Stored,
+    objects: dict[str, Any],
+    select: Callable[[str], bool] | None = None,
+    *,
+    strict: bool = True,
+) -> Differences:
+    """Restores into objects; those that cannot be changed are replaced in the dict."""
+    matching = match(stored, objects, select)
+    if strict:
+        assert not matching.differences, matching.differences
+    fill(stored, matching)
+    objects.update(matching.apply())
+    return matching.differences
