@@ -29,7 +29,7 @@ class Checkpoint:
     _objects: dict[str, Any]
 
     def __init__(self, /, **objects: Any) -> None:
-        object.__setattr__(self, "_objects", {})
+        self._objects = {}
         for name, obj in objects.items():
             self[name] = obj
 
@@ -78,6 +78,9 @@ class Checkpoint:
         return self._objects[name]
 
     def __setattr__(self, name: str, obj: Any) -> None:
+        if name == "_objects":
+            object.__setattr__(self, name, obj)
+            return
         if hasattr(type(self), name):
             raise AttributeError(f"{name!r} is not free as an attribute; write checkpoint[{name!r}] = ...")
         self[name] = obj
@@ -86,6 +89,9 @@ class Checkpoint:
         if name not in self._objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
         del self._objects[name]
+
+    def __copy__(self) -> Checkpoint:
+        return Checkpoint(**self._objects)
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(f'{name}={type(obj).__name__}' for name, obj in self._objects.items())})"

@@ -158,18 +158,19 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._interrupts > 1:
-                self.manager.abandon()
-            elif error is None or self._leaving:
+            if error is None or self._leaving:
                 self._finish_step()
                 self._save_last()
                 self.manager.close()
                 if self._leaving:
                     print(f"holdfast: step {self.step} is saved; leaving.", file=sys.stderr)  # noqa: T201
-            else:
+            elif self._interrupts < 2:
                 # The step that failed may have changed half of the state: only what was saved before counts.
                 self.manager.__exit__(kind, error, trace)
         finally:
+            if self._interrupts > 1:
+                # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
+                self.manager.abandon()
             self._end_handling_interrupts()
 
     def _next_step(self, total: int) -> int:

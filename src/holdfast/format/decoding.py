@@ -134,7 +134,7 @@ class Decoder:
         tag, payload, argument = node["$"], node.get("v"), node.get("k")
         if type(tag) is not str or "v" not in node or len(node) != 2 + ("k" in node):
             raise malformed(path, "a tagged value is malformed")
-        rebuild = _REBUILDERS.get(tag)
+        rebuild = REBUILDERS.get(tag)
         if rebuild is not None:
             return rebuild(self, payload, argument, live, path, depth)
         scalar = DECODERS.get(tag)
@@ -340,7 +340,7 @@ def _plain(make: Callable[[Decoder, Node, Any, str, int], Any]) -> _Rebuild:
     return rebuild
 
 
-_REBUILDERS: Final[dict[str, _Rebuild]] = {
+REBUILDERS: Final[dict[str, _Rebuild]] = {
     "array": _array,
     "object": _object,
     "codec": _codec,
@@ -358,3 +358,4 @@ _REBUILDERS: Final[dict[str, _Rebuild]] = {
     "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, path, depth))),
     "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, path, depth)),
 }
+"""For each tag of what may hold other values, how it is rebuilt."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.catalog import Catalog, read_catalog
-from holdfast.errors import DamageError, MismatchError, NoWholeCheckpointError, UsageError
+from holdfast.errors import ApplyError, DamageError, MismatchError, NoWholeCheckpointError, UsageError
 from holdfast.events import PassedOver, Restored, Sink, Warned
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
@@ -93,9 +94,12 @@ def restore_objects(
     for name in candidates:
         try:
             opened = open_step(storage, name.directory, name)
-            matching = _match(opened, objects, select, strict, touched)
-            touched = True
-            size_bytes = _read(storage, opened, matching, threads)
+            # The file is opened first: memory is taken for what really lies there, not for what an index claims.
+            with closing(open_data(storage, opened, 0)) as reader:
+                matching = _match(opened, objects, select, strict, touched)
+                touched = True
+                targets = {target.leaf: target for target in matching.targets}
+                size_bytes = read_targets(reader, opened.indexes[0], opened.data_path(0), targets, threads=threads)
         except DamageError as damage:
             damages.append(damage)
             emit(
@@ -134,7 +138,13 @@ def _match(
 ) -> Matching:
     index = opened.indexes[0]
     arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.leaves}
-    matching = match_objects(objects, index.objects, arrays, select=select)
+    try:
+        matching = match_objects(objects, index.objects, arrays, select=select)
+    except MemoryError as error:
+        raise ApplyError(
+            f"step {opened.name.step} needs {opened.manifest.data_bytes} bytes of memory, which cannot be had",
+            hint="Restore it on a machine with more memory, or a part of it with `only`.",
+        ) from error
     if select is not None and select.unmatched:
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
@@ -148,15 +158,6 @@ def _match(
             hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
         )
     return matching
-
-
-def _read(storage: Storage, opened: OpenedStep, matching: Matching, threads: int) -> int:
-    reader = open_data(storage, opened, 0)
-    try:
-        targets = {target.leaf: target for target in matching.targets}
-        return read_targets(reader, opened.indexes[0], opened.data_path(0), targets, threads=threads)
-    finally:
-        reader.close()
 
 
 def _warn_of_others(catalog: Catalog, emit: Sink) -> None:

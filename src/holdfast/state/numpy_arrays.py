@@ -61,6 +61,8 @@ class NumpyBackend:
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """Copies the values of many arrays into one image."""
+        if not image.nbytes:
+            return
         flat = np.frombuffer(image, np.uint8)
         for array, offset in zip(arrays, offsets_bytes, strict=True):
             if array.size:

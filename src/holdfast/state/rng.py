@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import UsageError
 from holdfast.state.adapters import Loading, StateAdapter
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
@@ -93,17 +93,6 @@ def undisturbed() -> Iterator[None]:
         rng.load_state_dict(state)
 
 
-def _write_python(state: Any) -> None:
-    _set_python(random, state)
-
-
-def _set_python(generator: Any, state: Any) -> None:
-    try:
-        generator.setstate(state)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"the state of Python's random generator is malformed: {error}") from error
-
-
 def _read_numpy() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)
@@ -115,7 +104,7 @@ def _write_numpy(state: Any) -> None:
     np.random.set_state(state)
 
 
-register_random_source("python", RandomSource(random.getstate, _write_python))
+register_random_source("python", RandomSource(random.getstate, random.setstate))
 register_random_source("numpy", RandomSource(_read_numpy, _write_numpy))
 
 register_adapter(
@@ -123,4 +112,7 @@ register_adapter(
     # Which generators there are depends on what the process has imported so far, so there is nothing to hold against.
     _RNGAdapter("rng", RNG.state_dict, RNG.load_state_dict, last=True, compare=False),
 )
-register_adapter(random.Random, StateAdapter("python.random", lambda obj: obj.getstate(), _set_python, last=True))
+register_adapter(
+    random.Random,
+    StateAdapter("python.random", lambda obj: obj.getstate(), lambda obj, state: obj.setstate(state), last=True),
+)

@@ -68,7 +68,7 @@ class TorchBackend:
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Thread-safe.** Copies the values of many tensors into one image."""
-        if not arrays:
+        if not image.nbytes:
             return
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
         move = ctypes.memmove

@@ -1,0 +1,42 @@
+"""What a verb's exit code says, in one table."""
+
+from __future__ import annotations
+
+import enum
+
+from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
+
+
+class ExitCode(enum.IntEnum):
+    """How a verb ended. What a number means never changes."""
+
+    OK = 0
+    """All went well, and what was checked is whole."""
+    DAMAGED = 1
+    """Damage was found: bytes or records are not what was written."""
+    USAGE = 2
+    """The command line is wrong, or asks for what is never done."""
+    NOTHING_THERE = 3
+    """There is no such directory, run, step or checkpoint."""
+    FAILED = 4
+    """The place could not be read or changed, or another error that holdfast names."""
+    BUG = 70
+    """Something that should not happen: a fault of holdfast itself."""
+    INTERRUPTED = 130
+    """Ctrl-C, as a shell reports it."""
+    BROKEN_PIPE = 141
+    """Whoever read the output stopped reading, as a shell reports it."""
+
+
+def exit_code_of(error: HoldfastError) -> ExitCode:
+    """**Pure.** The exit code of a verb that was ended by an error."""
+    match error:
+        case UsageError():
+            return ExitCode.USAGE
+        case DamageError():
+            return ExitCode.DAMAGED
+        case NoWholeCheckpointError(damages=damages) if damages:
+            return ExitCode.DAMAGED
+        case NoCheckpointError():
+            return ExitCode.NOTHING_THERE
+    return ExitCode.FAILED

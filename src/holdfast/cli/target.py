@@ -1,0 +1,157 @@
+"""What `RUN` and `RUN@STEP` on the command line stand for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.catalog import Catalog
+from holdfast.errors import NoCheckpointError, UsageError
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MANIFEST_NAME,
+    TRASH_PREFIX,
+    StepName,
+    is_own_file,
+    parse_step_directory,
+)
+from holdfast.storage import Entry, LocalStorage, Storage, open_storage
+
+_MAX_STEP_DIGITS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A place that was found.
+
+    Attributes:
+        storage: Its root is the run's directory, or that of a single step.
+        location: The place as it was written, without the step.
+        step: The step that was asked for, or None.
+        is_step: Whether the root is the directory of a single step, which may lie anywhere and have any name.
+    """
+
+    storage: Storage
+    location: str
+    step: int | None
+    is_step: bool
+
+
+def find_target(text: str) -> Target:
+    """**Blocks.** Finds the run, the step of a run, or the directory of a single step that is meant.
+
+    A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step.
+
+    Raises:
+        NoCheckpointError: If there is no such directory, or it holds nothing of holdfast's.
+        UsageError: If the text cannot be a place.
+        StorageError: If the place cannot be read.
+    """
+    location, step = _split(text)
+    storage = open_storage(location)
+    entries = storage.list("")
+    is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
+    if not is_step and not any(_belongs_to_run(entry) for entry in entries):
+        raise _nothing_there(storage, location, entries)
+    if is_step and step is not None:
+        raise UsageError(f"{location} is the directory of a single step", hint=f"Leave out @{step}.")
+    return Target(storage, location, step, is_step)
+
+
+def find_run(text: str) -> Target:
+    """**Blocks.** As `find_target`, for verbs that want a whole run.
+
+    Raises:
+        NoCheckpointError: As `find_target`.
+        UsageError: As `find_target`, or if a single step is meant.
+        StorageError: If the place cannot be read.
+    """
+    target = find_target(text)
+    if target.is_step:
+        raise UsageError(
+            f"{target.location} is the directory of a single step, not of a run",
+            hint=f"`holdfast show {target.location}` shows the step; for the run, name the directory above it.",
+        )
+    if target.step is not None:
+        raise UsageError(
+            f"{text}: a run is expected here, not one of its steps",
+            hint=f"Write {target.location}, without @{target.step}.",
+        )
+    return target
+
+
+def choose_step(catalog: Catalog, target: Target) -> StepName:
+    """**Pure.** The checkpoint of a run that is meant: the step that was named, else the newest of the living line.
+
+    Raises:
+        NoCheckpointError: If there is none.
+    """
+    if target.step is None:
+        if catalog.newest is None:
+            raise no_living(catalog, target)
+        return catalog.newest
+    if all(name.step != target.step for name in catalog.committed):
+        for name in catalog.unfinished:
+            if name.step == target.step:
+                raise NoCheckpointError(
+                    f"step {target.step} of {target.location} was never committed",
+                    hint=f"{name.directory} is what an unfinished save has left, or is writing now.",
+                )
+    return catalog.find(target.step)
+
+
+def no_living(catalog: Catalog, target: Target) -> NoCheckpointError:
+    """**Pure.** The error for a run without a checkpoint on its living line."""
+    off_line = len(catalog.committed) - len(catalog.living)
+    if off_line:
+        return NoCheckpointError(
+            f"{target.location} has no checkpoint on its living line, only {off_line} off it",
+            hint="The run was begun anew. `holdfast list --all` shows what is there.",
+        )
+    if catalog.unfinished:
+        return NoCheckpointError(
+            f"{target.location} has no checkpoint, only {len(catalog.unfinished)} unfinished",
+            hint="A first save is being written, or none ever ended. `holdfast list --all` shows what is there.",
+        )
+    return NoCheckpointError(f"{target.location} has no checkpoint yet", hint="A job has begun there and not saved.")
+
+
+def _split(text: str) -> tuple[str, int | None]:
+    location, at, step = text.rpartition("@")
+    if not at or not location or not _is_step(step) or _exists(text):
+        return text, None
+    return location, int(step)
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS
+
+
+def _exists(location: str) -> bool:
+    storage = open_storage(location)
+    return os.path.lexists(storage.url) if isinstance(storage, LocalStorage) else bool(storage.list(""))
+
+
+def _belongs_to_run(entry: Entry) -> bool:
+    name = entry.name
+    return entry.is_directory and (
+        name == GENERATIONS_DIRECTORY or name.startswith(TRASH_PREFIX) or parse_step_directory(name) is not None
+    )
+
+
+def _nothing_there(storage: Storage, location: str, entries: list[Entry]) -> NoCheckpointError:
+    if entries:
+        return NoCheckpointError(
+            f"{location} is no directory of a run: it has neither steps nor a {MANIFEST_NAME}",
+            hint="Name the directory that the job saves into, or the directory of one step.",
+        )
+    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
+        if os.path.lexists(storage.url):
+            return NoCheckpointError(f"{location} is not a directory", hint="Name the directory that the job saves into.")
+        hint = "Check the path."
+        before, at, after = location.rpartition("@")
+        if at and before and os.path.isdir(before):  # noqa: PTH112
+            hint = f"There is {before}; but {after!r} is no step. A step is a number, as in {before}@500."
+        return NoCheckpointError(f"there is no directory {location}", hint=hint)
+    return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")

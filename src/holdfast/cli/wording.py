@@ -1,0 +1,85 @@
+"""Figures, times and foreign text as a person reads them. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Final
+
+_UNITS: Final = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_AGES: Final = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def legible(text: str) -> str:
+    """**Pure.** Text with everything escaped that a terminal might obey rather than show.
+
+    Names and notes in a checkpoint are whatever its writer put there: escape sequences that move the cursor, marks
+    that turn the direction of writing, ends of line, bytes that are no text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def shortened(text: str, limit: int) -> str:
+    """**Pure.** Text of at most so many characters; what was cut is an ellipsis."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def size_text(size_bytes: float) -> str:
+    """**Pure.** A size such as `1.2 GB`, in powers of a thousand."""
+    for unit, unit_bytes in _UNITS:
+        # From 0.9995 of a unit on, three digits would round up to it.
+        if size_bytes >= 0.9995 * unit_bytes:
+            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """**Pure.** A duration such as `3.2 s` or `5 min 7 s`."""
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+
+
+def age_text(age_seconds: float) -> str:
+    """**Pure.** How long ago something was, such as `3 min ago`."""
+    if age_seconds < -60:
+        return "in the future"
+    for unit_seconds, unit in _AGES:
+        # Twice the unit, so that what is said is never off by more than a third.
+        if age_seconds >= 2 * unit_seconds:
+            return f"{age_seconds // unit_seconds:.0f} {unit} ago"
+    return "just now"
+
+
+def local_time_text(unix_seconds: float) -> str:
+    """A time on this machine's calendar, such as `2031-04-05 06:07:08`; `?` if no calendar has it."""
+    moment = _moment(unix_seconds)
+    return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def iso_text(unix_seconds: float) -> str | None:
+    """**Pure.** A time in ISO 8601, UTC, to the millisecond; None if no calendar has it."""
+    moment = _moment(unix_seconds)
+    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _moment(unix_seconds: float) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def figure_text(figure: float) -> str:
+    """**Pure.** A metric, to six digits."""
+    return f"{figure:.6g}"
+
+
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """**Pure.** A count with its noun, such as `1 step` or `3 steps`."""
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"

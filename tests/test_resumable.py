@@ -1,0 +1,269 @@
+"""`resumable`: the loop goes on where the last process stopped, however it stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.catalog import read_catalog
+from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
+from holdfast.events import Event, Failed
+from holdfast.storage import FileWriter, LocalStorage, MemoryStorage
+
+
+class FullStorage(MemoryStorage):
+    full = True
+
+    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
+        if self.full:
+            raise StorageFullError("no room", path=path)
+        return super().open_writer(path, size_bytes)
+
+
+def train(place: Any, total: int, *, fail_at: int | None = None, break_at: int | None = None, **options: Any) -> Any:
+    """Trains a model whose value says how many steps it has had; gives the steps that were done."""
+    state = {"value": np.zeros(10)}
+    options = {"save_every": hf.Steps(3), "keep": hf.All(), **options}
+    done: list[int] = []
+    with hf.resumable(place, state=state, **options) as run:
+        assert state["value"].tolist() == [run.step] * 10
+        for step in run.steps(total):
+            state["value"] += 1
+            if step == fail_at:
+                raise ZeroDivisionError
+            done.append(step)
+            if step == break_at:
+                break
+    return done
+
+
+def steps_of(place: Any) -> list[int]:
+    storage = LocalStorage(place) if isinstance(place, Path) else place
+    return [name.step for name in read_catalog(storage).living]
+
+
+def test_a_run_saves_by_policy_and_at_the_end(tmp_path: Path) -> None:
+    assert train(tmp_path, 7) == list(range(7))
+    assert steps_of(tmp_path) == [3, 6, 7]
+
+
+def test_a_failed_run_goes_on_from_its_last_save(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, 10, fail_at=4)
+    assert steps_of(tmp_path) == [3], "the state in the middle of a step is not saved"
+    assert train(tmp_path, 10) == list(range(3, 10))
+    assert steps_of(tmp_path) == [3, 6, 9, 10]
+
+
+def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    assert train(tmp_path, 5) == []
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_the_limit_is_that_of_the_new_run(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    assert train(tmp_path, 8) == [5, 6, 7]
+    assert train(tmp_path, 6) == []
+
+
+def test_break_and_stop_end_the_run_and_save(tmp_path: Path) -> None:
+    assert train(tmp_path, 10, break_at=4) == [0, 1, 2, 3, 4]
+    assert steps_of(tmp_path)[-1] == 5
+    state = {"value": np.full(10, 5.0)}
+    with hf.resumable(tmp_path, state=state, keep=hf.All()) as run:
+        for _ in run.steps(10):
+            state["value"] += 1
+            run.stop()
+    assert steps_of(tmp_path)[-1] == 6
+
+
+def test_two_loops_of_one_run_follow_each_other(tmp_path: Path) -> None:
+    state = {"value": np.zeros(1)}
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(100)) as run:
+        assert list(run.steps(2)) == [0, 1]
+        assert list(run.steps(4)) == [2, 3]
+    assert steps_of(tmp_path) == [2, 4]
+
+
+def test_figures_are_kept_with_the_save_that_follows_them(tmp_path: Path) -> None:
+    state = {"value": np.zeros(1)}
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(2), keep=hf.All()) as run:
+        for step in run.steps(6):
+            if step in (1, 4):
+                run.report(loss=float(step))
+        storage = LocalStorage(tmp_path)
+        run.manager.wait(60)
+        names = read_catalog(storage).living
+        from holdfast.catalog import read_manifest
+
+        assert [read_manifest(storage, name).metrics for name in names] == [{"loss": 1.0}, {}, {"loss": 4.0}]
+
+
+def test_a_save_by_hand_within_a_step_counts_it_as_complete(tmp_path: Path) -> None:
+    state = {"value": np.zeros(1)}
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(100), keep=hf.All()) as run:
+        assert run.save() is not None
+        for step in run.steps(4):
+            state["value"] += 1
+            if step == 1:
+                assert run.save() is not None
+                assert run.save() is None
+    assert steps_of(tmp_path) == [0, 2, 4]
+
+
+def test_failed_saves_end_the_loop_unless_tolerated() -> None:
+    with pytest.raises(SaveFailedError, match="no room"):
+        train(FullStorage("full"), 20)
+    events: list[Event] = []
+    storage = FullStorage("full")
+
+    def make_room(event: Event) -> None:
+        events.append(event)
+        if sum(isinstance(event, Failed) for event in events) == 2:
+            storage.full = False
+
+    assert train(storage, 20, failures_allowed=3, sinks=[make_room]) == list(range(20))
+    assert steps_of(storage)[-1] == 20
+
+
+def test_a_run_that_could_not_keep_its_end_raises() -> None:
+    with pytest.raises(SaveFailedError):
+        train(FullStorage("full"), 2, save_every=hf.Steps(100), failures_allowed=9)
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is to be kept"):
+        hf.resumable(tmp_path)
+    with pytest.raises(UsageError):
+        hf.resumable(tmp_path, a=1, threads=0)
+    train(tmp_path, 2)
+    with pytest.raises(MismatchError), hf.resumable(tmp_path, other={"value": np.zeros(10)}):
+        pass
+    with hf.resumable(tmp_path, other=1, strict=False) as run:
+        assert run.step == 2
+
+
+def test_beginning_anew(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    assert train(tmp_path, 2, begin_anew=True) == [0, 1]
+    assert steps_of(tmp_path) == [2]
+    assert train(tmp_path, 3) == [2]
+
+
+def test_the_users_handler_of_interrupts_is_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    train(tmp_path, 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+PROGRAM = """
+import os, signal, sys, threading, numpy as np, holdfast as hf
+from holdfast.storage import LocalStorage
+
+class Held(LocalStorage):
+    def open_writer(self, path, size_bytes):
+        print("held", flush=True)
+        threading.Event().wait(600)
+
+directory, mode = sys.argv[1:]
+state = {"value": np.zeros(10)}
+with hf.resumable(Held(directory) if mode == "held" else directory, state=state, save_every=hf.Steps(1000)) as run:
+    for step in run.steps(1_000_000_000):
+        if step == 5:
+            print("ready", flush=True)
+            if mode in ("once", "held"):
+                sys.stdin.readline()
+            else:
+                # In the middle of a step that takes too long.
+                while True:
+                    signal.pause()
+        state["value"] += 1
+"""
+
+
+def start(directory: Path, mode: str) -> subprocess.Popen[str]:
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(directory), mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    return program
+
+
+def end(program: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = program.communicate(timeout=60)
+    return program.returncode, errors
+
+
+def wait_for_line(program: subprocess.Popen[str], text: str) -> None:
+    assert program.stderr is not None
+    while text not in program.stderr.readline():
+        pass
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
+    program = start(tmp_path, "once")
+    program.send_signal(signal.SIGINT)
+    wait_for_line(program, "finishing this step")
+    assert program.stdin is not None
+    program.stdin.write("\n")
+    program.stdin.flush()
+    code, errors = end(program)
+    assert code == 130
+    assert "step 6 is saved; leaving" in errors
+    assert "Traceback" not in errors
+    assert steps_of(tmp_path) == [6]
+
+
+@pytest.mark.parametrize("mode", ["twice", "held"])
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
+    program = start(tmp_path, mode)
+    program.send_signal(signal.SIGINT)
+    wait_for_line(program, "finishing this step")
+    if mode == "held":
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "held\n"
+    program.send_signal(signal.SIGINT)
+    code, errors = end(program)
+    assert code in (130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in errors
+    assert steps_of(tmp_path) == []
+
+
+def test_a_killed_run_comes_back(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    program = start_killed(tmp_path)
+    assert program == -signal.SIGKILL
+    assert train(tmp_path, 8) == [3, 4, 5, 6, 7]
+
+
+def start_killed(directory: Path) -> int:
+    program = """
+    import os, signal, sys, numpy as np, holdfast as hf
+    state = {"value": np.zeros(10)}
+    with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
+        for step in run.steps(100):
+            state["value"] += 1
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(program), os.fspath(directory)]
+    return subprocess.run(arguments, timeout=60, check=False).returncode

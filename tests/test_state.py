@@ -1,0 +1,516 @@
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import ApplyError, FormatError, UnsupportedValueError, UsageError
+from holdfast.state.adapters import StateAdapter
+from holdfast.state.capture import capture_objects
+from holdfast.state.leaves import ArraySpec
+from holdfast.state.matching import match_objects
+from holdfast.state.registry import register_adapter
+from holdfast.state.rng import RNG, undisturbed
+from state_trip import bring_back, match, store
+
+DTYPES = ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8", ">f4", ">i8"]
+
+
+class Counter:
+    """A plain object with state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+        self.state = state
+
+
+@given(
+    hnp.arrays(st.sampled_from(DTYPES).map(np.dtype), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
+)
+@settings(max_examples=100, deadline=None)
+def test_any_array_comes_back(array: np.ndarray[Any, Any]) -> None:
+    live = np.empty_like(array)
+    bring_back(store(a=array), {"a": live})
+    assert live.tobytes() == array.tobytes()
+
+
+def test_arrays_that_are_not_contiguous_come_back_in_place() -> None:
+    source = np.arange(24).reshape(4, 6)
+    memory = np.zeros((6, 8), dtype=source.dtype)
+    live = memory[::2, ::2].T
+    bring_back(store(a=source[:, ::2].copy().T.T), {"a": live})
+    assert (live == source[:, ::2]).all()
+    assert memory.sum() == source[:, ::2].sum()
+    stored = store(a=source[::-1, ::3])
+    assert stored.data["a"] == source[::-1, ::3].tobytes()
+
+
+def test_scalars_and_empty_arrays_come_back() -> None:
+    objects = {"scalar": np.array(0.0), "empty": np.zeros((0, 3)), "many": [np.zeros((2, 0)), np.zeros((2, 0))]}
+    stored = store(scalar=np.array(2.5), empty=np.ones((0, 3)), many=[np.zeros((2, 0)), np.zeros((2, 0))])
+    assert len(stored.specs) == 4
+    bring_back(stored, objects)
+    assert objects["scalar"] == 2.5
+
+
+def test_nested_trees_come_back_with_their_containers() -> None:
+    @dataclasses.dataclass
+    class Setup:
+        rate: float
+        table: np.ndarray[Any, Any]
+        notes: dict[str, Any]
+
+    def tree(n: int) -> dict[Any, Any]:
+        return {
+            "list": [np.full(2, n), (n, "x" * n), {"deep": np.full((1, 2), n)}],
+            "setup": Setup(n / 2, np.full(3, n), {"k": [n]}),
+            ("odd", 1): np.full(1, n),
+            "queue": collections.deque([n], maxlen=3),
+            "bytes": bytearray([n]),
+            "set": {n},
+        }
+
+    live = tree(1)
+    inner = [live["list"], live["list"][2], live["setup"], live["setup"].table, live["setup"].notes, live["queue"]]
+    inner += [live["bytes"], live["set"], live["list"][0]]
+    bring_back(store(tree=tree(7)), {"tree": live})
+    expected = tree(7)
+    assert [list(map(str, live["list"])), str(live["setup"])] == [
+        list(map(str, expected["list"])),
+        str(expected["setup"]),
+    ]
+    assert live[("odd", 1)] == 7
+    now = [live["list"], live["list"][2], live["setup"], live["setup"].table, live["setup"].notes, live["queue"]]
+    now += [live["bytes"], live["set"], live["list"][0]]
+    assert all(left is right for left, right in zip(inner, now, strict=True))
+    assert (live["queue"], live["bytes"], live["set"]) == (collections.deque([7]), bytearray([7]), {7})
+
+
+def test_what_cannot_be_changed_comes_back_as_a_new_value() -> None:
+    objects: dict[str, Any] = {"epoch": 0, "name": "", "pair": (1, [2]), "raw": b"", "none": 3, "frozen": np.zeros(2)}
+    objects["frozen"].flags.writeable = False
+    before = objects["pair"][1]
+    bring_back(store(epoch=3, name="x", pair=(4, [5]), raw=b"ab", none=None, frozen=np.ones(2)), objects)
+    assert objects["epoch"] == 3
+    assert objects["pair"] == (4, [5])
+    assert objects["pair"][1] is before
+    assert (objects["name"], objects["raw"], objects["none"]) == ("x", b"ab", None)
+    assert (objects["frozen"] == 1).all()
+
+
+def test_values_are_those_of_the_moment() -> None:
+    log = [1]
+    captured = capture_objects({"log": log, "c": Counter(log=log)})
+    log.append(2)
+    assert captured.objects["log"] == [1]
+    assert captured.objects["c"]["v"] == {"log": [1]}
+
+
+def test_objects_are_prepared_before_any_state_is_read() -> None:
+    calls: list[str] = []
+
+    class Server(Counter):
+        def prepare_for_checkpoint(self) -> None:
+            calls.append("prepare")
+
+        def state_dict(self) -> dict[str, Any]:
+            calls.append("state")
+            return {}
+
+    class Bare:
+        def prepare_for_checkpoint(self) -> None:
+            calls.append("bare")
+
+    @dataclasses.dataclass
+    class Holder:
+        server: Server
+
+    bare = Bare()
+    with pytest.raises(UnsupportedValueError) as caught:
+        store(a=Server(), b=[{"x": (Holder(Server()),)}], c={"bare": bare})
+    assert calls == ["prepare", "prepare", "bare", "state", "state"]
+    assert caught.value.path == "c/bare"
+
+
+def test_stateful_objects_within_trees_are_loaded() -> None:
+    live = {"a": [Counter(n=0)], "b": (Counter(n=1),)}
+    objects: dict[str, Any] = {"all": live}
+    bring_back(store(all={"a": [Counter(n=5)], "b": (Counter(n=6),)}), objects)
+    assert objects["all"] is live
+    assert live["a"][0].state == {"n": 5}
+    assert live["b"][0].state == {"n": 6}
+
+
+def test_shared_arrays_are_stored_once_and_shared_again() -> None:
+    array = np.arange(3.0)
+    stored = store(a=array, b={"x": array, "y": array[:]}, c=array[:2])
+    assert sorted(stored.specs) == ["a", "c"]
+    live = np.zeros(3)
+    objects: dict[str, Any] = {"a": live, "b": {"x": live, "y": live}, "c": np.zeros(2)}
+    matching = match(stored, objects)
+    assert [target.copies for target in matching.targets] == [(), ()]
+    bring_back(stored, objects)
+    assert live.tolist() == [0, 1, 2]
+    fresh: dict[str, Any] = {"a": None, "b": {}, "c": None}
+    bring_back(stored, fresh)
+    assert fresh["b"]["x"] is fresh["b"]["y"]
+    assert fresh["a"] is fresh["b"]["x"]
+
+
+def test_arrays_that_were_shared_fill_live_ones_that_are_not() -> None:
+    array = np.arange(3.0)
+    objects: dict[str, Any] = {"a": np.zeros(3), "b": [np.zeros(3)], "c": Counter(x=np.zeros(3))}
+    bring_back(store(a=array, b=[array], c=Counter(x=array)), objects)
+    assert objects["a"].tolist() == objects["b"][0].tolist() == objects["c"].state["x"].tolist() == [0, 1, 2]
+
+
+def test_arrays_that_were_apart_do_not_fit_live_ones_that_are_shared() -> None:
+    live = np.zeros(3)
+    matching = match(store(a=np.ones(3), b=np.ones(3)), {"a": live, "b": live})
+    assert matching.differences.wrong_kind == ["b: stored apart from a, live the two share their memory"]
+
+
+def test_an_object_with_state_gets_arrays_of_its_own() -> None:
+    shared = np.zeros(3)
+    objects: dict[str, Any] = {"a": shared, "c": Counter(best=shared)}
+    bring_back(store(a=np.ones(3), c=Counter(best=np.full(3, 2.0))), objects)
+    assert shared.tolist() == [1, 1, 1]
+    assert objects["c"].state["best"].tolist() == [2, 2, 2]
+
+
+def test_differences_are_collected_and_nothing_is_changed() -> None:
+    @dataclasses.dataclass
+    class Then:
+        a: int = 1
+        gone: int = 2
+
+    @dataclasses.dataclass
+    class Now:
+        a: int = 1
+        new: int = 2
+
+    Then.__qualname__ = Now.__qualname__ = "Same"
+    stored = store(
+        model={"w": np.ones((4, 2)), "b": np.ones(4), "old": np.ones(1), "h": np.ones(2)},
+        gone=1,
+        kind=Counter(),
+        record=Then(),
+        sequence=[np.ones(1), np.ones(1)],
+        number=3.0,
+        array=np.ones(2),
+    )
+    live: dict[str, Any] = {
+        "model": {"w": np.zeros((4, 3)), "b": np.zeros(4, np.float32), "new": np.zeros(1), "h": np.zeros(2)},
+        "added": 2,
+        "kind": 5,
+        "record": Now(),
+        "sequence": [np.zeros(1)],
+        "number": np.zeros(1),
+        "array": 1,
+    }
+    before = copy.deepcopy(live)
+    differences = match(stored, live).differences
+    assert sorted(differences.missing) == ["added", "model/new", "record/new"]
+    assert sorted(differences.extra) == ["gone", "model/old", "record/gone", "sequence/1"]
+    assert differences.wrong_shape == ["model/w: stored [4, 2], live [4, 3]"]
+    assert differences.wrong_dtype == ["model/b: stored F64, live F32"]
+    assert sorted(differences.wrong_kind) == [
+        "array: stored an array, live a int",
+        "kind: stored the state of an object (state_dict), live a int",
+        "number: stored a plain value, live a ndarray",
+    ]
+    assert str(live) == str(before)
+
+    # What fits is restored all the same; the rest stays.
+    bring_back(stored, live, strict=False)
+    assert live["model"]["h"].tolist() == [1, 1]
+    assert list(live["model"]) == ["w", "b", "h", "new"]
+    assert live["model"]["w"].shape == (4, 3)
+    assert live["sequence"][0].tolist() == [1]
+    assert len(live["sequence"]) == 1
+    assert live["kind"] == 5
+
+
+def test_plain_values_in_trees_are_data() -> None:
+    live: dict[str, Any] = {"log": [1, 2, 3], "best": float("inf"), "gone": 1, "none": None}
+    bring_back(store(d={"log": ["a"], "best": np.array(0.5), "more": {"x": 1}, "none": np.ones(2)}), {"d": live})
+    assert live["log"] == ["a"]
+    assert live["best"] == 0.5
+    assert live["more"] == {"x": 1}
+    assert "gone" not in live
+    assert live["none"].tolist() == [1, 1]
+
+
+def test_empty_containers_accept_arrays() -> None:
+    live: dict[str, Any] = {}
+    bring_back(store(d={"a": np.ones(2), "b": [np.zeros(1)]}), {"d": live})
+    assert live["a"].tolist() == [1, 1]
+    counter = Counter(seen=[], best=None)
+    bring_back(store(c=Counter(seen=[np.ones(1)] * 2, best=np.ones(3))), {"c": counter})
+    assert len(counter.state["seen"]) == 2
+    # And back to what had not been filled yet.
+    bring_back(store(c=Counter(seen=[], best=None)), {"c": counter})
+    assert counter.state == {"seen": [], "best": None}
+
+
+def test_one_object_alone_is_restored() -> None:
+    stored = store(a=Counter(n=1), b=Counter(n=2), c=3)
+    objects: dict[str, Any] = {"a": Counter(n=0), "b": Counter(n=0), "new": 1}
+    bring_back(stored, objects, lambda path: path == "b")
+    assert objects["a"].loads == 0
+    assert objects["b"].state == {"n": 2}
+
+
+def test_a_part_of_a_tree_alone_is_restored() -> None:
+    stored = store(d={"a": np.ones(2), "b": np.ones(2), "n": 5, "deep": {"x": 1, "y": 2}, "only": 1})
+    live: dict[str, Any] = {"a": np.zeros(2), "b": np.zeros(2), "n": 0, "deep": {"x": 0, "y": 0, "z": 0}, "own": 1}
+    bring_back(stored, {"d": live}, lambda path: path in ("d/a", "d/deep/y"))
+    assert live["a"].tolist() == [1, 1]
+    assert live["b"].tolist() == [0, 0]
+    assert live["deep"] == {"x": 0, "y": 2, "z": 0}
+    assert (live["n"], live["own"], "only" in live) == (0, 1, False)
+
+
+def test_a_part_of_an_object_is_merged_into_its_state() -> None:
+    stored = store(c=Counter(a=np.ones(2), b={"x": 1, "y": 2}), other=Counter(a=1))
+    live, other = Counter(a=np.zeros(2), b={"x": 0, "y": 0}), Counter(a=0)
+    bring_back(stored, {"c": live, "other": other}, lambda path: path == "c/b/x")
+    assert live.state["b"] == {"x": 1, "y": 0}
+    assert live.state["a"].tolist() == [0, 0]
+    assert (live.loads, other.loads) == (1, 0)
+
+
+def test_a_part_that_is_missing_is_a_difference() -> None:
+    stored = store(d={"a": np.ones(2)})
+    live: dict[str, Any] = {"a": np.ones(3), "b": np.zeros(2), "c": np.zeros(2)}
+    differences = match(stored, {"d": live}, lambda path: path == "d/b").differences
+    assert (differences.missing, differences.wrong_shape) == (["d/b"], [])
+
+
+def test_to_select_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match="asked for"):
+        match(store(a=1), {"a": 2}, lambda path: path == "b")
+
+
+def test_keys_with_the_same_path_have_leaves_of_their_own() -> None:
+    tree = {1: np.full(1, 1.0), "1": np.full(1, 2.0), "a/b": np.full(1, 3.0), "a": {"b": np.full(1, 4.0)}}
+    stored = store(t=tree, **{"x~y": np.full(1, 5.0)})
+    assert sorted(stored.specs) == ["t/1", "t/1~2", "t/a/b", "t/a~1b", "x~0y"]
+    live: dict[Any, Any] = {}
+    objects: dict[str, Any] = {"t": live, "x~y": np.zeros(1)}
+    bring_back(stored, objects)
+    assert [float(live[1][0]), float(live["1"][0]), float(live["a/b"][0]), float(live["a"]["b"][0])] == [1, 2, 3, 4]
+    assert objects["x~y"] == 5
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([object()]),
+        np.array(["a"]),
+        np.zeros(2, "M8[s]"),
+        np.zeros(2, np.complex128),
+        np.zeros(2, [("a", "f4")]),
+        np.ma.masked_array([1, 2], [True, False]),
+    ],
+)
+def test_arrays_that_cannot_be_stored_are_refused(array: Any) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        store(x={"y": array})
+    assert caught.value.path == "x/y"
+    assert caught.value.hint
+
+
+def test_state_that_cannot_be_read_or_taken_is_named() -> None:
+    class Broken(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("no state")
+
+    class Stubborn(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise RuntimeError("no thanks")
+
+    with pytest.raises(UnsupportedValueError, match="no state"):
+        store(x=[Broken()])
+    with pytest.raises(UsageError, match="no state"):
+        match(store(x=Counter()), {"x": Broken()})
+    with pytest.raises(ApplyError, match="no thanks"):
+        bring_back(store(x=Counter(a=1)), {"x": Stubborn()})
+
+
+def test_state_that_holds_its_own_object_is_refused() -> None:
+    counter = Counter()
+    counter.state["me"] = [counter]
+    with pytest.raises(UnsupportedValueError, match="contains itself"):
+        store(c=counter)
+
+
+def test_hostile_skeletons_are_refused() -> None:
+    spec = {"a": ArraySpec("F32", (2,))}
+    for skeleton in (
+        {"$": "array", "k": "numpy", "v": "b"},
+        {"$": "array", "v": "a"},
+        {"$": "object", "v": {}},
+        {"$": "tuple", "v": {}},
+        {"x": {"$": "dict", "v": [[{"$": "array", "k": "numpy", "v": "a"}, 1]]}},
+        {"x": {"$": "set", "v": [{"$": "object", "k": "rng", "v": {}}]}},
+    ):
+        with pytest.raises(FormatError):
+            match_objects({"x": {}}, {"x": skeleton}, spec)
+    with pytest.raises(UsageError, match="not imported"):
+        match_objects({"x": {}}, {"x": [{"$": "array", "k": "os", "v": "a"}]}, spec)
+
+
+def test_an_adapter_of_two_functions_is_enough() -> None:
+    class Thing:
+        value = 0
+
+    def write(thing: Thing, state: int) -> None:
+        thing.value = state
+
+    register_adapter(Thing, StateAdapter("tests.thing", lambda thing: thing.value, write))
+    source, live = Thing(), Thing()
+    source.value = 4
+    bring_back(store(x=source), {"x": live})
+    assert live.value == 4
+    assert match(store(x=source), {"x": Counter()}).differences.wrong_kind
+
+
+def test_random_generators_come_back() -> None:
+    def draw(generators: dict[str, Any]) -> list[Any]:
+        return [
+            random.random(),
+            np.random.standard_normal(3).tolist(),
+            generators["own"].gauss(0, 1),
+            *(generators[name].standard_normal(3).tolist() for name in ("pcg", "mt", "philox", "legacy")),
+        ]
+
+    def generators() -> dict[str, Any]:
+        return {
+            "rng": RNG(),
+            "own": random.Random(1),
+            "pcg": np.random.default_rng(1),
+            "mt": np.random.Generator(np.random.MT19937(1)),
+            "philox": np.random.Generator(np.random.Philox(1)),
+            "legacy": np.random.RandomState(1),
+        }
+
+    first = generators()
+    np.random.standard_normal(1)
+    draw(first)
+    stored = store(**first)
+    expected = draw(first)
+    second = generators()
+    objects = dict(second)
+    bring_back(stored, objects)
+    assert draw(second) == expected
+    assert all(objects[name] is second[name] for name in second)
+
+
+def test_generators_are_put_back_after_everything_else() -> None:
+    class Shuffler(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            random.random()
+
+    stored = store(rng=RNG(), shuffler=[Shuffler()])
+    expected = random.random()
+    bring_back(stored, {"rng": RNG(), "shuffler": [Shuffler()]})
+    assert random.random() == expected
+
+
+def test_undisturbed_puts_generators_back() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = (random.random(), np.random.random())
+    random.seed(3)
+    np.random.seed(3)
+
+    def draw_and_fail() -> None:
+        with undisturbed():
+            random.seed(9)
+            np.random.random()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    assert (random.random(), np.random.random()) == expected
+
+
+def test_a_damaged_generator_state_is_refused() -> None:
+    for state in ([3, [1], None], {"a": 1}, 5):
+        skeleton = {"$": "object", "k": "python.random", "v": state}
+        matching = match_objects({"g": random.Random()}, {"g": skeleton}, {})
+        with pytest.raises(ApplyError, match="g refused"):
+            matching.apply()
+
+
+def test_a_generator_of_another_kind_is_a_difference() -> None:
+    stored = store(g=np.random.Generator(np.random.MT19937(1)))
+    assert match(stored, {"g": np.random.default_rng(1)}).differences
+
+
+def test_frameworks_are_not_imported() -> None:
+    program = """
+import sys
+import holdfast.checkpoint, holdfast.state.matching, holdfast.state.capture, holdfast.state.rng
+from holdfast.state.capture import capture_objects
+captured = capture_objects({"a": [1, {"b": (2.5, "x")}], "rng": holdfast.state.rng.RNG()})
+assert not captured.arrays
+assert "numpy" not in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_fill_that_never_comes_changes_nothing() -> None:
+    live: dict[str, Any] = {"a": np.zeros(2), "c": Counter(x=1)}
+    matching = match(store(a=np.ones(2), c=Counter(x=2)), live)
+    assert live["a"].tolist() == [0, 0]
+    assert live["c"].loads == 0
+    assert matching.targets[0].array is live["a"]
+
+
+def test_a_checkpoint_names_objects() -> None:
+    checkpoint = Checkpoint(model=1, objects=2, self=3, epoch=0)
+    checkpoint.epoch += 1
+    checkpoint["late"] = 4
+    assert dict(checkpoint.objects) == {"model": 1, "objects": 2, "self": 3, "epoch": 1, "late": 4}
+    assert (checkpoint.model, checkpoint["objects"], checkpoint.late) == (1, 2, 4)
+    assert "late" in checkpoint
+    assert list(checkpoint) == ["model", "objects", "self", "epoch", "late"]
+    del checkpoint.late
+    del checkpoint["self"]
+    assert len(checkpoint) == 3
+    assert "model=int" in repr(checkpoint)
+    assert copy.copy(checkpoint).model == 1
+    with pytest.raises(AttributeError, match="not free"):
+        checkpoint.objects = 1  # type: ignore[misc, assignment]
+    with pytest.raises(AttributeError, match="no object 'gone'"):
+        _ = checkpoint.gone
+    with pytest.raises(AttributeError):
+        del checkpoint.gone
+    with pytest.raises(KeyError, match="there are: model"):
+        checkpoint["gone"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "$a", "__metadata__", "a\nb", "\ud800", 3])
+def test_names_that_cannot_be_are_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="cannot name"):
+        Checkpoint()[name] = 1

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info  # noqa: E402
+
+from holdfast.errors import MismatchError, UnsupportedValueError, UsageError  # noqa: E402
+from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
+from holdfast.state.capture import capture_objects  # noqa: E402
+from holdfast.state.matching import match_objects  # noqa: E402
+from holdfast.state.rng import RNG  # noqa: E402
+from holdfast.state.sampler import ResumableSampler  # noqa: E402
+
+LENGTH = 11
+BATCH = 3
+
+
+class Augmented(Dataset[Any]):
+    """Each sample is its index and a draw from every generator that an augmentation may use."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+class ManyAtOnce(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class WhichWorker(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return -1 if info is None else info.id
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(itertools.count())
+
+
+def masking_collate(samples: list[Any]) -> tuple[list[Any], float]:
+    """Draws as well, as one that masks tokens does."""
+    return samples, float(torch.rand(()))
+
+
+def plain(batch: Any) -> Any:
+    """A batch as values that can be compared."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return tuple(map(plain, batch)) if isinstance(batch, list | tuple) else batch
+
+
+def indices(loader: Any, epochs: int) -> list[int]:
+    return [index for _ in loader.epochs(epochs) for batch in loader for index in batch[0].tolist()]
+
+
+def run(loader: ResumableDataLoader, epochs: int, taken: int | None = None) -> list[Any]:
+    loop = ((epoch, plain(batch)) for epoch in loader.epochs(epochs) for batch in loader)
+    return list(itertools.islice(loop, taken))
+
+
+def through_checkpoint(before: Any, after: Any) -> None:
+    """State goes the way that it goes into a checkpoint and back."""
+    stored = capture_objects({"data": before})
+    arrays = {leaf.name: leaf for leaf in stored.arrays}
+    matching = match_objects({"data": after}, stored.objects, {name: leaf.spec for name, leaf in arrays.items()})
+    assert not matching.differences, matching.differences
+    for target in matching.targets:
+        image = memoryview(bytearray(target.spec.size_bytes))
+        leaf = arrays[target.leaf]
+        leaf.backend.copy_out([leaf.array], image, [0])
+        target.backend.copy_in(target.array, image)
+    matching.apply()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_batch_can_be_taken_up_again(num_workers: int, drop_last: bool) -> None:
+    def fresh() -> ResumableDataLoader:
+        return ResumableDataLoader(
+            Augmented(), batch_size=BATCH, seed=4, drop_last=drop_last, num_workers=num_workers, prefetch_factor=None
+        )
+
+    whole = run(fresh(), 2)
+    for epoch in range(2):
+        seen = [index for of, batch in whole if of == epoch for index in batch[0]]
+        assert len(seen) == len(set(seen)) == (LENGTH // BATCH * BATCH if drop_last else LENGTH)
+    for taken in range(len(whole) + 1):
+        before = fresh()
+        head = run(before, 2, taken)
+        after = fresh()
+        through_checkpoint(before, after)
+        # Augmentations are those of the run that was not stopped, too.
+        assert head + run(after, 2) == whole
+
+
+def test_workers_make_no_difference() -> None:
+    whole = run(ResumableDataLoader(Augmented(), batch_size=BATCH), 2)
+    for options in (
+        {"num_workers": 1},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+        {"num_workers": 1, "multiprocessing_context": "spawn"},
+    ):
+        before = ResumableDataLoader(Augmented(), batch_size=BATCH, **options)
+        head = run(before, 2, 2)
+        after = ResumableDataLoader(Augmented(), batch_size=BATCH)
+        after.load_state_dict(before.state_dict())
+        assert head + run(after, 2) == whole
+        if "multiprocessing_context" not in options:  # A process of that kind takes seconds to begin.
+            assert run(before, 2) == whole[2:]
+
+
+def test_workers_are_used() -> None:
+    loader = ResumableDataLoader(WhichWorker(), batch_size=BATCH, num_workers=2)
+    assert {worker for _, batch in run(loader, 1) for worker in batch} == {0, 1}
+
+
+def test_augmentations_differ_between_samples_and_epochs() -> None:
+    batches = run(ResumableDataLoader(Augmented(), batch_size=BATCH), 2)
+    for generator in (1, 2, 3):
+        drawn = [value for _, batch in batches for value in batch[generator]]
+        assert len(set(drawn)) == 2 * LENGTH
+    together = [value for _, batch in batches for generator in (1, 2, 3) for value in batch[generator]]
+    assert len(set(together)) == 6 * LENGTH
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_loads_many_at_once_and_a_collate_that_draws(num_workers: int) -> None:
+    def fresh() -> ResumableDataLoader:
+        return ResumableDataLoader(
+            ManyAtOnce(), batch_size=BATCH, collate_fn=masking_collate, num_workers=num_workers, seed=8
+        )
+
+    whole = run(fresh(), 1)
+    before = fresh()
+    head = run(before, 1, 2)
+    after = fresh()
+    after.load_state_dict(before.state_dict())
+    assert head + run(after, 1) == whole
+    assert len({batch[1] for _, batch in whole}) == len(whole)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize(("num_workers", "fails"), [(0, False), (0, True), (2, False)])
+def test_loading_does_not_disturb_the_training_process(num_workers: int, fails: bool) -> None:
+    class Failing(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            sample = super().__getitem__(index)
+            if fails:
+                raise OSError("cannot read")
+            return sample
+
+    rng = RNG()
+    state = rng.state_dict()
+    expected = draws()
+    rng.load_state_dict(state)
+    loader = ResumableDataLoader(Failing(), batch_size=BATCH, num_workers=num_workers)
+    if fails:
+        with pytest.raises(OSError, match="cannot read"):
+            run(loader, 1)
+        assert loader.state_dict()["position_samples"] == 0
+    else:
+        run(loader, 2)
+    assert draws() == expected
+
+
+def test_without_seeding_samples_draw_from_the_process() -> None:
+    torch.manual_seed(3)
+    expected = [float(torch.rand(())) for _ in range(LENGTH)]
+    torch.manual_seed(3)
+    loader = ResumableDataLoader(Augmented(), batch_size=BATCH, seed_samples=False)
+    assert [value for _, batch in run(loader, 1) for value in batch[3]] == pytest.approx(expected)
+
+
+def test_a_stream_over_epochs() -> None:
+    loader = ResumableDataLoader(Augmented(), batch_size=BATCH, seed=2)
+    seen = [plain(batch) for batch in itertools.islice(loader.stream(), 2 * len(loader))]
+    whole = run(ResumableDataLoader(Augmented(), batch_size=BATCH, seed=2), 2)
+    assert seen == [batch for _, batch in whole]
+    assert (loader.epoch, loader.sampler.position_samples) == (1, LENGTH)
+
+
+def test_what_it_shows() -> None:
+    dataset = Augmented()
+    loader = ResumableDataLoader(dataset, batch_size=BATCH)
+    assert loader.dataset is dataset
+    assert len(loader) == 4
+    loader.set_epoch(3)
+    assert loader.epoch == 3
+
+
+def test_another_length_is_refused() -> None:
+    state = ResumableDataLoader(TensorDataset(torch.arange(5)), batch_size=2).state_dict()
+    with pytest.raises(MismatchError):
+        ResumableDataLoader(TensorDataset(torch.arange(6)), batch_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampler": [1]}, {"batch_sampler": [[1]]}, {"generator": None}, {"in_order": False, "num_workers": 1}],
+    ids=str,
+)
+def test_options_that_would_change_the_order_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ResumableDataLoader(Augmented(), batch_size=BATCH, **options)
+
+
+def test_a_dataset_that_can_only_be_iterated_is_refused() -> None:
+    with pytest.raises(UsageError, match="StatefulDataLoader"):
+        ResumableDataLoader(Endless(), batch_size=BATCH)
+
+
+class TestPlainDataLoader:
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_over_a_resumable_sampler_every_batch_can_be_taken_up_again(self, num_workers: int) -> None:
+        def fresh() -> tuple[DataLoader[Any], ResumableSampler]:
+            sampler = ResumableSampler(LENGTH, batch_size=BATCH, seed=6)
+            dataset = TensorDataset(torch.arange(LENGTH))
+            return DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers), sampler
+
+        def loop(loader: DataLoader[Any], sampler: ResumableSampler) -> Iterator[list[int]]:
+            for _ in sampler.epochs(2):
+                for (batch,) in sampler.batches(loader):
+                    yield batch.tolist()
+
+        whole = list(loop(*fresh()))
+        assert sorted(itertools.chain(*whole[:4])) == sorted(itertools.chain(*whole[4:])) == list(range(LENGTH))
+        for taken in range(len(whole) + 1):
+            before, after = fresh(), fresh()
+            head = list(itertools.islice(loop(*before), taken))
+            through_checkpoint(before[0], after[0])
+            assert head + list(loop(*after)) == whole
+
+    def test_its_state_fits_the_sampler_and_the_resumable_loader(self) -> None:
+        sampler = ResumableSampler(LENGTH, batch_size=BATCH, seed=6)
+        loader = DataLoader(Augmented(), batch_sampler=sampler)
+        next(sampler.batches(loader))
+        others = ResumableSampler(LENGTH, batch_size=2), ResumableDataLoader(Augmented(), batch_size=2)
+        for other in others:
+            through_checkpoint(loader, other)
+            assert other.state_dict() == sampler.state_dict()
+
+    def test_without_one_it_cannot_be_saved(self) -> None:
+        with pytest.raises(UnsupportedValueError, match="how far the training loop has got") as caught:
+            capture_objects({"inputs": {"train": DataLoader(Augmented(), shuffle=True)}})
+        assert caught.value.path == "inputs/train"
+        assert "ResumableDataLoader" in caught.value.hint
+        assert "StatefulDataLoader" in caught.value.hint
+
+    def test_iterated_directly_it_cannot_be_saved(self) -> None:
+        loader = DataLoader(Augmented(), batch_sampler=ResumableSampler(LENGTH, batch_size=BATCH))
+        next(iter(loader))
+        with pytest.raises(UsageError, match="iterated directly"):
+            capture_objects({"data": loader})
+
+    def test_beginning_an_epoch_does_not_disturb_the_generators_but_workers_differ(self) -> None:
+        sampler = ResumableSampler(LENGTH, batch_size=BATCH, shuffle=False)
+        loader = DataLoader(Augmented(), batch_sampler=sampler, num_workers=1)
+        rng = RNG()
+        state = rng.state_dict()
+        expected = draws()
+        rng.load_state_dict(state)
+        epochs = [[plain(batch)[3] for batch in sampler.batches(loader)] for _ in sampler.epochs(2)]
+        assert draws() == expected
+        assert epochs[0] != epochs[1]
+
+    def test_a_loader_out_of_order_is_refused(self) -> None:
+        sampler = ResumableSampler(LENGTH, batch_size=BATCH)
+        loader = DataLoader(Augmented(), batch_sampler=sampler, num_workers=1, in_order=False)
+        with pytest.raises(UsageError, match="in_order"):
+            sampler.batches(loader)
+
+
+class TestStatefulDataLoader:
+    """torchdata's loader, which keeps its own position."""
+
+    @pytest.fixture
+    def stateful(self) -> Any:
+        return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_goes_through_a_checkpoint_in_the_middle_of_an_epoch(self, stateful: Any, num_workers: int) -> None:
+        def fresh() -> Any:
+            generator = torch.Generator()
+            generator.manual_seed(5)
+            dataset = TensorDataset(torch.arange(LENGTH))
+            return stateful(dataset, batch_size=BATCH, shuffle=True, num_workers=num_workers, generator=generator)
+
+        def rest(loader: Any) -> list[list[int]]:
+            return [batch.tolist() for (batch,) in loader]
+
+        uninterrupted = fresh()
+        whole = rest(uninterrupted) + rest(uninterrupted)
+        assert sorted(itertools.chain(*whole[:4])) == list(range(LENGTH))
+        for taken in (1, 2, 3):
+            before = fresh()
+            batches = iter(before)
+            head = [next(batches)[0].tolist() for _ in range(taken)]
+            after = fresh()
+            through_checkpoint(before, after)
+            assert head + rest(after) == whole[:4]
+
+    def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
+        sampler = ResumableSampler(LENGTH, batch_size=BATCH)
+        loader = stateful(Augmented(), batch_sampler=sampler)
+        with pytest.raises(UnsupportedValueError, match="both keep a position"):
+            capture_objects({"data": loader})
+        with pytest.raises(UsageError, match="position of its own"):
+            sampler.batches(loader)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_over_a_resumable_sampler_its_own_state_is_refused_too(self, stateful: Any, num_workers: int) -> None:
+        loader = stateful(
+            Augmented(), batch_sampler=ResumableSampler(LENGTH, batch_size=BATCH), num_workers=num_workers
+        )
+        with pytest.raises(UsageError, match="StatefulDataLoader"):
+            [loader.state_dict() for _ in loader]
+
+    def test_the_position_of_a_resumable_loader_does_not_fit(self, stateful: Any) -> None:
+        stored = capture_objects({"data": ResumableDataLoader(Augmented(), batch_size=BATCH)})
+        matching = match_objects({"data": stateful(Augmented(), batch_size=BATCH)}, stored.objects, {})
+        assert len(matching.differences.wrong_kind) == 1
+        other = capture_objects({"data": stateful(Augmented(), batch_size=BATCH)})
+        specs = {leaf.name: leaf.spec for leaf in other.arrays}
+        matching = match_objects({"data": ResumableDataLoader(Augmented(), batch_size=BATCH)}, other.objects, specs)
+        assert len(matching.differences.wrong_kind) == 1
