@@ -27,9 +27,7 @@ from holdfast.format.names import (
 
 ARRAYS = st.lists(
     st.tuples(
-        st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20).filter(
-            lambda n: n != "__metadata__"
-        ),
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=20).filter(lambda n: n != "__metadata__"),
         st.sampled_from(sorted(ITEM_BYTES)),
         st.lists(st.integers(0, 4), max_size=3).map(tuple),
     ),

@@ -36,7 +36,8 @@ from holdfast.errors import (
 )
 from holdfast.events import Committed, Event, Failed, GenerationOpened, PassedOver, Retained, Skipped
 from holdfast.format.names import StepName
-from holdfast.storage import FileWriter, LocalStorage, MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.memory import MemoryWriter
 
 
 def make_objects(value: float = 0.0) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class HeldStorage(MemoryStorage):
         super().__init__("held")
         self.go_on = threading.Event()
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
         assert self.go_on.wait(60)
         return super().open_writer(path, size_bytes)
 
@@ -94,7 +95,7 @@ class FullStorage(MemoryStorage):
 
     full = True
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
         if self.full:
             raise StorageFullError("no room", path=path, hint="make room")
         return super().open_writer(path, size_bytes)

@@ -17,13 +17,14 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
 from holdfast.events import Event, Failed
-from holdfast.storage import FileWriter, LocalStorage, MemoryStorage
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.memory import MemoryWriter
 
 
 class FullStorage(MemoryStorage):
     full = True
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
         if self.full:
             raise StorageFullError("no room", path=path)
         return super().open_writer(path, size_bytes)

@@ -70,11 +70,11 @@ def run(loader: ResumableDataLoader, epochs: int, taken: int | None = None) -> l
     return list(itertools.islice(loop, taken))
 
 
-def through_checkpoint(before: Any, after: Any) -> None:
+def through_checkpoint(before: dict[str, Any], after: dict[str, Any]) -> None:
     """State goes the way that it goes into a checkpoint and back."""
-    stored = capture_objects({"data": before})
+    stored = capture_objects(before)
     arrays = {leaf.name: leaf for leaf in stored.arrays}
-    matching = match_objects({"data": after}, stored.objects, {name: leaf.spec for name, leaf in arrays.items()})
+    matching = match_objects(after, stored.objects, {name: leaf.spec for name, leaf in arrays.items()})
     assert not matching.differences, matching.differences
     for target in matching.targets:
         image = memoryview(bytearray(target.spec.size_bytes))
@@ -100,7 +100,7 @@ def test_every_batch_can_be_taken_up_again(num_workers: int, drop_last: bool) ->
         before = fresh()
         head = run(before, 2, taken)
         after = fresh()
-        through_checkpoint(before, after)
+        through_checkpoint({"data": before}, {"data": after})
         # Augmentations are those of the run that was not stopped, too.
         assert head + run(after, 2) == whole
 
@@ -242,7 +242,7 @@ class TestPlainDataLoader:
         for taken in range(len(whole) + 1):
             before, after = fresh(), fresh()
             head = list(itertools.islice(loop(*before), taken))
-            through_checkpoint(before[0], after[0])
+            through_checkpoint({"data": before[0]}, {"data": after[0]})
             assert head + list(loop(*after)) == whole
 
     def test_its_state_fits_the_sampler_and_the_resumable_loader(self) -> None:
@@ -251,7 +251,7 @@ class TestPlainDataLoader:
         next(sampler.batches(loader))
         others = ResumableSampler(LENGTH, batch_size=2), ResumableDataLoader(Augmented(), batch_size=2)
         for other in others:
-            through_checkpoint(loader, other)
+            through_checkpoint({"data": loader}, {"data": other})
             assert other.state_dict() == sampler.state_dict()
 
     def test_without_one_it_cannot_be_saved(self) -> None:
@@ -295,24 +295,24 @@ class TestStatefulDataLoader:
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_goes_through_a_checkpoint_in_the_middle_of_an_epoch(self, stateful: Any, num_workers: int) -> None:
         def fresh() -> Any:
-            generator = torch.Generator()
-            generator.manual_seed(5)
+            torch.manual_seed(5)
             dataset = TensorDataset(torch.arange(LENGTH))
-            return stateful(dataset, batch_size=BATCH, shuffle=True, num_workers=num_workers, generator=generator)
+            return stateful(dataset, batch_size=BATCH, shuffle=True, num_workers=num_workers)
 
-        def rest(loader: Any) -> list[list[int]]:
-            return [batch.tolist() for (batch,) in loader]
+        def loop(loader: Any, epochs: int) -> Iterator[Any]:
+            """A step draws as dropout does, so that a draw of the loader's own would show."""
+            for _ in range(epochs):
+                for (batch,) in loader:
+                    yield batch.tolist(), float(torch.rand(()))
 
-        uninterrupted = fresh()
-        whole = rest(uninterrupted) + rest(uninterrupted)
-        assert sorted(itertools.chain(*whole[:4])) == list(range(LENGTH))
-        for taken in (1, 2, 3):
-            before = fresh()
-            batches = iter(before)
-            head = [next(batches)[0].tolist() for _ in range(taken)]
-            after = fresh()
-            through_checkpoint(before, after)
-            assert head + rest(after) == whole[:4]
+        whole = list(loop(fresh(), 2))
+        assert sorted(itertools.chain(*(batch for batch, _ in whole[:4]))) == list(range(LENGTH))
+        for taken in range(1, 8):
+            after, before = fresh(), fresh()
+            unfinished = loop(before, 2)
+            head = list(itertools.islice(unfinished, taken))
+            through_checkpoint({"data": before, "rng": RNG()}, {"data": after, "rng": RNG()})
+            assert head + list(loop(after, 2 if taken <= 4 else 1)) == whole
 
     def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH)

@@ -32,7 +32,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, seed
         def closure(batch: torch.Tensor = batch) -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = net(batch).square().sum()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
@@ -76,14 +76,15 @@ def test_tensors_of_all_types_come_back(dtype: torch.dtype, shape: tuple[int, ..
 
 def test_forms_of_memory_are_seen_through() -> None:
     base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    conjugate = torch.randn(3, dtype=torch.complex64).conj()
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     tensors = [
         base.permute(2, 0, 1),
         base[:, ::2],
         base[0, 0].expand(3, 4),
         image,
-        complex_.conj(),
-        complex_.conj().imag,
+        conjugate,
+        conjugate.imag,
     ]
     stored = store(all=tensors)
     assert [stored.data[f"all/{n}"] for n in range(6)] == [raw(tensor) for tensor in tensors]

@@ -1,5 +1,8 @@
 """holdfast keeps training jobs alive: it saves a running job without stopping it, and brings it back exactly."""
 
+from typing import TYPE_CHECKING, Any
+
+from holdfast import errors, events
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
@@ -7,6 +10,9 @@ from holdfast.restore.restorer import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, ResumableSampler, register_codec, register_type
+
+if TYPE_CHECKING:
+    from holdfast.integrations.torch.loader import ResumableDataLoader
 
 __version__ = "0.1.0"
 
@@ -21,13 +27,25 @@ __all__ = [
     "Latest",
     "Newer",
     "Restoration",
+    "ResumableDataLoader",
     "ResumableSampler",
     "Run",
     "SaveHandle",
     "Seconds",
     "Steps",
     "__version__",
+    "errors",
+    "events",
     "register_codec",
     "register_type",
     "resumable",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs a framework is imported when it is asked for."""
+    if name == "ResumableDataLoader":
+        from holdfast.integrations.torch.loader import ResumableDataLoader
+
+        return ResumableDataLoader
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

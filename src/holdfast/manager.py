@@ -143,33 +143,7 @@ class CheckpointManager:
                 handle is the error's `next_save`.
             DeadlineError: If the save before does not end in time.
         """
-        asked_at = time.monotonic()
-        self._check_open()
-        clean_metrics, clean_metadata = _check_notes(metrics, metadata)
-        step = _check_step(step)
-        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
-        busy = self._in_flight
-        if busy is not None and not busy.ended and self._when_busy == "skip":
-            reason = f"the save of step {busy.step} is still in flight"
-            handle.mark_skipped(reason)
-            self._saver.emit_soon(Skipped(step=step, reason=reason))
-            return handle
-        self._settle(None)
-        waited_seconds = time.monotonic() - asked_at
-        self._check_place(step, replace)
-        captured = capture_objects(self.checkpoint.objects)
-        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds)
-        untold = self._reports.take(last=False)
-        self._in_flight = handle
-        try:
-            self._saver.begin(captured, order, handle)
-        except BaseException:
-            self._in_flight = None
-            self._reports.put_back(untold)
-            raise
-        self._pace.saved(step)
-        _raise_newest(untold, handle)
-        return handle
+        return self._save(step, metrics, metadata, replace=replace, reason="")
 
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
@@ -190,9 +164,10 @@ class CheckpointManager:
         if self._save_every is None:
             return None
         moment = self._pace.moment(step, *self._saver.costs)
-        if not self._save_every.decide_save(moment).save or step in self._living:
+        decision = self._save_every.decide_save(moment)
+        if not decision.save or step in self._living:
             return None
-        return self.save(step, metrics=metrics, metadata=metadata)
+        return self._save(step, metrics, metadata, replace=False, reason=decision.reason)
 
     def restore(
         self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
@@ -290,6 +265,43 @@ class CheckpointManager:
                 raise
             # What ended the block matters more; the failure goes along with it.
             error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+
+    def _save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        *,
+        replace: bool,
+        reason: str,
+    ) -> SaveHandle:
+        asked_at = time.monotonic()
+        self._check_open()
+        clean_metrics, clean_metadata = _check_notes(metrics, metadata)
+        step = _check_step(step)
+        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
+        busy = self._in_flight
+        if busy is not None and not busy.ended and self._when_busy == "skip":
+            reason = f"the save of step {busy.step} is still in flight"
+            handle.mark_skipped(reason)
+            self._saver.emit_soon(Skipped(step=step, reason=reason))
+            return handle
+        self._settle(None)
+        waited_seconds = time.monotonic() - asked_at
+        self._check_place(step, replace)
+        captured = capture_objects(self.checkpoint.objects)
+        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds, reason)
+        untold = self._reports.take(last=False)
+        self._in_flight = handle
+        try:
+            self._saver.begin(captured, order, handle)
+        except BaseException:
+            self._in_flight = None
+            self._reports.put_back(untold)
+            raise
+        self._pace.saved(step)
+        _raise_newest(untold, handle)
+        return handle
 
     def _settle(self, timeout_seconds: float | None) -> None:
         """Waits for the save in flight, and takes note of what came of it."""

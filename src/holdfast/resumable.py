@@ -219,7 +219,7 @@ class Run:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            # One write of constant bytes: nothing that could wait, or that the interrupted code could be in the midst of.
+            # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.
             os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
         else:
             self._handler_before(number, frame)

@@ -49,15 +49,20 @@ class Staged(Event, frozen=True):
         generation: The generation that saves it.
         blocked_seconds: How long training was held up, a wait for the save before included.
         size_bytes: What was copied.
+        reason: Why the step is saved, in the words of the policy; empty if the user asked for it.
     """
 
     step: int
     generation: int
     blocked_seconds: float
     size_bytes: int
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"step {self.step} staged: {_size(self.size_bytes)}, training held up {_time(self.blocked_seconds)}"
+        reason = f" ({self.reason})" if self.reason else ""
+        return (
+            f"step {self.step}{reason} staged: {_size(self.size_bytes)}, training held up {_time(self.blocked_seconds)}"
+        )
 
 
 class Written(Event, frozen=True):

@@ -60,7 +60,7 @@ def discard_trash(storage: Storage, directory: str) -> bool:
 
 
 def discard_half_published(storage: Storage, generation: int) -> list[str]:
-    """**Blocks.** Removes what openings left that died before they were published, of this generation and of older ones.
+    """**Blocks.** Removes what openings that died before they were published left, of this generation and older ones.
 
     Returns:
         The paths that were removed.

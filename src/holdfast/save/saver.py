@@ -54,6 +54,7 @@ class SaveOrder:
         origin: Where a generation that this save opens would begin.
         asked_at: When the save was asked for, by the monotonic clock.
         waited_seconds: How long it had to wait for the save before.
+        reason: Why a policy wanted it; empty if the user asked for it.
     """
 
     step: int
@@ -62,6 +63,7 @@ class SaveOrder:
     origin: Origin
     asked_at: float
     waited_seconds: float
+    reason: str = ""
 
 
 class Saver:
@@ -115,6 +117,7 @@ class Saver:
             generation=self._line.generation or 0,
             blocked_seconds=blocked_seconds,
             size_bytes=snapshot.layout.size_bytes,
+            reason=order.reason,
         )
         crew = Crew(self._threads, f"holdfast-save-{order.step}")
         thread = threading.Thread(

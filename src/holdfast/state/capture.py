@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
@@ -53,21 +55,34 @@ def capture_objects(objects: Mapping[str, object]) -> Captured:
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
     """
-    for name, root in objects.items():
-        for _, obj, adapter in find_stateful(root, escape(name)):
-            (adapter or _ANY).prepare(obj)
-    capturing = _Capturing(Cast(objects))
-    skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
-    return Captured(tuple(capturing.leaves), skeletons)
+    with _no_collection():
+        for name, root in objects.items():
+            for _, obj, adapter in find_stateful(root, escape(name)):
+                (adapter or _ANY).prepare(obj)
+        capturing = _Capturing(Cast(objects))
+        skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
+        return Captured(tuple(capturing.leaves), skeletons)
 
 
 _ANY = Adapter()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    # Many small objects are made here, all of which stay. Each would bring the garbage collector nearer to looking
+    # through the whole process while training waits.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str, object, Adapter | None]]:
     """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
-    cls = type(root)
-    if cls in ENCODERS or depth > MAX_DEPTH or backend_of(root) is not None:
+    if type(root) in ENCODERS or depth > MAX_DEPTH or backend_of(root) is not None:
         return
     adapter = adapter_of(root)
     if adapter is not None:
@@ -75,23 +90,23 @@ def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str
         return
     if not isinstance(root, type) and callable(getattr(root, "prepare_for_checkpoint", None)):
         yield path, root, None
-    for part, child in parts_of(root):
-        if type(child) not in ENCODERS:
-            yield from find_stateful(child, f"{path}/{part}", depth + 1)
+    for index, (key, child) in enumerate(parts_of(root)):
+        # Most parts are values or arrays, of which there may be very many.
+        if type(child) not in ENCODERS and backend_of(child) is None:
+            yield from find_stateful(child, f"{path}/{path_part(key, index)}", depth + 1)
 
 
-def parts_of(value: object) -> Iterator[tuple[str, Any]]:
-    """What a container of values holds, with the part of the path for each; nothing for other values."""
+def parts_of(value: object) -> list[tuple[Hashable, Any]]:
+    """What a container of values holds, each part with its key, place or field; nothing for other values."""
     if isinstance(value, dict):
-        for index, (key, child) in enumerate(list(value.items())):
-            yield path_part(key, index), child
-    elif isinstance(value, (list, tuple, collections.deque)):
+        return list(value.items())
+    if isinstance(value, (list, tuple, collections.deque)):
         names = getattr(value, "_fields", None)
-        for index, child in enumerate(list(value)):
-            yield str(names[index]) if names else str(index), child
-    elif is_plain_dataclass(type(value)):
-        for field in dataclasses.fields(cast(Any, value)):
-            yield field.name, getattr(value, field.name, None)
+        return list(zip(names or range(len(value)), value, strict=True))
+    if is_plain_dataclass(type(value)):
+        fields = dataclasses.fields(cast(Any, value))
+        return [(field.name, getattr(value, field.name, None)) for field in fields]
+    return []
 
 
 class _Capturing(Encoder):
@@ -101,14 +116,21 @@ class _Capturing(Encoder):
         super().__init__()
         self.leaves: list[ArrayLeaf] = []
         self._scene = scene
+        self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
         self._by_memory: dict[tuple[str, Hashable], str] = {}
 
+    def encode(self, value: Any, path: str, depth: int = 0) -> Node:
+        """The node of a value; arrays are looked for first, since there may be very many."""
+        backend = self._backends.get(type(value))
+        if backend is None:
+            if type(value) in ENCODERS or (backend := backend_of(value)) is None:
+                return super().encode(value, path, depth)
+            self._backends[type(value)] = backend
+        return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
+
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """The node of an array or of an object with state."""
-        backend = backend_of(value)
-        if backend is not None:
-            return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
+        """The node of an object with state."""
         adapter = adapter_of(value)
         if adapter is None:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import escape
+from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
 from holdfast.state.capture import Cast, parts_of
@@ -235,7 +235,10 @@ def state_paths(live: Any, path: str) -> list[str]:
     form = live_form(live)
     if form in ("array", "object"):
         return [path]
-    return [found for part, child in parts_of(live) for found in state_paths(child, f"{path}/{part}")] if form else []
+    if not form:
+        return []
+    parts = enumerate(parts_of(live))
+    return [at for index, (key, part) in parts for at in state_paths(part, f"{path}/{path_part(key, index)}")]
 
 
 def holds_state(live: Any) -> bool:

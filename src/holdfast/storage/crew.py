@@ -73,7 +73,7 @@ class _Round:
                 return
             try:
                 job()
-            except BaseException as error:  # Whatever it is, the round's caller gets it.
+            except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
                 with self._changed:
                     self.error = self.error or error
 

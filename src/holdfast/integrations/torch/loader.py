@@ -17,6 +17,7 @@ from holdfast.state.leaves import Skeleton
 from holdfast.state.permutation import derive
 from holdfast.state.position import is_position
 from holdfast.state.registry import register_adapter
+from holdfast.state.rng import undisturbed
 from holdfast.state.sampler import ResumableSampler, SamplerAdapter, leave_alone
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
@@ -287,7 +288,15 @@ class LoaderAdapter(SamplerAdapter):
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
             return leave_alone
-        return lambda: obj.load_state_dict(state)
+        return lambda: _begin_at(obj, state)
+
+
+def _begin_at(loader: Any, state: Any) -> None:
+    loader.load_state_dict(state)
+    # torchdata's loader draws from the global generator when it begins. It begins here, when its state is asked for,
+    # and not in the middle of an epoch, where the draw would shift all that training draws later.
+    with undisturbed():
+        loader.state_dict()
 
 
 def _has_state(loader: Any, path: str) -> bool:

@@ -60,11 +60,13 @@ class TorchBackend:
         return _spec(name, array.shape)
 
     def alias_key(self, array: Any) -> Hashable:
-        """Address, device, type, shape and strides, and whether values are read conjugated or negated."""
+        """Address, device, type, shape, strides, and how values are read. (Tensors of no elements have no address.)"""
         address = array.data_ptr()
-        if address == 0 or array.numel() == 0:
+        if address == 0:
             return id(array)
-        return (address, array.device, array.dtype, array.shape, array.stride(), array.is_conj(), array.is_neg())
+        if array.is_cpu and array.is_contiguous():
+            return (address, array.dtype, array.shape, array.is_neg(), array.is_conj())
+        return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Thread-safe.** Copies the values of many tensors into one image."""

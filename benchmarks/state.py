@@ -1,0 +1,107 @@
+"""The live state of one process: the objects that a peer saves and restores."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.model import Model
+from benchmarks.workloads import ITEM_BYTES, ModelSize, Place, Workload, model_shapes, place_tensors, state_shapes
+
+
+class State:
+    """Live objects: a model and its optimizer, or a dict of loose tensors.
+
+    Attributes:
+        objects: What is saved, by name: `model` and `optimizer`, or `tensors`.
+    """
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self.objects = objects
+        self._homes = {name: tensor.detach() for name, tensor in self.tensors().items()}
+
+    def tree(self) -> dict[str, Any]:
+        """What torch's own ways of saving are given: a `state_dict` for each object."""
+        return {
+            name: obj.state_dict() if hasattr(obj, "state_dict") else dict(obj) for name, obj in self.objects.items()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by one flat name each."""
+        return dict(self._walk())
+
+    def load_tree(self, tree: dict[str, Any]) -> None:
+        """Puts a tree that was read back into the objects, the way a user of torch does it."""
+        for name, obj in self.objects.items():
+            if hasattr(obj, "load_state_dict"):
+                obj.load_state_dict(tree[name])
+            else:
+                fill(obj, tree[name])
+
+    def come_home(self) -> None:
+        """Lays tensors that a restore has put in place of others back where they were, values and all."""
+        for name, tensor in self._walk():
+            home = self._homes[name]
+            if tensor.data_ptr() != home.data_ptr():
+                home.copy_(tensor.detach())
+        optimizer = self.objects.get("optimizer")
+        if optimizer is not None:
+            for name, parameter in self.objects["model"].named_parameters():
+                for kind in optimizer.state[parameter]:
+                    optimizer.state[parameter][kind] = self._homes[f"{kind}/{name}"]
+        gc.collect()
+
+    def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if "tensors" in self.objects:
+            yield from self.objects["tensors"].items()
+            return
+        for name, parameter in self.objects["model"].named_parameters():
+            yield name, parameter.detach()
+            for kind, value in self.objects["optimizer"].state[parameter].items():
+                yield f"{kind}/{name}", value
+
+
+def fill(live: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
+    """Copies values into live tensors of the same names."""
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(read[name])
+
+
+def make_state(workload: Workload, memory: mmap.mmap) -> State:
+    """The live objects of a workload, all of whose tensors lie in the given memory."""
+    places, _ = place_tensors(state_shapes(workload))
+    views = {place.name: _view(memory, place) for place in places}
+    if workload.model is None:
+        return State({"tensors": views})
+    with torch.device("meta"):
+        model = Model(workload.model)
+    _check_shapes(model, workload.model)
+    for module in model.modules():
+        prefix = next(name for name, other in model.named_modules() if other is module)
+        for name in list(module._parameters):
+            module._parameters[name] = nn.Parameter(views[f"{prefix}.{name}" if prefix else name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            "step": views[f"step/{name}"],
+            "exp_avg": views[f"exp_avg/{name}"],
+            "exp_avg_sq": views[f"exp_avg_sq/{name}"],
+        }
+    return State({"model": model, "optimizer": optimizer})
+
+
+def _view(memory: mmap.mmap, place: Place) -> torch.Tensor:
+    count = (place.end - place.begin) // ITEM_BYTES
+    return torch.frombuffer(memory, dtype=torch.float32, count=count, offset=place.begin).reshape(place.shape)
+
+
+def _check_shapes(model: nn.Module, size: ModelSize) -> None:
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if own != dict(model_shapes(size)):
+        raise AssertionError("the model does not have the parameters that its workload says")

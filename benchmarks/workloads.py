@@ -1,0 +1,141 @@
+"""The states that are saved and restored: names, shapes and where each tensor lies in memory."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+ITEM_BYTES: Final = 4
+"""All tensors are float32."""
+
+_PAGE_BYTES: Final = 4096
+_LINE_BYTES: Final = 64
+_MAPPED_BYTES: Final = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The size of a model of the GPT-2 kind.
+
+    Attributes:
+        vocabulary: How many tokens there are.
+        context: The longest sequence.
+        width: The length of an embedding.
+        layers: How many blocks.
+    """
+
+    vocabulary: int
+    context: int
+    width: int
+    layers: int
+
+    def scaled(self, scale: float) -> ModelSize:
+        """A model with about that part of the parameters, and as many tensors."""
+        side = math.sqrt(scale)
+        return ModelSize(
+            max(16, round(self.vocabulary * side)),
+            self.context,
+            max(16, round(self.width * side / 16) * 16),
+            self.layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one comparison saves.
+
+    Attributes:
+        name: A short name.
+        title: What it is, for people.
+        model: The model, with AdamW's state for each parameter; None for loose tensors.
+        shapes: The loose tensors by name.
+    """
+
+    name: str
+    title: str
+    model: ModelSize | None = None
+    shapes: Sequence[tuple[str, tuple[int, ...]]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies in the memory that all processes share."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def make_workload(name: str, scale: float) -> Workload:
+    """**Pure.** The workload of that name, made smaller by `scale`."""
+    if name == "model":
+        return Workload(name, "a GPT-2-small with AdamW state, float32", model=GPT2_SMALL.scaled(scale))
+    if name == "small-tensors":
+        count = max(4, round(20_000 * scale))
+        # 4 to 64 KiB in steps of 1 KiB. The seed is fixed: each process makes the same.
+        sizes = random.Random(0)
+        shapes = [(f"group{i % 100}.tensor{i}", (sizes.randint(4, 64) * 256,)) for i in range(count)]
+        return Workload(name, "loose tensors of 4 to 64 KiB", shapes=shapes)
+    raise ValueError(f"there is no workload {name!r}")
+
+
+WORKLOADS: Final = ("model", "small-tensors")
+GPT2_SMALL: Final = ModelSize(vocabulary=50_257, context=1024, width=768, layers=12)
+TRAINED: Final = ModelSize(vocabulary=20_000, context=128, width=512, layers=8)
+"""The model of the training loop: 0.43 GB with its optimizer's state."""
+
+
+def model_shapes(size: ModelSize) -> list[tuple[str, tuple[int, ...]]]:
+    """**Pure.** The parameters of a model, in the order in which it has them."""
+    width = size.width
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("tokens.weight", (size.vocabulary, width)),
+        ("positions.weight", (size.context, width)),
+    ]
+    for layer in range(size.layers):
+        block = f"blocks.{layer}."
+        for part, rows, columns in (("attend", 3 * width, width), ("project", width, width)):
+            shapes += [(f"{block}{part}.weight", (rows, columns)), (f"{block}{part}.bias", (rows,))]
+        shapes += [(f"{block}widen.weight", (4 * width, width)), (f"{block}widen.bias", (4 * width,))]
+        shapes += [(f"{block}narrow.weight", (width, 4 * width)), (f"{block}narrow.bias", (width,))]
+        for norm in ("norm1", "norm2"):
+            shapes += [(f"{block}{norm}.weight", (width,)), (f"{block}{norm}.bias", (width,))]
+    return [*shapes, ("norm.weight", (width,)), ("norm.bias", (width,))]
+
+
+def state_shapes(workload: Workload) -> list[tuple[str, tuple[int, ...]]]:
+    """**Pure.** All tensors of a workload; those of an optimizer are named by parameter."""
+    if workload.model is None:
+        return list(workload.shapes)
+    parameters = model_shapes(workload.model)
+    moments = [(f"{kind}/{name}", shape) for name, shape in parameters for kind in ("exp_avg", "exp_avg_sq")]
+    steps: list[tuple[str, tuple[int, ...]]] = [(f"step/{name}", ()) for name, _ in parameters]
+    return [*parameters, *moments, *steps]
+
+
+def place_tensors(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[list[Place], int]:
+    """**Pure.** Lays tensors into one piece of memory as an allocator would, and says how long it is.
+
+    Large tensors of a real process are mapped one by one and begin 64 bytes into a page. To lay them on whole pages
+    would flatter those who read straight into them.
+    """
+    places = []
+    offset = 0
+    for name, shape in shapes:
+        size_bytes = ITEM_BYTES * math.prod(shape)
+        if size_bytes >= _MAPPED_BYTES:
+            offset = -(-offset // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
+        else:
+            offset = -(-offset // _LINE_BYTES) * _LINE_BYTES
+        places.append(Place(name, shape, offset, offset + size_bytes))
+        offset += size_bytes
+    return places, -(-offset // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def state_bytes(places: Sequence[Place]) -> int:
+    """**Pure.** The bytes of all tensors, without what lies between them."""
+    return sum(place.end - place.begin for place in places)

@@ -1,0 +1,117 @@
+"""`holdfast list`: the checkpoints of a run, one a line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from holdfast.cli.screen import Screen
+    from holdfast.cli.survey import Survey
+    from holdfast.cli.target import Target
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option("--all", "show_all", is_flag=True, help="Also show steps off the living line, and unfinished saves.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document; it always holds everything.")
+def command(run: str, show_all: bool, as_json: bool) -> None:
+    """List the checkpoints of a run.
+
+    RUN is the directory that a job saves into. The steps of its living line are listed, the newest last: those that a
+    restore may begin from.
+    """
+    from holdfast.cli.screen import Screen, write_json
+    from holdfast.cli.survey import State, survey_run
+    from holdfast.cli.target import find_run, no_living
+
+    target = find_run(run)
+    survey = survey_run(target.storage)
+    if as_json:
+        write_json(sys.stdout, make_document(target.storage.url, survey))
+    elif survey.found and (show_all or survey.of(State.LIVING)):
+        _show(target, survey, show_all, Screen(sys.stdout))
+    if survey.newest is None:
+        raise no_living(survey.catalog, target)
+
+
+def _show(target: Target, survey: Survey, show_all: bool, screen: Screen) -> None:
+    from holdfast.cli.screen import FAINT, STRONG, Styled
+    from holdfast.cli.step_table import plain_sheet, terminal_sheet
+    from holdfast.cli.survey import State
+    from holdfast.cli.wording import age_text
+
+    shown = survey.found if show_all else tuple(survey.of(State.LIVING))
+    if not screen.is_terminal:
+        sheet = plain_sheet(survey, shown)
+        screen.table(sheet.columns, sheet.rows)
+        return _remark(survey, show_all)
+    now = time.time()
+    opening = survey.opening
+    by = ""
+    if opening is not None:
+        age = age_text(now - opening.opened_at_unix_seconds)
+        by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
+    screen.say(Styled(target.location, STRONG), Styled(by, FAINT))
+    sheet = terminal_sheet(survey, shown, width=screen.width, now_unix_seconds=now)
+    screen.table(sheet.columns, sheet.rows)
+    if sheet.metrics_left_out:
+        screen.say(Styled(f"no room for {', '.join(sheet.metrics_left_out)}", FAINT))
+    return _remark(survey, show_all)
+
+
+def _remark(survey: Survey, show_all: bool) -> None:
+    """What the table does not say; on the error stream, so that a pipe gets the table alone."""
+    from holdfast.cli.screen import BAD, FAINT, Screen, Styled
+    from holdfast.cli.survey import State
+    from holdfast.cli.wording import counted
+
+    sys.stdout.flush()
+    remarks = Screen(sys.stderr)
+    for damage in (*survey.catalog.faults, *(damage for one in survey.found for damage in one.damages)):
+        remarks.say(Styled("damaged ", BAD), damage.message)
+    if show_all:
+        return
+    hidden = []
+    if off_line := len(survey.of(State.OFF_LINE)):
+        hidden.append(f"{counted(off_line, 'step')} off the living line")
+    if unfinished := len(survey.of(State.UNFINISHED)):
+        hidden.append(f"{unfinished} unfinished")
+    if aside := len(survey.of(State.SET_ASIDE)):
+        hidden.append(f"{aside} being removed")
+    if hidden:
+        remarks.say(Styled(f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
+
+
+def make_document(url: str, survey: Survey) -> dict[str, Any]:
+    """**Pure.** The JSON document of a run."""
+    from holdfast.cli.survey import State, damage_fields, find_extremes, found_fields, time_fields
+
+    living = survey.of(State.LIVING)
+    opening = survey.opening
+    opened = None
+    if opening is not None:
+        opened = {
+            "host": opening.host,
+            "process": opening.process,
+            **time_fields("opened_at", opening.opened_at_unix_seconds),
+        }
+    return {
+        "schema": "holdfast.list/1",
+        "run": url,
+        "generation": survey.catalog.generation,
+        "opened": opened,
+        "newest_step": survey.newest.name.step if survey.newest and survey.newest.name else None,
+        "extremes": {
+            metric: {"lowest_step": lowest.step if lowest else None, "highest_step": highest.step if highest else None}
+            for metric, (lowest, highest) in find_extremes(living).items()
+        },
+        "steps": [found_fields(one) for one in living],
+        "off_line": [found_fields(one) for one in survey.of(State.OFF_LINE)],
+        "unfinished": [found_fields(one) for one in survey.of(State.UNFINISHED)],
+        "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
+        "damaged_records": [damage_fields(fault) for fault in survey.catalog.faults],
+    }

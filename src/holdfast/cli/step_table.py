@@ -1,0 +1,155 @@
+"""The table of a run's steps. Pure, but for the calendar of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Column, Styled, Words
+from holdfast.cli.survey import Found, State, Survey, find_extremes
+from holdfast.cli.wording import age_text, figure_text, iso_text, legible, local_time_text, size_text
+
+LOWEST: Final = "▼"
+HIGHEST: Final = "▲"
+_GAP: Final = 2
+_MARKS_WIDTH: Final = 16
+_STATE_MARKS: Final = {
+    State.OFF_LINE: "off the living line",
+    State.UNFINISHED: "unfinished",
+    State.SET_ASIDE: "being removed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table that can be shown.
+
+    Attributes:
+        columns: Its columns.
+        rows: Its cells, row by row.
+        metrics_left_out: The metrics that a terminal has no room for.
+    """
+
+    columns: list[Column]
+    rows: list[list[Words]]
+    metrics_left_out: tuple[str, ...] = ()
+
+
+def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
+    """**Pure.** The table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
+    extremes = find_extremes(survey.of(State.LIVING))
+    titles = ("STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS")
+    figures = ("STEP", "GENERATION", "BYTES", "WORKERS")
+    columns = [Column(title, is_figure=title in figures) for title in titles]
+    columns += [Column(_unspaced(metric), is_figure=True) for metric in extremes]
+    rows: list[list[Words]] = []
+    for one in shown:
+        manifest = one.manifest
+        metrics = manifest.metrics if manifest else {}
+        marks = ["newest"] if one is survey.newest else []
+        marks += ["damaged"] if one.damages else []
+        marks += ["may_be_in_progress"] if one.may_be_in_progress else []
+        for metric, (lowest, highest) in extremes.items():
+            marks += [f"lowest:{metric}"] if manifest and one.name == lowest else []
+            marks += [f"highest:{metric}"] if manifest and one.name == highest else []
+        rows.append(
+            [
+                str(one.name.step) if one.name else "-",
+                str(one.name.generation) if one.name else "-",
+                one.state.value,
+                (iso_text(manifest.committed_at_unix_seconds) if manifest else None) or "-",
+                str(one.size_bytes),
+                str(manifest.world_size) if manifest else "-",
+                _unspaced(one.directory),
+                _unspaced(",".join(marks)) or "-",
+                *(figure_text(metrics[metric]) if metric in metrics else "-" for metric in extremes),
+            ]
+        )
+    return Sheet(columns, rows)
+
+
+def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_unix_seconds: float) -> Sheet:
+    """The table for a person.
+
+    Args:
+        survey: The run.
+        shown: What of it to show.
+        width: How many characters fit on a line; metrics that do not fit are left out.
+        now_unix_seconds: The time that ages are counted to.
+    """
+    with_generation = len({one.name.generation for one in shown if one.name}) > 1
+    columns = [Column("step", is_figure=True)]
+    columns += [Column("generation", is_figure=True)] if with_generation else []
+    columns += [Column("committed"), Column("", is_figure=True), Column("size", is_figure=True)]
+    columns += [Column("workers", is_figure=True)]
+    rows: list[list[Words]] = []
+    for one in shown:
+        committed_at = one.manifest.committed_at_unix_seconds if one.manifest else None
+        step_style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
+        row: list[Words] = [Styled(str(one.name.step) if one.name else "-", step_style)]
+        row += [Styled(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
+        row += [
+            "-" if committed_at is None else local_time_text(committed_at)[:16],
+            Styled("" if committed_at is None else age_text(now_unix_seconds - committed_at), FAINT),
+            size_text(one.size_bytes),
+            str(one.manifest.world_size) if one.manifest else "-",
+        ]
+        rows.append(row)
+    left_out = _add_metrics(columns, rows, survey, shown, width)
+    columns.append(Column("", folds=True))
+    for row, one in zip(rows, shown, strict=True):
+        row.append(_mark(survey, one))
+    return Sheet(columns, rows, left_out)
+
+
+def _mark(survey: Survey, one: Found) -> Styled:
+    if one.damages:
+        return Styled("damaged", BAD)
+    if one is survey.newest:
+        return Styled("newest", GOOD)
+    if one.may_be_in_progress:
+        return Styled("unfinished, perhaps being written", NOTABLE)
+    return Styled(_STATE_MARKS.get(one.state, ""), FAINT)
+
+
+def _add_metrics(
+    columns: list[Column], rows: list[list[Words]], survey: Survey, shown: Sequence[Found], width: int
+) -> tuple[str, ...]:
+    """Adds columns of metrics while they fit; gives those that do not."""
+    extremes = find_extremes(survey.of(State.LIVING))
+    used = _MARKS_WIDTH + sum(
+        _widest([column.title, *(row[place] for row in rows)]) for place, column in enumerate(columns)
+    )
+    metrics = list(extremes)
+    for place, metric in enumerate(metrics):
+        cells = [_metric_cell(one, metric, *extremes[metric]) for one in shown]
+        # The figures leave room for a mark on their right, so the title does.
+        title = metric + " " * _GAP
+        used += _widest([title, *cells])
+        if used > width:
+            return tuple(metrics[place:])
+        columns.append(Column(title, is_figure=True))
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
+    return ()
+
+
+def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> Styled:
+    figure = one.manifest.metrics.get(metric) if one.manifest else None
+    if figure is None:
+        return Styled("-" + " " * _GAP, FAINT)
+    is_living = one.state is State.LIVING
+    symbol = LOWEST if is_living and one.name == lowest else HIGHEST if is_living and one.name == highest else " "
+    return Styled(f"{figure_text(figure)} {symbol}", PLAIN if is_living else FAINT)
+
+
+def _widest(cells: Sequence[Words]) -> int:
+    from rich.cells import cell_len
+
+    texts = (cell.text if isinstance(cell, Styled) else cell for cell in cells)
+    return max(cell_len(legible(text)) for text in texts) + _GAP
+
+
+def _unspaced(text: str) -> str:
+    return text.replace(" ", "_")
