@@ -1,0 +1,30 @@
+"""What the two runs of the demo have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+KEPT: Final = ("model", "optimizer", "scheduler", "loader", "rng", "history")
+"""What the training script keeps, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is trained, and for how long.
+
+    Attributes:
+        seed: Of everything that is random.
+        steps: How many steps a run has.
+        save_every_steps: How many steps lie between two saves.
+        batch: The excerpts of one step.
+        tokens: The tokens that are predicted in one excerpt.
+        forget: Names of `KEPT` that are left out of the checkpoint, to see what that does.
+    """
+
+    seed: int = 0
+    steps: int = 160
+    save_every_steps: int = 10
+    batch: int = 12
+    tokens: int = 64
+    forget: tuple[str, ...] = ()
