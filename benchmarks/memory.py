@@ -68,4 +68,6 @@ def _status(pid: int) -> dict[str, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {key: int(rest.split()[0]) * 1024 for key, _, rest in (line.partition(":") for line in lines) if "Rss" in key}
+    return {
+        key: int(rest.split()[0]) * 1024 for key, _, rest in (line.partition(":") for line in lines) if "Rss" in key
+    }

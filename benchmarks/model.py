@@ -29,7 +29,9 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
+        widened: torch.Tensor = functional.gelu(self.widen(self.norm2(x)))
+        widened = x + self.narrow(widened)
+        return widened
 
 
 class Model(nn.Module):
@@ -48,4 +50,5 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = functional.linear(self.norm(x)[:, :-1], self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss

@@ -65,8 +65,6 @@ def fill(stored: Stored, matching: Matching) -> None:
             target.backend.copy_in(target.array, data)
         else:
             view[:] = data
-        for backend, array in target.copies:
-            backend.copy_in(array, data)
 
 
 def bring_back(

@@ -515,14 +515,18 @@ def test_events_tell_seconds_and_bytes(tmp_path: Path) -> None:
 
 
 def test_closing_ends_all_threads_and_dropping_a_manager_frees_it(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)  # What is opened once and for all is open by now.
     before = set(threading.enumerate())
+    files_before = sorted(path.name for path in Path("/proc/self/fd").iterdir())
     objects = make_objects()
     manager = manager_of(tmp_path, objects, threads=4)
-    manager.save(1)
+    manager.restore()
+    manager.save(2)
     manager.close(60)
     assert set(threading.enumerate()) <= before
+    assert sorted(path.name for path in Path("/proc/self/fd").iterdir()) == files_before
     manager = manager_of(tmp_path, objects)
-    manager.save(2)
+    manager.save(3)
     manager.wait(60)
     gone = weakref.ref(manager)
     del manager

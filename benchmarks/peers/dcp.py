@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from benchmarks.peers.peer import Peer, sync_path
 from benchmarks.state import State
@@ -24,7 +24,7 @@ class Synchronous(Peer):
     def save(self, step: int) -> None:
         """Returns when the files last."""
         self._newest = self.path(step)
-        dcp.save(self.state.tree(), checkpoint_id=self._newest)
+        save(self.state.tree(), checkpoint_id=self._newest)
 
     def wait_durable(self) -> None:
         """Adds the fsyncs of the two directories."""
@@ -34,7 +34,7 @@ class Synchronous(Peer):
     def restore(self, step: int) -> dict[str, float]:
         """DCP fills the tensors that it is given; the rest goes through `load_state_dict`."""
         tree = self.state.tree()
-        dcp.load(tree, checkpoint_id=self.path(step))
+        load(tree, checkpoint_id=self.path(step))
         self.state.load_tree(tree)
         return {}
 
@@ -60,7 +60,7 @@ class InThread(Synchronous):
         if self._future is not None:
             self._future.result()
         self._newest = self.path(step)
-        future = dcp.async_save(
+        future = async_save(
             self.state.tree(),
             checkpoint_id=self._newest,
             async_checkpointer_type=self.kind,

@@ -24,7 +24,7 @@ class Holdfast(Peer):
 
     def save(self, step: int) -> None:
         """Copies; the rest goes on behind."""
-        self._handles = {step: self._manager.save(step)}
+        self._handles[step] = self._manager.save(step)
 
     def wait_durable(self) -> None:
         """Waits for the commit, and for what is cleaned up behind it."""

@@ -6,8 +6,11 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.state import State
+if TYPE_CHECKING:
+    # The process that compares the peers imports this file, and needs no torch.
+    from benchmarks.state import State
 
 
 class Peer(ABC):
@@ -35,7 +38,7 @@ class Peer(ABC):
 
     @abstractmethod
     def restore(self, step: int) -> dict[str, float]:
-        """Gives the live state the saved values. It may return seconds of parts that are worth a figure of their own."""
+        """Gives the live state the saved values; returns seconds of parts that are worth a figure of their own."""
 
     def remove(self, step: int) -> None:
         """Removes what a save has written."""

@@ -6,7 +6,7 @@ from holdfast import errors, events
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
-from holdfast.restore.restorer import Restoration
+from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, ResumableSampler, register_codec, register_type

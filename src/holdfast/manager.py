@@ -21,12 +21,12 @@ from holdfast.events.sinks import LoggingSink
 from holdfast.format.envelope import plain
 from holdfast.format.names import MAX_STEP
 from holdfast.policies import All, RetentionPolicy, SavePolicy
-from holdfast.restore.restorer import Restoration, restore_objects
+from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save.handle import SaveHandle
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports
-from holdfast.save.saver import Origin, SaveOrder, Saver
+from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage, Storage, open_storage
 

@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
-from holdfast.restore.restorer import Restoration
+from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 

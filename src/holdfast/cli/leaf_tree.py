@@ -10,6 +10,7 @@ from typing import Final
 SHOWN_CHILDREN: Final = 16
 """How many children of one branch are listed; those beyond are summed up."""
 
+_MAX_PARTS: Final = 16
 _SEPARATOR: Final = re.compile(r"([/.])")
 _NUMBER: Final = re.compile(r"([0-9]+)")
 
@@ -68,14 +69,14 @@ def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
 
 
 def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
-    """**Pure.** The lines of a tree, down to a depth. Branches with a single child are joined with it."""
-    label = tree.name
-    while len(tree.children) == 1:
+    """**Pure.** The lines of a tree, down to a depth. Below the root, a branch is joined with its only child."""
+    label = tree.name.lstrip("/.") or tree.name
+    while depth > 0 and len(tree.children) == 1:
         (child,) = tree.children.values()
-        if not child.children:
-            break
+        if child.leaves < tree.leaves:
+            break  # The branch is a leaf itself.
         label, tree = label + child.name, child
-    yield Line(depth, label if depth == 0 else label.lstrip("/."), tree.leaves, tree.size_bytes)
+    yield Line(depth, label, tree.leaves, tree.size_bytes)
     if depth == max_depth:
         return
     children = sorted(tree.children.values(), key=lambda child: _natural_key(child.name))
@@ -94,7 +95,7 @@ def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
 
 def _parts(name: str) -> Iterator[str]:
     """The parts of a name, each with the separator before it."""
-    pieces = _SEPARATOR.split(name)
+    pieces = _SEPARATOR.split(name, _MAX_PARTS)
     if pieces[0]:
         yield pieces[0]
     for separator, text in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -103,4 +104,5 @@ def _parts(name: str) -> Iterator[str]:
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
     """Orders `layers.2` before `layers.10`."""
-    return [(int(piece[:18]), piece) if piece.isdigit() else (-1, piece) for piece in _NUMBER.split(name)]
+    pieces = _NUMBER.split(name)
+    return [(int(piece[:18]) if place % 2 else -1, piece) for place, piece in enumerate(pieces)]

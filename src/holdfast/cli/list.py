@@ -88,7 +88,7 @@ def _remark(survey: Survey, show_all: bool) -> None:
 
 def make_document(url: str, survey: Survey) -> dict[str, Any]:
     """**Pure.** The JSON document of a run."""
-    from holdfast.cli.survey import State, damage_fields, find_extremes, found_fields, time_fields
+    from holdfast.cli.survey import State, find_extremes, found_fields, problem_fields, time_fields
 
     living = survey.of(State.LIVING)
     opening = survey.opening
@@ -113,5 +113,5 @@ def make_document(url: str, survey: Survey) -> dict[str, Any]:
         "off_line": [found_fields(one) for one in survey.of(State.OFF_LINE)],
         "unfinished": [found_fields(one) for one in survey.of(State.UNFINISHED)],
         "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
-        "damaged_records": [damage_fields(fault) for fault in survey.catalog.faults],
+        "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
     }

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from typing import Final, NoReturn, TextIO
+from typing import Final, TextIO
 
 import click
 
@@ -59,11 +59,16 @@ class Verbs(click.Group):
             ctx.exit(ExitCode.INTERRUPTED)
         except BrokenPipeError:
             _silence(sys.stdout)
+            _silence(sys.stderr)
             ctx.exit(ExitCode.BROKEN_PIPE)
         except OSError as error:
-            _complain(f"cannot write the output: {error.strerror or error}", "")
             _silence(sys.stdout)
+            _complain(f"cannot write the output: {error.strerror or error}", "")
             ctx.exit(ExitCode.FAILED)
+        except RecursionError:
+            # Everything that holdfast itself writes is flat enough.
+            _complain("what is stored is nested too deep to be shown", "It was not written by holdfast.")
+            ctx.exit(ExitCode.DAMAGED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -90,7 +95,9 @@ def _print_version(ctx: click.Context, param: click.Parameter, is_asked: bool) -
     commands={verb: click.Command(verb, short_help=line) for verb, line in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
+)
 def holdfast() -> None:
     """Look after the checkpoints of training jobs.
 
@@ -98,21 +105,23 @@ def holdfast() -> None:
     """
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the command with this process's arguments, and ends the process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             # A terminal that cannot show a character gets its number, not an error.
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined, union-attr]
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     holdfast(prog_name="holdfast")
-    raise AssertionError("click ends the process")
 
 
 def _complain(message: str, hint: str) -> None:
     from holdfast.cli.screen import BAD, FAINT, Screen, Styled
 
-    with contextlib.suppress(OSError):
+    """Says what went wrong, on the error stream, after what was put out before."""
+    try:
         sys.stdout.flush()
+    except OSError:
+        _silence(sys.stdout)
     with contextlib.suppress(OSError):
         screen = Screen(sys.stderr)
         first, *rest = message.splitlines() or [""]

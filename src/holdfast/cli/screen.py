@@ -36,19 +36,23 @@ class Column:
     Attributes:
         title: What stands above it.
         is_figure: Whether it is aligned to the right.
-        folds: Whether long text goes on in a further line of the same cell, on a terminal that is too narrow.
     """
 
     title: str
     is_figure: bool = False
-    folds: bool = False
 
 
 class Screen:
     """Writes lines and tables to a stream.
 
-    On a terminal they have styles and fit its width; elsewhere they are plain text that is never cut, so that other
-    programs can rely on it. The environment variable NO_COLOR takes the colours away.
+    On a terminal they have styles; elsewhere they are plain text, so that other programs can rely on it. Nothing is
+    ever cut: a terminal that is too narrow goes on in the next line. The environment variable NO_COLOR takes the
+    colours away.
+
+    Attributes:
+        is_terminal: Whether the stream is a terminal.
+        has_symbols: Whether it is one that shows more than ASCII.
+        width: How many characters fit on a line of the terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -59,66 +63,46 @@ class Screen:
         if self.is_terminal:
             from rich.console import Console
 
-            # What Python's own streams cannot encode they replace; a console would raise.
             self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
             self.width = self._console.width
 
     def say(self, *words: Words) -> None:
         """Writes one line."""
         if not self.is_terminal:
-            self._write("".join(_text(word) for word in words))
+            self._stream.write("".join(_text(word) for word in words).rstrip() + "\n")
             return
         from rich.text import Text
 
         line = Text()
         for word in words:
             line.append(_text(word), _style(word) or None)
+        line.rstrip()
         self._console.print(line, soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Words]], *, indent: int = 0) -> None:
-        """Writes a table with a line for each row and, unless all titles are empty, a line of titles."""
-        if self.is_terminal:
-            self._styled_table(columns, rows, indent)
-        else:
-            self._plain_table(columns, rows, indent)
-
-    def _styled_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Words]], indent: int) -> None:
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            box=None,
-            pad_edge=False,
-            padding=(0, 2, 0, 0),
-            header_style=FAINT,
-            show_header=any(column.title for column in columns),
-        )
-        for column in columns:
-            table.add_column(
-                Text(_text(column.title)),
-                justify="right" if column.is_figure else "left",
-                no_wrap=not column.folds,
-                overflow="fold" if column.folds else "ellipsis",
-            )
-        for row in rows:
-            table.add_row(*(Text(_text(cell), _style(cell)) for cell in row))
-        self._console.print(Padding(table, (0, 0, 0, indent), expand=False))
-
-    def _plain_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Words]], indent: int) -> None:
-        lines = [[_text(cell) for cell in row] for row in rows]
+        """Writes a table: a line of titles, unless all are empty, and a line for each row."""
+        lines: list[Sequence[Words]] = list(rows)
         if any(column.title for column in columns):
-            lines.insert(0, [_text(column.title) for column in columns])
-        widths = [max((len(line[place]) for line in lines), default=0) for place in range(len(columns))]
+            lines.insert(0, [Styled(column.title, FAINT) for column in columns])
+        widths = [max((self._width(line[place]) for line in lines), default=0) for place in range(len(columns))]
         for line in lines:
-            cells = [
-                cell.rjust(width) if column.is_figure else cell.ljust(width)
-                for cell, width, column in zip(line, widths, columns, strict=True)
-            ]
-            self._write((" " * indent + "  ".join(cells)).rstrip())
+            words: list[Words] = [" " * indent]
+            for cell, width, column in zip(line, widths, columns, strict=True):
+                padding = " " * (width - self._width(cell))
+                words += [padding, cell, "  "] if column.is_figure else [cell, padding, "  "]
+            self.say(*words)
 
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
+    def _width(self, words: Words) -> int:
+        if not self.is_terminal:
+            return len(_text(words))
+        return terminal_width(words)
+
+
+def terminal_width(words: Words) -> int:
+    """**Pure.** How many columns of a terminal the words take: some characters take two, some none."""
+    from rich.cells import cell_len
+
+    return cell_len(_text(words))
 
 
 def write_json(stream: TextIO, document: dict[str, Any]) -> None:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Column, Styled, Words
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Column, Styled, Words, terminal_width
 from holdfast.cli.survey import Found, State, Survey, find_extremes
-from holdfast.cli.wording import age_text, figure_text, iso_text, legible, local_time_text, size_text
+from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, size_text
 
 LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
 _GAP: Final = 2
-_MARKS_WIDTH: Final = 16
+_MARKS_WIDTH: Final = 14
+_LONG_AGO_SECONDS: Final = 2 * 86400
 _STATE_MARKS: Final = {
-    State.OFF_LINE: "off the living line",
+    State.OFF_LINE: "off line",
     State.UNFINISHED: "unfinished",
     State.SET_ASIDE: "being removed",
 }
@@ -80,36 +81,43 @@ def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_un
     """
     with_generation = len({one.name.generation for one in shown if one.name}) > 1
     columns = [Column("step", is_figure=True)]
-    columns += [Column("generation", is_figure=True)] if with_generation else []
-    columns += [Column("committed"), Column("", is_figure=True), Column("size", is_figure=True)]
-    columns += [Column("workers", is_figure=True)]
+    columns += [Column("gen", is_figure=True)] if with_generation else []
+    columns += [Column("committed"), Column("size", is_figure=True), Column("workers", is_figure=True)]
     rows: list[list[Words]] = []
     for one in shown:
-        committed_at = one.manifest.committed_at_unix_seconds if one.manifest else None
-        step_style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
-        row: list[Words] = [Styled(str(one.name.step) if one.name else "-", step_style)]
+        style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
+        row: list[Words] = [Styled(str(one.name.step) if one.name else "-", style)]
         row += [Styled(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
         row += [
-            "-" if committed_at is None else local_time_text(committed_at)[:16],
-            Styled("" if committed_at is None else age_text(now_unix_seconds - committed_at), FAINT),
+            _when(one, now_unix_seconds),
             size_text(one.size_bytes),
-            str(one.manifest.world_size) if one.manifest else "-",
+            Styled(str(one.manifest.world_size) if one.manifest else "-", FAINT),
         ]
         rows.append(row)
     left_out = _add_metrics(columns, rows, survey, shown, width)
-    columns.append(Column("", folds=True))
+    columns.append(Column(""))
     for row, one in zip(rows, shown, strict=True):
         row.append(_mark(survey, one))
     return Sheet(columns, rows, left_out)
 
 
+def _when(one: Found, now_unix_seconds: float) -> str:
+    """How long ago it was where that is easy to grasp, else the day and the minute."""
+    if one.manifest is None:
+        return "-"
+    age_seconds = now_unix_seconds - one.manifest.committed_at_unix_seconds
+    if -60 <= age_seconds < _LONG_AGO_SECONDS:
+        return age_text(age_seconds)
+    return local_time_text(one.manifest.committed_at_unix_seconds)[:16]
+
+
 def _mark(survey: Survey, one: Found) -> Styled:
     if one.damages:
-        return Styled("damaged", BAD)
+        return Styled("newest, damaged" if one is survey.newest else "damaged", BAD)
     if one is survey.newest:
         return Styled("newest", GOOD)
     if one.may_be_in_progress:
-        return Styled("unfinished, perhaps being written", NOTABLE)
+        return Styled("being written?", NOTABLE)
     return Styled(_STATE_MARKS.get(one.state, ""), FAINT)
 
 
@@ -145,10 +153,7 @@ def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> St
 
 
 def _widest(cells: Sequence[Words]) -> int:
-    from rich.cells import cell_len
-
-    texts = (cell.text if isinstance(cell, Styled) else cell for cell in cells)
-    return max(cell_len(legible(text)) for text in texts) + _GAP
+    return max(terminal_width(cell) for cell in cells) + _GAP
 
 
 def _unspaced(text: str) -> str:

@@ -37,7 +37,7 @@ class Found:
         directory: Its name.
         state: Where it stands.
         name: The checkpoint that it is or was to be; None for what was set aside.
-        size_bytes: What its files take.
+        size_bytes: What its files take; for a checkpoint, its data files and indexes.
         manifest: Its manifest; None if it has none or that is damaged.
         damages: What can be seen to be wrong without reading the arrays.
         may_be_in_progress: Whether a job may be writing it at this moment.
@@ -121,9 +121,13 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
     except FormatError as damage:
         return Found(directory, state, name, _size_bytes(storage, directory), damages=(damage,))
     sizes = {entry.name: entry.size_bytes for entry in storage.list(directory) if not entry.is_directory}
-    return Found(
-        directory, state, name, sum(sizes.values()), manifest, damages=tuple(_find_misfits(directory, manifest, sizes))
-    )
+    misfits = tuple(_find_misfits(directory, manifest, sizes))
+    return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits)
+
+
+def checkpoint_bytes(manifest: Manifest) -> int:
+    """**Pure.** What a checkpoint's data files and indexes take."""
+    return sum(worker.data_bytes + worker.index_bytes for worker in manifest.workers)
 
 
 def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> Iterable[DamageError]:
@@ -160,13 +164,13 @@ def time_fields(key: str, unix_seconds: float) -> dict[str, Any]:
     return {f"{key}_unix_seconds": unix_seconds, key: iso_text(unix_seconds)}
 
 
-def damage_fields(damage: DamageError) -> dict[str, Any]:
-    """**Pure.** Damage in a JSON document."""
+def problem_fields(problem: HoldfastError) -> dict[str, Any]:
+    """**Pure.** Damage, or a place that failed, in a JSON document."""
     return {
-        "file": damage.path,
-        "offset_bytes": damage.offset_bytes,
-        "tensor": damage.tensor or None,
-        "message": damage.message,
+        "file": getattr(problem, "path", "") or None,
+        "offset_bytes": getattr(problem, "offset_bytes", None),
+        "tensor": getattr(problem, "tensor", "") or None,
+        "message": problem.message,
     }
 
 
@@ -191,7 +195,7 @@ def found_fields(found: Found) -> dict[str, Any]:
         fields["may_be_in_progress"] = found.may_be_in_progress
     if found.state in (State.LIVING, State.OFF_LINE):
         fields |= manifest_fields(found.manifest)
-        fields["damages"] = [damage_fields(damage) for damage in found.damages]
+        fields["damages"] = [problem_fields(damage) for damage in found.damages]
     return fields
 
 

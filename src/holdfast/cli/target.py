@@ -148,7 +148,9 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry]) -> NoC
         )
     if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
         if os.path.lexists(storage.url):
-            return NoCheckpointError(f"{location} is not a directory", hint="Name the directory that the job saves into.")
+            return NoCheckpointError(
+                f"{location} is not a directory", hint="Name the directory that the job saves into."
+            )
         hint = "Check the path."
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112

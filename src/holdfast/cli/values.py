@@ -44,6 +44,8 @@ def parts_of(node: Node) -> list[tuple[str, Node]] | None:
     if "$" not in node:
         return [(escape(str(key)), part) for key, part in node.items()]
     tag, payload = node["$"], node.get("v")
+    if type(tag) is not str:
+        return None
     if tag in _BRACKETS and type(payload) is list:
         return parts_of(payload)
     if tag in _MAPPINGS and type(payload) is list and all(_is_pair(pair) for pair in payload):
@@ -72,9 +74,7 @@ def count_values(node: Node, depth: int = 0) -> int:
     return sum(count_values(part, depth + 1) for _, part in parts)
 
 
-def find_nodes(
-    objects: Mapping[str, Node], select: Callable[[str], bool] | None
-) -> Iterator[tuple[str, Node]]:
+def find_nodes(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -> Iterator[tuple[str, Node]]:
     """**Pure.** The nodes that were asked for with their paths; what lies within one of them is not given again.
 
     Args:
@@ -94,7 +94,7 @@ def find_nodes(
 
 
 def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """**Pure.** The values in a node, each with its path and as text; what is flat stands on one line.
+    """**Pure.** The values in a node, each with its path and as text; a sequence of scalars stands on one line.
 
     Arrays stand for themselves elsewhere and are left out, unless one has another name than its path: it is shared.
     """
@@ -104,11 +104,19 @@ def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, st
             yield path, f"the array {leaf}"
         return
     parts = parts_of(node) if depth <= MAX_DEPTH else None
-    if parts is None or all(not parts_of(part) and array_of(part) is None for _, part in parts):
+    if not parts or (_is_sequence(node) and all(_is_scalar(part) for _, part in parts)):
         yield path, describe(node, depth)
         return
     for part, child in parts:
         yield from list_values(f"{path}/{part}", child, depth + 1)
+
+
+def _is_sequence(node: Node) -> bool:
+    return type(node) is list or (type(node) is dict and node.get("$") in _BRACKETS)
+
+
+def _is_scalar(node: Node) -> bool:
+    return parts_of(node) is None and array_of(node) is None
 
 
 def describe(node: Node, depth: int = 0) -> str:
@@ -119,7 +127,7 @@ def describe(node: Node, depth: int = 0) -> str:
         return "..."
     if type(node) is list:
         return f"[{_elements(node, depth)}]"
-    if type(node) is not dict:
+    if type(node) is not dict or type(node.get("$", "")) is not str:
         return "?"
     if "$" not in node:
         return f"{{{_items(((repr(key), part) for key, part in node.items()), len(node), depth)}}}"

@@ -9,7 +9,7 @@ KEPT: Final = ("model", "optimizer", "scheduler", "loader", "rng", "history")
 """What the training script keeps, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is trained, and for how long.
 
@@ -25,6 +25,6 @@ class Settings:
     seed: int = 0
     steps: int = 160
     save_every_steps: int = 10
-    batch: int = 12
+    batch: int = 8
     tokens: int = 64
     forget: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Trains a small GPT on the source of Python's standard library. Kill it at any moment and start it again: it goes on.
 
-    python -m holdfast.demo.train runs/gpt
+python -m holdfast.demo.train runs/gpt
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -60,8 +60,9 @@ def train(
         after_step: Called after each step.
         sinks: Told of holdfast's events.
     """
-    # The same arithmetic in every process. Sums depend on the number of threads, so that is fixed as well.
-    torch.set_num_threads(2)
+    # The same arithmetic in every process: sums depend on the number of threads. One is enough for so small a model,
+    # and leaves a core to the loader and to saving.
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     random.seed(settings.seed)
     np.random.seed(settings.seed)
@@ -90,28 +91,29 @@ def train(
         history.samples.append(samples.tolist())
         return loss.item()
 
-    with closing(loader.stream()) as batches:
-        if directory is None:
-            for _ in range(settings.steps):
-                learn(*next(batches))
-                after_step(history)
-        else:
-            kept = {
-                "model": model,
-                "optimizer": optimizer,
-                "scheduler": scheduler,
-                "loader": loader,
-                "rng": hf.RNG(),
-                "history": history,
-            }
-            for name in settings.forget:
-                del kept[name]
-            save_every = hf.Steps(settings.save_every_steps)
-            with hf.resumable(directory, save_every=save_every, keep=hf.Latest(2), sinks=sinks, **kept) as run:
-                for _ in run.steps(settings.steps):
-                    loss = learn(*next(batches))
-                    run.report(loss=loss)
-                    after_step(history)
+    batches = loader.stream()
+    if directory is None:
+        for _ in range(settings.steps):
+            learn(*next(batches))
+            after_step(history)
+        return Trained(model, optimizer, scheduler, history)
+
+    kept: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": loader,
+        "rng": hf.RNG(),
+        "history": history,
+    }
+    for name in settings.forget:
+        del kept[name]
+    save_every = hf.Steps(settings.save_every_steps)
+    with hf.resumable(directory, save_every=save_every, keep=hf.Latest(2), sinks=sinks, **kept) as run:
+        for _ in run.steps(settings.steps):
+            loss = learn(*next(batches))
+            run.report(loss=loss)
+            after_step(history)
     return Trained(model, optimizer, scheduler, history)
 
 

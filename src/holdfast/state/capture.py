@@ -15,7 +15,7 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, path_part, unsu
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made
 from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
-from holdfast.state.registry import adapter_of, backend_of
+from holdfast.state.registry import adapter_of, backend_of, backend_of_type
 
 
 class Cast:
@@ -90,10 +90,13 @@ def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str
         return
     if not isinstance(root, type) and callable(getattr(root, "prepare_for_checkpoint", None)):
         yield path, root, None
-    for index, (key, child) in enumerate(parts_of(root)):
-        # Most parts are values or arrays, of which there may be very many.
-        if type(child) not in ENCODERS and backend_of(child) is None:
-            yield from find_stateful(child, f"{path}/{path_part(key, index)}", depth + 1)
+    parts = parts_of(root)
+    # Most parts are values or arrays, of which there may be very many.
+    others = {cls for cls in {type(part) for _, part in parts} if cls not in ENCODERS and not backend_of_type(cls)}
+    if others:
+        for index, (key, part) in enumerate(parts):
+            if type(part) in others:
+                yield from find_stateful(part, f"{path}/{path_part(key, index)}", depth + 1)
 
 
 def parts_of(value: object) -> list[tuple[Hashable, Any]]:
@@ -118,7 +121,7 @@ class _Capturing(Encoder):
         self._scene = scene
         self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
-        self._by_memory: dict[tuple[str, Hashable], str] = {}
+        self._by_memory: dict[str, dict[Hashable, str]] = {}
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """The node of a value; arrays are looked for first, since there may be very many."""
@@ -136,7 +139,7 @@ class _Capturing(Encoder):
             return None
         try:
             state = adapter.state_of(value, self._scene)
-        except HoldfastError:
+        except (HoldfastError, MemoryError):
             raise
         except Exception as error:
             raise UnsupportedValueError(
@@ -148,8 +151,9 @@ class _Capturing(Encoder):
 
     def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
         spec = backend.spec(array, path)
-        memory = (backend.name, backend.alias_key(array))
-        name = self._by_memory.get(memory)
+        memory = backend.alias_key(array)
+        by_memory = self._by_memory.setdefault(backend.name, {})
+        name = by_memory.get(memory)
         if name is None:
             name = path
             number = 2
@@ -160,6 +164,6 @@ class _Capturing(Encoder):
             if name == "__metadata__":
                 raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
             self._names.add(name)
-            self._by_memory[memory] = name
+            by_memory[memory] = name
             self.leaves.append(ArrayLeaf(name, spec, array, backend))
         return name

@@ -73,4 +73,7 @@ class Claims:
         )
 
     def _claim(self, leaf: str, spec: ArraySpec) -> _Claim:
-        return self._claims.setdefault(leaf, _Claim(spec))
+        claim = self._claims.get(leaf)
+        if claim is None:
+            claim = self._claims[leaf] = _Claim(spec)
+        return claim

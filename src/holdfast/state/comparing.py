@@ -67,11 +67,11 @@ class Comparison(Decoder):
         self.rules = OWNED
         self._arrays = stored_arrays
         self._select = select
-        self._whole = select is None
+        self.whole = select is None
 
     def wants(self, path: str) -> bool:
         """Whether what stands at a path is restored, with all that is in it."""
-        if self._whole or self._select is None:
+        if self.whole or self._select is None:
             return True
         wanted = self._select(path)
         self.selected_count += wanted
@@ -79,14 +79,14 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """The value of a node, or the live one where that is to stay."""
-        if self._whole:
+        if self.whole:
             return self._decode_whole(node, live, path, depth)
         if self.wants(path):
-            self._whole = True
+            self.whole = True
             try:
                 return self._decode_whole(node, live, path, depth)
             finally:
-                self._whole = False
+                self.whole = False
         # Something within may be wanted, if there is the like on both sides.
         form = _form(node)
         if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
@@ -137,7 +137,7 @@ class Comparison(Decoder):
         rules, selected_before = self.rules, self.selected_count
         try:
             load = adapter.begin_load(live, state, ObjectLoading(self, path, depth))
-        except HoldfastError:
+        except (HoldfastError, MemoryError):
             raise
         except Exception as error:
             raise UsageError(
@@ -146,7 +146,7 @@ class Comparison(Decoder):
             ) from error
         finally:
             self.rules = rules
-        if self._whole or self.selected_count > selected_before:
+        if self.whole or self.selected_count > selected_before:
             self.jobs.append(Job(path, adapter.last, load))
         return live
 
@@ -195,7 +195,7 @@ class ObjectLoading:
 
     def wants(self, *at: str) -> bool:
         """Whether what stands there is restored."""
-        return self._comparison.wants(self.name(*at))
+        return self._comparison.whole or self._comparison.wants(self.name(*at))
 
     def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER) -> Any:
         """The stored value."""

@@ -152,8 +152,8 @@ class Target:
         spec: What is stored, and what `array` is.
         array: The destination: a live array, filled in place, or a new one.
         backend: The library of `array`.
-        copies: Further live arrays, not sharing memory with `array`, that get the same values afterwards; each with its
-            backend.
+        copies: Further arrays, not sharing memory with `array`, that get the same values afterwards, each with its
+            backend; `Matching.apply` sees to them.
     """
 
     leaf: str

@@ -40,7 +40,7 @@ class Matching:
     _jobs: tuple[Job, ...]
 
     def apply(self) -> dict[str, object]:
-        """Puts everything in place, once all targets and their copies are filled.
+        """Puts everything in place, once all targets are filled: their copies too, then values and objects.
 
         Random generators come last, since the loading of other objects may draw from them.
 
@@ -50,6 +50,8 @@ class Matching:
         Raises:
             ApplyError: If an object refuses its state; objects before it have been changed.
         """
+        for target in self.targets:
+            _fill_copies(target)
         changed: dict[str, object] = {}
         for renewal in self._renewals:
             stands = settle(renewal.live, renewal.value)
@@ -89,6 +91,7 @@ def match_objects(
         FormatError: If the stored state is malformed.
         UnsupportedValueError: If a type is not known here, or a live array has a form that cannot be filled.
         UsageError: If nothing that is both stored and live is selected, or an object's state cannot be read.
+        MemoryError: If there is no memory for arrays that are made anew.
     """
     comparison = Comparison(objects, stored_arrays, select)
     renewals = []
@@ -109,3 +112,14 @@ def match_objects(
             hint=f"Stored are: {', '.join(stored_objects)}.",
         )
     return Matching(comparison.differences, comparison.claims.targets(), tuple(renewals), tuple(comparison.jobs))
+
+
+def _fill_copies(target: Target) -> None:
+    if not target.copies:
+        return
+    data = target.backend.writable_view(target.array)
+    if data is None:
+        data = memoryview(bytearray(target.spec.size_bytes))
+        target.backend.copy_out([target.array], data, [0])
+    for backend, array in target.copies:
+        backend.copy_in(array, data)

@@ -22,6 +22,7 @@ __all__ = [
     "adapter_of",
     "backend_named",
     "backend_of",
+    "backend_of_type",
     "load_integrations",
     "register_adapter",
     "register_backend",
@@ -74,7 +75,12 @@ def adapter_of(obj: object) -> Adapter | None:
 
 def backend_of(obj: object) -> ArrayBackend | None:
     """The library of an array, or None if the object is no array."""
-    found = _handler(type(obj))
+    return backend_of_type(type(obj))
+
+
+def backend_of_type(cls: type) -> ArrayBackend | None:
+    """The library of arrays of a type, or None if it is no type of arrays."""
+    found = _handler(cls)
     return None if found is None or isinstance(found, Adapter) else found
 
 

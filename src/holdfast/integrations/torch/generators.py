@@ -14,7 +14,7 @@ CPU_SOURCE = RandomSource(torch.get_rng_state, torch.set_rng_state)
 
 def _read_cuda() -> list[Any] | None:
     # A process that has drawn nothing on a device has not started CUDA; asking would start it.
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
 
 def _write_cuda(states: list[Any]) -> None:

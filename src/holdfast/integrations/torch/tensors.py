@@ -60,9 +60,9 @@ class TorchBackend:
         return _spec(name, array.shape)
 
     def alias_key(self, array: Any) -> Hashable:
-        """Address, device, type, shape, strides, and how values are read. (Tensors of no elements have no address.)"""
+        """Address, device, type, shape, strides, and how values are read."""
         address = array.data_ptr()
-        if address == 0:
+        if address == 0:  # a tensor of no elements
             return id(array)
         if array.is_cpu and array.is_contiguous():
             return (address, array.dtype, array.shape, array.is_neg(), array.is_conj())
@@ -102,11 +102,11 @@ class TorchBackend:
 
     def new(self, spec: ArraySpec) -> Any:
         """A new tensor in host memory."""
-        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="cpu")
+        return _empty(spec, torch.device("cpu"))
 
     def new_like(self, spec: ArraySpec, live: Any) -> Any:
         """A new tensor on the device of a live one."""
-        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=live.device)
+        return _empty(spec, live.device)
 
     def fillable(self, array: Any) -> bool:
         """Every tensor can be changed where it is."""
@@ -116,6 +116,13 @@ class TorchBackend:
 @lru_cache(maxsize=4096)
 def _spec(name: str, shape: torch.Size) -> ArraySpec:
     return ArraySpec(name, tuple(shape))
+
+
+def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+    except RuntimeError as error:  # torch has no error of its own for memory of the host
+        raise MemoryError(f"no memory for an array of {spec.size_bytes} bytes on {device}: {error}") from error
 
 
 def _why_not(array: Any) -> tuple[str, str]:

@@ -1,0 +1,116 @@
+"""The process of one contender, seen from the process that compares."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.memory import MemoryWatch, held_bytes
+from benchmarks.messages import Order, Reply, Start
+from benchmarks.worker import THREADS
+
+_TIMEOUT_SECONDS: Final = 300.0
+
+
+class ContenderError(Exception):
+    """A contender could not do what it was told; its process is gone."""
+
+
+class Contender:
+    """Starts the process, gives orders, and watches its memory."""
+
+    def __init__(self, start: Start) -> None:
+        self.name = start.contender
+        self.directory = Path(start.directory)
+        self.directory.mkdir(parents=True)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  It lives as long as the process.
+        threads = {name: str(THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            pass_fds=[start.memory] if start.memory >= 0 else [],
+            env={**os.environ, **threads},
+            # A group of its own, so that what a peer starts can be ended with it.
+            start_new_session=True,
+        )
+        try:
+            self.note = self._exchange(msgspec.json.encode(start)).note
+        except BaseException:
+            self.kill()
+            raise
+        self._idle_bytes = held_bytes(self._process.pid)
+
+    def order(self, order: Order) -> dict[str, float]:
+        """**Blocks.** Has something done.
+
+        Returns:
+            What the contender has measured, and `extra_bytes`: how much more memory was held meanwhile, at most, than
+            before the first order.
+
+        Raises:
+            ContenderError: If it failed or took too long. Then the process has been ended.
+        """
+        watch = MemoryWatch(self._process.pid)
+        try:
+            with watch.watch():
+                figures = self._exchange(msgspec.json.encode(order)).figures
+        except BaseException:
+            self.kill()
+            raise
+        return {**figures, "extra_bytes": float(max(0, watch.peak_bytes - self._idle_bytes))}
+
+    def close(self) -> None:
+        """Ends the process, in order if it can."""
+        try:
+            if self._process.poll() is None:
+                self.order(Order(verb="close"))
+        except ContenderError:
+            return
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the process and what it has started; harmless twice."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        if self._process.poll() is None:
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._log.close()
+
+    def _exchange(self, message: bytes) -> Reply:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(message + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ContenderError(f"{self.name} has ended: {self._last_words()}") from None
+        ready, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT_SECONDS)
+        if not ready:
+            raise ContenderError(f"{self.name} did not answer within {_TIMEOUT_SECONDS:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise ContenderError(f"{self.name} has ended: {self._last_words()}")
+        reply = msgspec.json.decode(line, type=Reply)
+        if reply.error:
+            raise ContenderError(reply.error)
+        return reply
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "without a word"

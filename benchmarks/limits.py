@@ -1,0 +1,167 @@
+"""What the machine itself can do: copy, write and read the same bytes with nothing else to do."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks import page_cache
+from benchmarks.workloads import Place
+
+_PAGE_BYTES: Final = 4096
+_COPY_BYTES: Final = 4 << 20
+WRITE_BLOCKS: Final = (2 << 20, 8 << 20, 16 << 20)
+READ_BLOCKS: Final = (2 << 20, 8 << 20)
+READ_THREADS: Final = (2, 4)
+
+
+class Limits:
+    """The bare operations, on the tensors that the peers save. Each result is the best of a few ways, in seconds."""
+
+    def __init__(self, directory: Path, memory: mmap.mmap, places: Sequence[Place]) -> None:
+        self._path = directory / "limit"
+        self._memory = memory
+        self._places = places
+        self._size_bytes = sum(place.end - place.begin for place in places)
+        self._padded_bytes = -(-self._size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._buffer = mmap.mmap(-1, self._padded_bytes)
+        self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        # Touched here, once: the first touch of a page is the machine's affair, not the copy's.
+        ctypes.memset(_address(self._buffer), 1, self._padded_bytes)
+
+    def copy_seconds(self) -> float:
+        """Copies every tensor into memory that has been touched, with two threads and with one."""
+        source, target = _address(self._memory), _address(self._buffer)
+        moves: list[tuple[int, int, int]] = []
+        offset = 0
+        for place in self._places:
+            for begin in range(place.begin, place.end, _COPY_BYTES):
+                length = min(_COPY_BYTES, place.end - begin)
+                moves.append((target + offset, source + begin, length))
+                offset += length
+
+        def copy(part: Sequence[tuple[int, int, int]]) -> None:
+            move = ctypes.memmove
+            for to, of, length in part:
+                move(to, of, length)
+
+        half = _middle([length for _, _, length in moves])
+        two = [_timed(lambda: _together([lambda: copy(moves[:half]), lambda: copy(moves[half:])])) for _ in range(3)]
+        return min(*two, _timed(lambda: copy(moves)))
+
+    def write_seconds(self) -> float:
+        """Direct writes by two threads into a new file that has its room already, the fsync counted."""
+        best = min(self._write(block) for block in WRITE_BLOCKS)
+        page_cache.drop(self._path.parent)
+        return best
+
+    def read_cold_seconds(self) -> float:
+        """Direct reads into memory that has been touched. `write_seconds` comes before."""
+        return min(self._read(block, threads, os.O_DIRECT) for block in READ_BLOCKS for threads in READ_THREADS)
+
+    def read_warm_seconds(self) -> float:
+        """Reads by two threads of a file that is in the page cache. `write_seconds` comes before."""
+        page_cache.fill(self._path.parent)
+        return min(self._read(block, 2, 0) for block in READ_BLOCKS)
+
+    def remove(self) -> None:
+        """Removes the file."""
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, block_bytes: int) -> float:
+        self.remove()
+        view = memoryview(self._buffer)
+
+        def write() -> None:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+            try:
+                os.posix_fallocate(descriptor, 0, self._padded_bytes)
+                _spread(
+                    lambda begin, end: _all(os.pwrite(descriptor, view[begin:end], begin), end - begin),
+                    self._padded_bytes,
+                    block_bytes,
+                    2,
+                )
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        return _timed(write)
+
+    def _read(self, block_bytes: int, threads: int, flag: int) -> float:
+        view = memoryview(self._buffer)
+
+        def read() -> None:
+            descriptor = os.open(self._path, os.O_RDONLY | flag)
+            try:
+                _spread(
+                    lambda begin, end: _all(os.preadv(descriptor, [view[begin:end]], begin), end - begin),
+                    self._padded_bytes,
+                    block_bytes,
+                    threads,
+                )
+            finally:
+                os.close(descriptor)
+
+        return _timed(read)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _middle(lengths: Sequence[int]) -> int:
+    """Where to cut a list so that both parts have about as many bytes."""
+    half, total = sum(lengths) / 2, 0
+    for number, length in enumerate(lengths):
+        total += length
+        if total >= half:
+            return number + 1
+    return len(lengths)
+
+
+def _all(done_bytes: int, wanted_bytes: int) -> None:
+    if done_bytes != wanted_bytes:
+        raise OSError(f"{done_bytes} of {wanted_bytes} bytes were transferred")
+
+
+def _spread(transfer: Callable[[int, int], None], size_bytes: int, block_bytes: int, threads: int) -> None:
+    """Transfers each block once, each thread taking every so-manieth."""
+
+    def work(first: int) -> None:
+        for begin in range(first * block_bytes, size_bytes, threads * block_bytes):
+            transfer(begin, min(begin + block_bytes, size_bytes))
+
+    _together([lambda number=number: work(number) for number in range(threads)])  # type: ignore[misc]
+
+
+def _together(jobs: Sequence[Callable[[], None]]) -> None:
+    """Runs the jobs in a thread each, the first in this one; raises the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001  It is raised below, in the thread that asked.
+            errors.append(error)
+
+    others = [threading.Thread(target=guarded, args=(job,)) for job in jobs[1:]]
+    for thread in others:
+        thread.start()
+    guarded(jobs[0])
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _timed(action: Callable[[], None]) -> float:
+    begun_at = time.perf_counter()
+    action()
+    return time.perf_counter() - begun_at

@@ -1,0 +1,89 @@
+"""The machine, in words that name no particular one."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+_PACKAGES: Final = ("torch", "safetensors", "numpy", "xxhash")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run took place.
+
+    Attributes:
+        processor: The processor's model.
+        cores: How many cores a process may use.
+        memory_bytes: The memory.
+        file_system: The kind of file system that was written to.
+        system: The operating system's kernel.
+        versions: Of Python and of packages, by name.
+    """
+
+    processor: str
+    cores: int
+    memory_bytes: int
+    file_system: str
+    system: str
+    versions: dict[str, str]
+
+
+def describe_machine(directory: Path) -> Machine:
+    """This machine, and the file system that an existing directory lies on."""
+    versions = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        file_system=_file_system(directory),
+        # Without what a distribution or a host adds to the version.
+        system=f"{platform.system()} {platform.release().partition('-')[0]}",
+        versions=versions,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the mount with the longest path above the directory."""
+    place = directory.resolve()
+    kind, longest = "unknown", -1
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        _, mount, mounted, *_ = line.split()
+        # Of two mounts at one place, the later one is what is seen.
+        if place.is_relative_to(mount) and len(mount) >= longest:
+            kind, longest = mounted, len(mount)
+    return kind
+    for line in lines:
+        _, mount, kind, *_ = line.split()
+        if place.is_relative_to(mount):
+            # Of two mounts at one place, the later one is what is seen.
+            found = (
+                max(found, (len(mount), kind), key=lambda item: item[0])
+                if len(mount) != found[0]
+                else (
+                    len(mount),
+                    kind,
+                )
+            )
+    return found[1]

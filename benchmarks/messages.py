@@ -1,0 +1,53 @@
+"""What the process that compares and those that are compared say to each other: a line of JSON each."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a worker.
+
+    Attributes:
+        contender: A peer's name, or `limits`.
+        workload: The name of a workload, or `training`.
+        scale: How large the workload is, 1 for the real size.
+        directory: Where to write.
+        memory: The descriptor of the memory that holds the tensors; -1 for none.
+    """
+
+    contender: str
+    workload: str
+    scale: float
+    directory: str
+    memory: int
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to do.
+
+    Attributes:
+        verb: The name of a method of `benchmarks.worker.Duties`.
+        step: Which save it is about.
+        saves: How many saves, for `train`.
+        interval_steps: How many steps lie between them.
+    """
+
+    verb: str
+    step: int = 0
+    saves: int = 0
+    interval_steps: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it.
+
+    Attributes:
+        figures: What was measured, by name.
+        note: What is to be said beside the figures.
+        error: Why it failed; empty if it did not.
+    """
+
+    figures: dict[str, float] = {}
+    note: str = ""
+    error: str = ""

@@ -1,0 +1,165 @@
+"""The process of one contender: does what it is told and says how long it took. `python -m benchmarks.worker`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from benchmarks.messages import Order, Reply, Start
+from benchmarks.workloads import make_workload, place_tensors, state_shapes
+
+THREADS = 2
+
+
+class Duties:
+    """What one kind of contender can be told to do: each method is a verb."""
+
+    note: str = ""
+
+    def close(self, order: Order) -> dict[str, float]:
+        """Ends whatever was opened."""
+        return {}
+
+
+class LimitDuties(Duties):
+    """Measures the machine."""
+
+    def __init__(self, start: Start) -> None:
+        from benchmarks.limits import Limits
+
+        places, size_bytes = place_tensors(state_shapes(make_workload(start.workload, start.scale)))
+        self._limits = Limits(Path(start.directory), mmap.mmap(start.memory, size_bytes), places)
+
+    def measure(self, order: Order) -> dict[str, float]:
+        """All limits, once."""
+        try:
+            return {
+                "copy": self._limits.copy_seconds(),
+                "write": self._limits.write_seconds(),
+                "read_cold": self._limits.read_cold_seconds(),
+                "read_warm": self._limits.read_warm_seconds(),
+            }
+        finally:
+            self._limits.remove()
+
+
+class PeerDuties(Duties):
+    """Saves and restores state that lies in shared memory."""
+
+    def __init__(self, start: Start) -> None:
+        import torch
+
+        from benchmarks.peers import make_peer
+        from benchmarks.state import make_state
+
+        torch.set_num_threads(THREADS)
+        workload = make_workload(start.workload, start.scale)
+        _, size_bytes = place_tensors(state_shapes(workload))
+        # Its page tables are filled here, so that no peer pays for that.
+        memory = mmap.mmap(start.memory, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._state = make_state(workload, memory)
+        self._peer = make_peer(start.contender)
+        self._peer.open(Path(start.directory), self._state)
+        self.note = self._peer.makes_last
+
+    def save(self, order: Order) -> dict[str, float]:
+        """One save, until it is durable."""
+        begun_at = time.perf_counter()
+        self._peer.save(order.step)
+        stalled_at = time.perf_counter()
+        self._peer.wait_durable()
+        return {"stall": stalled_at - begun_at, "durable": time.perf_counter() - begun_at}
+
+    def restore(self, order: Order) -> dict[str, float]:
+        """One restore; the tensors are then where they were before."""
+        begun_at = time.perf_counter()
+        parts = self._peer.restore(order.step)
+        seconds = time.perf_counter() - begun_at
+        self._state.come_home()
+        return {"restore": seconds, **parts}
+
+    def remove(self, order: Order) -> dict[str, float]:
+        """Removes a save."""
+        self._peer.remove(order.step)
+        return {}
+
+    def close(self, order: Order) -> dict[str, float]:
+        """Closes the peer."""
+        self._peer.close()
+        return {}
+
+
+class TrainingDuties(Duties):
+    """Trains, and saves while it does."""
+
+    def __init__(self, start: Start) -> None:
+        import torch
+
+        from benchmarks.peers import make_peer
+        from benchmarks.training import open_training
+
+        torch.set_num_threads(THREADS)
+        self._peer = make_peer(start.contender)
+        self._training = open_training(self._peer, Path(start.directory), start.scale)
+
+    def train(self, order: Order) -> dict[str, float]:
+        """One stretch of training."""
+        lost = self._training.measure(self._peer, order.saves, order.interval_steps)
+        return {
+            "lost": lost.lost_seconds,
+            "step": lost.step_seconds,
+            "stall": lost.stall_seconds,
+            "size_bytes": self._training.size_bytes,
+        }
+
+    def close(self, order: Order) -> dict[str, float]:
+        """Closes the peer."""
+        self._peer.close()
+        return {}
+
+
+def main() -> int:
+    """Serves orders until the input ends."""
+    # Whatever a peer prints goes elsewhere: the output belongs to the replies.
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    orders = sys.stdin.buffer
+    duties: Duties
+    try:
+        start = msgspec.json.decode(orders.readline(), type=Start)
+        if start.workload == "training":
+            duties = TrainingDuties(start)
+        elif start.contender == "limits":
+            duties = LimitDuties(start)
+        else:
+            duties = PeerDuties(start)
+    except Exception as error:
+        _say(replies, Reply(error=_describe(error)))
+        raise
+    _say(replies, Reply(note=duties.note))
+    for line in orders:
+        order = msgspec.json.decode(line, type=Order)
+        try:
+            _say(replies, Reply(figures=getattr(duties, order.verb)(order)))
+        except Exception as error:
+            _say(replies, Reply(error=_describe(error)))
+            raise
+    return 0
+
+
+def _say(replies: BinaryIO, reply: Reply) -> None:
+    replies.write(msgspec.json.encode(reply) + b"\n")
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What one checkpoint holds, read from its records alone; no array is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.catalog import read_catalog
+from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
+from holdfast.cli.target import Target, choose_step
+from holdfast.cli.values import count_values, find_nodes
+from holdfast.errors import NoCheckpointError, NotFoundError
+from holdfast.format.index import LeafRecord
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.scalars import Node
+from holdfast.restore.handoffs import OpenedStep, join
+from holdfast.restore.verify import open_step
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Which checkpoint it is.
+
+    Attributes:
+        location: The run, or the directory of the step, as it was written on the command line.
+        url: The same in full.
+        directory: The name of the step's directory in the run; empty where the step's directory itself was named.
+        expected: What the directory's name promises; None where it may have any name.
+        state: Where it stands in its run; None outside of one.
+        is_newest: Whether it is the newest of the living line.
+        manifest: Its manifest.
+    """
+
+    location: str
+    url: str
+    directory: str
+    expected: StepName | None
+    state: State | None
+    is_newest: bool
+    manifest: Manifest
+
+    @property
+    def size_bytes(self) -> int:
+        """What its data files and indexes take."""
+        return checkpoint_bytes(self.manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array, or one worker's part of it.
+
+    Attributes:
+        record: What it is and where it lies.
+        rank: The worker that wrote it.
+        file: The data file.
+    """
+
+    record: LeafRecord
+    rank: int
+    file: str
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return self.record.end - self.record.begin
+
+
+def read_heading(target: Target) -> Heading:
+    """**Blocks.** Finds the checkpoint that is meant and reads its manifest.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        DamageError: If the manifest is damaged.
+        StorageError: If the place fails.
+    """
+    name, state, is_newest = None, None, False
+    if not target.is_step:
+        catalog = read_catalog(target.storage)
+        name = choose_step(catalog, target)
+        state = State.LIVING if name in catalog.living else State.OFF_LINE
+        is_newest = name == catalog.newest
+    directory = name.directory if name else ""
+    path = join(directory, MANIFEST_NAME)
+    try:
+        data = target.storage.read(path, MAX_MANIFEST_BYTES)
+    except NotFoundError:
+        raise NoCheckpointError(
+            f"{target.location} is no checkpoint: it has no {MANIFEST_NAME}",
+            hint="Its save never ended, or is going on; only a manifest makes a checkpoint of the other files.",
+        ) from None
+    manifest = decode_manifest(data, path=path, expected=name)
+    return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The records of one checkpoint.
+
+    Attributes:
+        heading: Which one.
+        opened: Its manifest and indexes.
+    """
+
+    heading: Heading
+    opened: OpenedStep
+
+    @property
+    def objects(self) -> dict[str, Node]:
+        """For each named object its state, with references in place of arrays."""
+        objects: dict[str, Node] = {}
+        for index in self.opened.indexes:
+            for name, node in index.objects.items():
+                objects.setdefault(name, node)
+        return objects
+
+    def arrays(self, select: Callable[[str], bool] | None = None) -> list[Array]:
+        """The arrays that are asked for, in the order of the files; all of them by default."""
+        world_size = len(self.opened.indexes)
+        return [
+            Array(record, index.rank, data_name(index.rank, world_size))
+            for index in self.opened.indexes
+            for record in index.leaves
+            if select is None or select(record.name)
+        ]
+
+    def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
+        """The nodes that are asked for, by their path; all objects by default."""
+        return dict(find_nodes(self.objects, select))
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """For each object the size of each of its leaves, the parts of all workers together."""
+        sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
+        for array in self.arrays():
+            own = sizes.setdefault(array.record.name.partition("/")[0], {})
+            own[array.record.name] = own.get(array.record.name, 0) + array.size_bytes
+        return sizes
+
+    def document(self, select: Callable[[str], bool] | None) -> dict[str, Any]:
+        """The JSON document of the checkpoint, with the leaves and values that are asked for."""
+        heading = self.heading
+        manifest = heading.manifest
+        objects = self.objects
+        return {
+            "schema": "holdfast.show/1",
+            "place": heading.url,
+            "directory": heading.directory or None,
+            "state": heading.state.value if heading.state else None,
+            "is_newest": heading.is_newest if heading.state else None,
+            **name_fields(manifest.name),
+            "size_bytes": heading.size_bytes,
+            **manifest_fields(manifest),
+            "files": [
+                {
+                    "rank": rank,
+                    "data": data_name(rank, manifest.world_size),
+                    "data_bytes": worker.data_bytes,
+                    "index": index_name(rank, manifest.world_size),
+                    "index_bytes": worker.index_bytes,
+                }
+                for rank, worker in enumerate(manifest.workers)
+            ],
+            "objects": [
+                {
+                    "name": name,
+                    "leaves": len(leaves),
+                    "size_bytes": sum(leaves.values()),
+                    "values": count_values(objects[name]) if name in objects else 0,
+                }
+                for name, leaves in self.sizes().items()
+            ],
+            "leaves": [
+                {
+                    "name": array.record.name,
+                    "dtype": array.record.dtype,
+                    "shape": list(array.record.shape),
+                    "size_bytes": array.size_bytes,
+                    "rank": array.rank,
+                    "file": array.file,
+                    "offset_bytes": array.record.begin,
+                }
+                for array in self.arrays(select)
+            ],
+            "values": self.values(select),
+        }
+
+
+def read_contents(target: Target, heading: Heading) -> Contents:
+    """**Blocks.** Reads the indexes of a checkpoint.
+
+    Raises:
+        DamageError: If one of them is missing or damaged.
+        StorageError: If the place fails.
+    """
+    return Contents(heading, open_step(target.storage, heading.directory, heading.expected))

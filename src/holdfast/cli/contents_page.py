@@ -1,0 +1,151 @@
+"""What a person sees of one checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from holdfast.cli.contents import Array, Contents, Heading
+from holdfast.cli.leaf_tree import grow_tree, list_tree
+from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, Styled, Words
+from holdfast.cli.survey import State
+from holdfast.cli.values import count_values, describe, list_values
+from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
+from holdfast.format.scalars import Node
+from holdfast.restore.handoffs import join
+
+_LARGEST: Final = 10
+_MAX_NOTE_CHARACTERS: Final = 400
+_MAX_VALUE_CHARACTERS: Final = 40
+
+
+class ContentsPage:
+    """Writes one checkpoint to a screen: sizes and times as people read them on a terminal, exact ones elsewhere."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def show_heading(self, heading: Heading) -> None:
+        """What the manifest says."""
+        manifest = heading.manifest
+        standing = Styled("")
+        if heading.is_newest:
+            standing = Styled("  newest", GOOD)
+        elif heading.state is State.OFF_LINE:
+            standing = Styled("  off the living line", NOTABLE)
+        self._screen.say(Styled(f"{heading.location}  step {manifest.step}", STRONG), standing)
+        at = manifest.committed_at_unix_seconds
+        committed = iso_text(at) or "?"
+        if self._screen.is_terminal:
+            committed = f"{local_time_text(at)}, {age_text(time.time() - at)}"
+        attempt = "" if manifest.attempt == 1 else f", attempt {manifest.attempt}"
+        facts = {
+            "directory": f"{heading.url}/{heading.directory}".rstrip("/"),
+            "committed": committed,
+            "generation": f"{manifest.generation}{attempt}",
+            "workers": str(manifest.world_size),
+            "size": self._size(heading.size_bytes) + ("" if self._screen.is_terminal else " bytes"),
+            "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
+            "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
+            "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
+            if manifest.metadata
+            else "",
+        }
+        rows: list[list[Words]] = [[Styled(label, FAINT), text] for label, text in facts.items() if text]
+        self._screen.table([Column(""), Column("")], rows, indent=2)
+
+    def show_overview(self, contents: Contents, depth: int) -> None:
+        """Where the bytes are: the objects as a tree, and the largest leaves."""
+        self._screen.say()
+        self._show_tree(contents, depth)
+        arrays = sorted(contents.arrays(), key=lambda array: -array.size_bytes)
+        if len(arrays) > 1:
+            self._screen.say()
+            title = "largest leaf" if len(arrays) <= _LARGEST else f"largest of {len(arrays)} leaves"
+            self._screen.table(
+                self._columns(title, "dtype", "shape", "size"),
+                [self._array_row(array)[:4] for array in arrays[:_LARGEST]],
+            )
+
+    def show_details(self, contents: Contents, arrays: Sequence[Array], values: Mapping[str, Node]) -> None:
+        """The leaves and values that were asked for by name."""
+        if arrays:
+            columns = self._columns("leaf", "dtype", "shape", "size", "offset", "file")
+            array_rows = [self._array_row(array) for array in arrays]
+            if self._screen.is_terminal and len({array.file for array in arrays}) == 1:
+                # The same name in every line says little and takes much room.
+                self._screen.table(columns[:-1], [row[:-1] for row in array_rows])
+                self._screen.say(Styled(f"in {join(contents.heading.directory, arrays[0].file)}", FAINT))
+            else:
+                self._screen.table(columns, array_rows)
+        rows: list[list[Words]] = [
+            [place, text] for path, node in values.items() for place, text in list_values(path, node)
+        ]
+        if rows:
+            if arrays:
+                self._screen.say()
+            self._screen.table([Column(self._title("value")), Column("")], rows)
+
+    def _show_tree(self, contents: Contents, depth: int) -> None:
+        objects = contents.objects
+        sizes = contents.sizes()
+        total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
+        rows: list[list[Words]] = []
+        for name, leaves in sizes.items():
+            node = objects.get(name)
+            for line in list_tree(grow_tree(name, leaves.items()), depth):
+                is_root = line.depth == 0
+                label = "  " * line.depth + line.label
+                share = _share_text(line.size_bytes, total_bytes)
+                has_leaves = line.leaves > 0
+                rows.append(
+                    [
+                        Styled(label, STRONG if is_root else FAINT if line.label.startswith("(") else ""),
+                        str(line.leaves) if has_leaves else "-",
+                        self._size(line.size_bytes) if has_leaves else "-",
+                        Styled(share, FAINT),
+                        Styled(_values_text(node, has_leaves) if is_root else "", FAINT),
+                    ]
+                )
+        columns = [*self._columns("object", "leaves", "size", "share"), Column(self._title("other values"))]
+        self._screen.table(columns, rows)
+
+    def _array_row(self, array: Array) -> list[Words]:
+        record = array.record
+        return [
+            record.name,
+            record.dtype,
+            "[" + ",".join(map(str, record.shape)) + "]",
+            self._size(array.size_bytes),
+            str(record.begin),
+            Styled(array.file, FAINT),
+        ]
+
+    def _columns(self, *titles: str) -> list[Column]:
+        figures = ("leaves", "size", "share", "offset")
+        return [Column(self._title(title), is_figure=title in figures) for title in titles]
+
+    def _title(self, title: str) -> str:
+        if self._screen.is_terminal:
+            return title
+        return "BYTES" if title == "size" else title.upper()
+
+    def _size(self, size_bytes: int) -> str:
+        return size_text(size_bytes) if self._screen.is_terminal else str(size_bytes)
+
+
+def _share_text(part_bytes: int, total_bytes: int) -> str:
+    percent = 100 * part_bytes / total_bytes if total_bytes else 0.0
+    return "-" if percent == 0 else f"{percent:.0f}%" if percent >= 1 else "<1%"
+
+
+def _values_text(node: Node, has_leaves: bool) -> str:
+    """The value itself where it is the whole object and short, else how many there are."""
+    if node is None and has_leaves:
+        return "-"
+    text = describe(node)
+    if not has_leaves and len(text) <= _MAX_VALUE_CHARACTERS:
+        return f"= {text}"
+    return str(count_values(node) or "-")

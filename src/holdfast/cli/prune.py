@@ -1,0 +1,156 @@
+"""`holdfast prune`: removes checkpoints that are no longer wanted, and what unfinished saves have left."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.cli.removals import RemovalPlan, Removed
+    from holdfast.cli.screen import Screen
+    from holdfast.cli.survey import Survey
+    from holdfast.cli.target import Target
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option("--off-line", is_flag=True, help="Remove all steps off the living line.")
+@click.option("--unfinished", is_flag=True, help="Remove what saves that never ended have left.")
+@click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, on the living line or off it.")
+@click.option(
+    "--job-is-dead",
+    is_flag=True,
+    help="With --unfinished, also remove what the newest job was writing: only if it surely runs no more.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document; needs --yes or --dry-run.")
+def command(
+    run: str, off_line: bool, unfinished: bool, steps: str, job_is_dead: bool, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove steps that are no longer wanted, and what unfinished saves left.
+
+    The newest whole checkpoint of the living line is never removed: before any checkpoint goes, it is looked for, and
+    every byte of it is read. What a running job may be writing is left alone unless --job-is-dead is given.
+    """
+    from holdfast.cli.removals import Wishes, carry_out, check_removable, check_unchanged, plan_removals
+    from holdfast.cli.screen import Screen, write_json
+    from holdfast.cli.survey import survey_run
+    from holdfast.cli.target import find_run
+    from holdfast.errors import UsageError
+
+    target = find_run(run)
+    survey = survey_run(target.storage)
+    wishes = Wishes(off_line, unfinished, job_is_dead, tuple(text.strip() for text in steps.split(",") if text.strip()))
+    if not (off_line or unfinished or wishes.steps):
+        raise UsageError(f"what is to be removed from {target.location}?", hint=_offer(survey))
+    if job_is_dead and not unfinished:
+        raise UsageError("--job-is-dead means nothing without --unfinished")
+    may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
+    if not (dry_run or yes or may_ask):
+        raise UsageError("nobody can be asked here", hint="Give --yes to remove, or --dry-run to see what would go.")
+    plan = plan_removals(survey, wishes)
+    check_removable(target.storage, plan, survey.catalog)
+    screen = None if as_json else Screen(sys.stdout)
+    if screen is not None:
+        _show_plan(screen, plan)
+    done: Sequence[Removed] = ()
+    if plan.remove and not dry_run:
+        if not yes and not _ask(plan):
+            click.echo("nothing was removed", err=True)
+            return
+        check_unchanged(target.storage, plan, survey.catalog)
+        done = carry_out(target.storage, plan)
+        if screen is not None:
+            _show_done(screen, done)
+    if screen is None:
+        write_json(sys.stdout, _document(target, plan, done, dry_run))
+    for removed in done:
+        if removed.error is not None:
+            raise removed.error
+
+
+def _offer(survey: Survey) -> str:
+    from holdfast.cli.survey import State
+    from holdfast.cli.wording import counted, size_text
+
+    off_line, unfinished = survey.of(State.OFF_LINE), survey.of(State.UNFINISHED, State.SET_ASIDE)
+    offers = []
+    if off_line:
+        size = size_text(sum(one.size_bytes for one in off_line))
+        offers.append(f"--off-line removes {counted(len(off_line), 'step')} ({size})")
+    if unfinished:
+        size = size_text(sum(one.size_bytes for one in unfinished))
+        what = counted(len(unfinished), "unfinished directory", "unfinished directories")
+        offers.append(f"--unfinished removes {what} ({size})")
+    return "; ".join([*offers, "--steps A,B removes the steps that it names"]) + "."
+
+
+def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
+    from holdfast.cli.screen import FAINT, NOTABLE, Column, Styled, Words
+    from holdfast.cli.wording import counted, size_text
+
+    titles = ("directory", "size", "") if screen.is_terminal else ("DIRECTORY", "BYTES", "STATE")
+    columns = [Column(titles[0]), Column(titles[1], is_figure=True), Column(titles[2])]
+    rows: list[list[Words]] = [
+        [
+            one.directory,
+            size_text(one.size_bytes) if screen.is_terminal else str(one.size_bytes),
+            Styled(one.state.value.replace("_", " "), FAINT) if screen.is_terminal else one.state.value,
+        ]
+        for one in plan.remove
+    ]
+    if rows:
+        screen.table(columns, rows)
+    what = counted(len(plan.remove), "directory", "directories")
+    screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
+    for one in plan.left_alone:
+        screen.say(
+            Styled("left alone: ", NOTABLE),
+            f"{one.directory}, which a job may be writing now; if none runs, --job-is-dead removes it too",
+        )
+
+
+def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
+    from holdfast.cli.screen import BAD, GOOD, NOTABLE, Styled
+    from holdfast.cli.wording import counted, size_text
+
+    gone = [removed for removed in done if removed.is_gone]
+    size = size_text(sum(removed.found.size_bytes for removed in gone))
+    screen.say(Styled(f"removed {counted(len(gone), 'directory', 'directories')}, {size}", GOOD if gone else ""))
+    for removed in done:
+        if removed.error is not None:
+            screen.say(Styled("not removed: ", BAD), f"{removed.found.directory}: {removed.error.message}")
+        elif not removed.is_gone:
+            screen.say(Styled("kept: ", NOTABLE), f"{removed.found.directory} holds files that are not holdfast's")
+
+
+def _document(target: Target, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
+    from holdfast.cli.survey import found_fields
+
+    outcomes = {
+        removed.found.directory: "failed" if removed.error else "removed" if removed.is_gone else "kept_foreign_files"
+        for removed in done
+    }
+    return {
+        "schema": "holdfast.prune/1",
+        "run": target.storage.url,
+        "is_dry_run": dry_run,
+        "size_bytes": plan.size_bytes,
+        "remove": [{**found_fields(one), "outcome": outcomes.get(one.directory)} for one in plan.remove],
+        "left_alone": [found_fields(one) for one in plan.left_alone],
+    }
+
+
+def _ask(plan: RemovalPlan) -> bool:
+    """Asks on the error stream, so that the output can go elsewhere; everything but a plain yes means no."""
+    sys.stdout.flush()
+    one = "it" if len(plan.remove) == 1 else f"all {len(plan.remove)}"
+    sys.stderr.write(f"Remove {one}? There is no way back. [y/N] ")
+    sys.stderr.flush()
+    answer = sys.stdin.readline().strip().lower()
+    return answer in ("y", "yes")

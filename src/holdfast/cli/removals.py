@@ -1,0 +1,206 @@
+"""What a person may remove from a run, and how it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.catalog import Catalog, read_catalog
+from holdfast.cli.survey import Found, State, Survey
+from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
+from holdfast.format.names import StepName, parse_step_directory
+from holdfast.save.discard import discard_committed, discard_trash, discard_unfinished
+from holdfast.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line asks for.
+
+    Attributes:
+        off_line: All steps off the living line.
+        unfinished: What unfinished saves have left, and what is set aside already.
+        job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
+            unfinished saves are nobody's.
+        steps: Single checkpoints, each a step or the name of its directory.
+    """
+
+    off_line: bool
+    unfinished: bool
+    job_is_dead: bool
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """What is to go.
+
+    Attributes:
+        remove: What is to be removed, in the order in which that is done.
+        left_alone: What was asked for in general and is not removed, since a job may be writing it.
+    """
+
+    remove: tuple[Found, ...]
+    left_alone: tuple[Found, ...]
+
+    @property
+    def committed(self) -> list[Found]:
+        """The checkpoints among what is to be removed."""
+        return [one for one in self.remove if one.state in (State.LIVING, State.OFF_LINE)]
+
+    @property
+    def size_bytes(self) -> int:
+        """How much room that makes."""
+        return sum(one.size_bytes for one in self.remove)
+
+
+def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
+    """**Pure.** What of a run is to go.
+
+    Raises:
+        UsageError: If a wish is not clear, or the records of the run are damaged so that its line is not known.
+        NoCheckpointError: If a step that was named does not exist.
+    """
+    chosen = {one.directory for one in _choose_named(survey, wishes.steps)}
+    if wishes.off_line:
+        chosen |= {one.directory for one in survey.of(State.OFF_LINE)}
+    left_alone = []
+    if wishes.unfinished:
+        for one in survey.of(State.UNFINISHED, State.SET_ASIDE):
+            if one.may_be_in_progress and not wishes.job_is_dead:
+                left_alone.append(one)
+            else:
+                chosen.add(one.directory)
+    plan = RemovalPlan(tuple(one for one in survey.found if one.directory in chosen), tuple(left_alone))
+    if plan.committed and survey.catalog.faults:
+        raise UsageError(
+            f"which steps are on the living line is not known: {survey.catalog.faults[0].message}",
+            hint="No checkpoint is removed before that is mended; --unfinished alone can be.",
+        )
+    return plan
+
+
+def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
+    committed = survey.of(State.LIVING, State.OFF_LINE)
+    for text in steps:
+        if parse_step_directory(text) is not None:
+            matching = [one for one in committed if one.directory == text]
+        elif text.isascii() and text.isdigit():
+            matching = [one for one in committed if one.name and one.name.step == int(text[:20])]
+        else:
+            raise UsageError(f"--steps {text!r} is no step", hint="Write steps and commas, as in --steps 300,500.")
+        if not matching:
+            raise NoCheckpointError(f"there is no checkpoint {text}", hint="`holdfast list --all` shows what is there.")
+        if len(matching) > 1:
+            names = ", ".join(one.directory for one in matching)
+            raise UsageError(
+                f"there are {len(matching)} checkpoints of step {text}",
+                hint=f"Name the directories of those that are meant: {names}.",
+            )
+        yield matching[0]
+
+
+def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
+    """**Blocks.** Reads the checkpoints of the living line, the newest first, until one is whole.
+
+    Raises:
+        NoWholeCheckpointError: If none is.
+        StorageError: If the place fails.
+    """
+    for name in reversed(living):
+        verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
+        if verdict.outcome is Outcome.WHOLE:
+            return name
+        if verdict.outcome is Outcome.UNREADABLE:
+            raise verdict.problems[-1]
+    raise NoWholeCheckpointError(
+        f"{storage.url}: no checkpoint of the living line is whole, so none is removed",
+        damages=(),
+        hint="What lies off the line may be all there is. If it is to go, remove its directory by hand.",
+    )
+
+
+def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> None:
+    """**Blocks.** Makes sure that a whole checkpoint stays on the living line; reads at least one for that.
+
+    Raises:
+        UsageError: If the newest whole checkpoint of the living line is among what is to go.
+        NoWholeCheckpointError: If the living line has no whole checkpoint.
+        StorageError: If the place fails.
+    """
+    if not plan.committed:
+        return
+    newest = find_newest_whole(storage, catalog.living)
+    if any(one.name == newest for one in plan.committed):
+        raise UsageError(
+            f"step {newest.step} is the newest whole checkpoint of the living line, which is never removed",
+            hint="Leave it out, or remove the whole directory of the run by hand.",
+        )
+
+
+def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> None:
+    """**Blocks.** Makes sure that the run still is what the plan was made from.
+
+    Raises:
+        StorageError: If a job has begun there, or what is to go stands elsewhere now; or if the place fails.
+    """
+    now = read_catalog(storage)
+    moved = any(_place_in(now, one) is not one.state for one in plan.remove)
+    if moved or now.generation != before.generation:
+        raise StorageError(
+            f"{storage.url} has changed since it was looked at; nothing was removed",
+            hint="A job is at work there. Look again, and decide anew.",
+        )
+
+
+def _place_in(catalog: Catalog, one: Found) -> State | None:
+    if one.name is None:
+        return State.SET_ASIDE if one.directory in catalog.trash else None
+    if one.name in catalog.living:
+        return State.LIVING
+    if one.name in catalog.committed:
+        return State.OFF_LINE
+    return State.UNFINISHED if one.name in catalog.unfinished else None
+
+
+def remove(storage: Storage, one: Found) -> bool:
+    """**Blocks.** Removes one directory; a crash in the middle leaves something that `--unfinished` removes.
+
+    Returns:
+        True if all of it is gone, False if files that are not holdfast's keep the directory.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    if one.name is None:
+        return discard_trash(storage, one.directory)
+    if one.state is State.UNFINISHED:
+        return discard_unfinished(storage, one.name)
+    return discard_committed(storage, one.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What came of one removal.
+
+    Attributes:
+        found: What was to go.
+        is_gone: Whether all of it is gone.
+        error: What the place said, or None.
+    """
+
+    found: Found
+    is_gone: bool
+    error: HoldfastError | None = None
+
+
+def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
+    """**Blocks.** Removes all that is planned; what fails does not keep the rest."""
+    done = []
+    for one in plan.remove:
+        try:
+            done.append(Removed(one, remove(storage, one)))
+        except HoldfastError as error:
+            done.append(Removed(one, False, error))
+    return done

@@ -1,0 +1,113 @@
+"""One training process, seen from its supervisor."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from holdfast.demo.reports import EVIDENCE, REPORTS, Evidence, Report
+from holdfast.demo.settings import Settings
+
+_SILENCE_SECONDS: Final = 120.0
+_LOG_LINES: Final = 15
+
+
+class DemoError(Exception):
+    """The demo could not be carried out; the message is for the person at the terminal."""
+
+
+class Process:
+    """A training process, which ends with the block at the latest, and with this process in any case.
+
+    It leads a process group of its own: Ctrl-C in the terminal does not reach it, and a kill takes the loader's
+    processes with it, as the loss of a machine does.
+    """
+
+    def __init__(self, settings: Settings, files: Path, name: str, directory: Path | None, scratch: str) -> None:
+        """Starts it.
+
+        Args:
+            settings: What it trains.
+            files: Where its log and its evidence go.
+            name: What these are called.
+            directory: The run's directory; None for a process that saves nothing.
+            scratch: Where it has its temporary files, which nobody but its supervisor can remove when it is killed.
+        """
+        self._name = name
+        self._log = files / f"{name}.log"
+        self._evidence = files / f"{name}.json"
+        self._lines = b""
+        arguments = [msgspec.json.encode(settings).decode(), str(self._evidence)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.demo.child", *arguments, *([str(directory)] if directory else [])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": scratch},
+            )
+        assert self._process.stdout is not None, "it is a pipe"
+        self._reports = self._process.stdout.fileno()
+
+    def reports(self) -> Iterator[Report]:
+        """What it tells, as it tells it, until it has ended.
+
+        Raises:
+            DemoError: If it is silent for too long.
+        """
+        while True:
+            if not select.select([self._reports], [], [], _SILENCE_SECONDS)[0]:
+                raise DemoError(f"process {self._name} has been silent for {_SILENCE_SECONDS:.0f} s{self._log_tail()}")
+            told = os.read(self._reports, 1 << 16)
+            if not told:
+                return
+            *whole, self._lines = (self._lines + told).split(b"\n")
+            for line in whole:
+                yield REPORTS.decode(line)
+
+    def kill(self) -> None:
+        """**Blocks.** Kills it without a warning (SIGKILL), and all that it has started, and waits until it is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait_evidence(self) -> Evidence:
+        """**Blocks.** What it has ended with.
+
+        Raises:
+            DemoError: If it has failed.
+        """
+        try:
+            code = self._process.wait(_SILENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"process {self._name} does not end{self._log_tail()}") from None
+        if code != 0:
+            raise DemoError(f"process {self._name} failed with exit code {code}{self._log_tail()}")
+        return EVIDENCE.decode(self._evidence.read_bytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _log_tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return "".join(["; the end of its log:", *(f"\n  {line}" for line in lines)]) if lines else ""

@@ -1,0 +1,139 @@
+"""The demo on the screen: live on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from holdfast.demo.settings import Settings
+from holdfast.events import Restored
+from holdfast.format.names import parse_step_directory
+
+_LABEL_CELLS: Final = 12
+_FIGURES_CELLS: Final = 28
+_LINE_CELLS: Final = (10, 100)
+_PLAIN_PARTS: Final = 4
+_MARKS: Final = {"done": "━", "lost": "╌", "to do": "─", "saved": "●", "kill": "✗"}
+_ASCII_MARKS: Final = {"done": "=", "lost": "~", "to do": "-", "saved": "o", "kill": "x"}
+_STYLES: Final = {"done": "cyan", "lost": "yellow", "to do": "dim", "saved": "green", "kill": "bold red"}
+
+
+class Screen:
+    """Shows how far both runs are, where checkpoints were committed, and where processes were killed."""
+
+    def __init__(self, console: Console, settings: Settings, kills: int) -> None:
+        self._console = console
+        self._kills = kills
+        self._steps = settings.steps
+        self._marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
+        self._untouched = _Track()
+        self._under_fire = _Track()
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
+
+    def show_untouched(self, step: int, loss: str) -> None:
+        """A step of the run that nobody touches is complete."""
+        self._untouched.go_to(step, loss)
+        self._say_part("untouched", self._untouched)
+
+    def show_step(self, step: int, loss: str) -> None:
+        """A step of the run under fire is complete."""
+        self._under_fire.go_to(step, loss)
+        self._say_part("under fire", self._under_fire)
+
+    def show_saved(self, step: int) -> None:
+        """A step has been committed."""
+        self._under_fire.saved.append(step)
+
+    def show_kill(self, step: int, writing: str) -> None:
+        """The process was killed, perhaps in the middle of writing a checkpoint."""
+        self._under_fire.kills.append(step)
+        name = parse_step_directory(writing)
+        where = f" in the middle of writing the checkpoint of step {name.step}" if name else ""
+        self._say(f"{self._marks['kill']} killed (SIGKILL) after step {step}{where}", "red")
+
+    def show_restored(self, process: int, event: Restored) -> None:
+        """A process goes on from a checkpoint."""
+        self._under_fire.step = event.step
+        self._say(f"process {process} goes on: {event}", "green")
+
+    def show_anew(self, process: int) -> None:
+        """A process begins from nothing."""
+        self._under_fire.step = 0
+        self._say(f"process {process} begins from nothing, since no checkpoint had been committed", "green")
+
+    def __enter__(self) -> Self:
+        self._say(
+            f"A small GPT learns Python from the source of its standard library, {self._steps} steps, twice: "
+            f"untouched, then under fire, killed {self._kills} times."
+        )
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def _say(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line, style), soft_wrap=True)
+
+    def _say_part(self, name: str, track: _Track) -> None:
+        """One line for each part of the run; a terminal shows it all the time."""
+        part = track.step * _PLAIN_PARTS // self._steps
+        if not self._console.is_terminal and part > track.parts_told:
+            track.parts_told = part
+            self._say(f"{name}: step {track.step} of {self._steps}, loss {track.loss:.3f}")
+
+    def _render(self) -> Group:
+        return Group(self._line("untouched", self._untouched), self._line("under fire", self._under_fire))
+
+    def _line(self, label: str, track: _Track) -> Text:
+        least, most = _LINE_CELLS
+        cells = max(least, min(most, self._console.width - _LABEL_CELLS - _FIGURES_CELLS))
+        kinds = ["to do"] * cells
+
+        def cell(step: int) -> int:
+            return step * cells // self._steps
+
+        kinds[: cell(track.furthest)] = ["lost"] * cell(track.furthest)
+        kinds[: cell(track.step)] = ["done"] * cell(track.step)
+        for kind, steps in (("saved", track.saved), ("kill", track.kills)):
+            for step in steps:
+                kinds[max(cell(step) - 1, 0)] = kind
+        line = Text(f"{label:<{_LABEL_CELLS}}")
+        for kind in kinds:
+            line.append(self._marks[kind], _STYLES[kind])
+        loss = f"  loss {track.loss:.3f}" if track.step else ""
+        return line.append(f"  {track.step}/{self._steps}{loss}")
+
+
+class _Track:
+    """How far one run is.
+
+    Attributes:
+        step: How many steps are complete.
+        furthest: How many were, before some were lost.
+        loss: That of the last step.
+        saved: The steps that were committed.
+        kills: The steps after which a process was killed.
+        parts_told: How many parts of the run have had their line.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.furthest = 0
+        self.loss = 0.0
+        self.saved: list[int] = []
+        self.kills: list[int] = []
+        self.parts_told = 0
+
+    def go_to(self, step: int, loss: str) -> None:
+        """Notes that a step is complete."""
+        self.step = step
+        self.furthest = max(self.furthest, step)
+        self.loss = float.fromhex(loss)

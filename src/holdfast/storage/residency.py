@@ -1,0 +1,44 @@
+"""Which parts of a file are in memory already, so that a read of them needs no disk."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+_PAGE_BYTES: Final = mmap.PAGESIZE
+
+
+class Residency:
+    """Tells of ranges of one open file whether the page cache holds them.
+
+    It asks the kernel anew for each range, without reading anything. Where that is not possible, every range counts as
+    held, and is read through the page cache as usual.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Maps the file; a mapping costs nothing until it is touched, and nobody touches it."""
+        self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None) if size_bytes else None
+        self._map: mmap.mmap | None = None
+        if self._mincore is None:
+            return
+        self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+        try:
+            # The mapping must be writable for its address to be told, and private so that nothing could be written.
+            self._map = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError):
+            return
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def holds(self, begin: int, end: int) -> bool:
+        """**Thread-safe.** True if at least half of the range, which is not empty, is in the page cache."""
+        if self._map is None or self._mincore is None:
+            return True
+        first = begin // _PAGE_BYTES * _PAGE_BYTES
+        pages = -(-(end - first) // _PAGE_BYTES)
+        found = ctypes.create_string_buffer(pages)
+        if self._mincore(self._address + first, min(pages * _PAGE_BYTES, len(self._map) - first), found) != 0:
+            return True
+        # Of each byte only the lowest bit is defined.
+        held = sum(byte & 1 for byte in found.raw)
+        return 2 * held >= pages

@@ -1,0 +1,248 @@
+"""`holdfast verify` and `holdfast prune`: what is found in damaged runs, and what is never removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+import holdfast as hf
+from command_line import (
+    DATA,
+    FIRST_300,
+    INDEX,
+    NEWEST,
+    call,
+    call_json,
+    complaint,
+    flip_bit,
+    lines_of,
+    make_objects,
+    run_program,
+)
+from holdfast.cli.exit_codes import ExitCode
+from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.errors import StorageError
+from holdfast.format.names import StepName
+from holdfast.storage import LocalStorage
+from holdfast.testing.faulty import Fault, FaultyStorage
+
+# verify
+
+
+def test_verify_says_whole(run: Path, tmp_path: Path) -> None:
+    for place in (run, f"{run}@100", run / FIRST_300, shutil.copytree(run / FIRST_300, tmp_path / "copy")):
+        result = call("verify", place)
+        assert result.exit_code == ExitCode.OK, result.output
+        assert result.stdout.startswith("whole ")
+    result = call("verify", run, "--all")
+    assert result.exit_code == ExitCode.OK
+    assert result.stdout.splitlines()[-1] == "5 checkpoints read: 5 whole"
+
+
+def test_verify_names_a_flipped_bit(run: Path) -> None:
+    (leaf,) = call_json("show", run, "model/layers.7.weight")["leaves"]
+    flip_bit(run / NEWEST / leaf["file"], leaf["offset_bytes"] + 4000)
+    result = run_program("verify", run)
+    assert result.returncode == ExitCode.DAMAGED
+    verdict, place, *summary = result.stdout.splitlines()
+    assert verdict.startswith("damaged   step 300")
+    assert f"{NEWEST}/{DATA}" in place
+    assert f"bytes {leaf['offset_bytes']} to" in place
+    assert "'model/layers.7.weight'" in place
+    assert summary[0] == "1 checkpoint read: 1 damaged"
+    assert "--all says which are whole" in summary[1]
+    document = call_json("verify", run, exit_code=ExitCode.DAMAGED)
+    (step,) = document["steps"]
+    (problem,) = step["problems"]
+    assert (problem["file"], problem["offset_bytes"], problem["tensor"]) == (
+        f"{NEWEST}/{DATA}",
+        leaf["offset_bytes"],
+        "model/layers.7.weight",
+    )
+    assert (document["is_whole"], document["newest_whole_step"], step["outcome"]) == (False, None, "damaged")
+
+
+def test_verify_all_says_what_a_restore_takes(run: Path) -> None:
+    os.truncate(run / NEWEST / DATA, 5000)
+    (run / "step-000000250.g0002" / INDEX).unlink()
+    flip_bit(run / FIRST_300 / "manifest.json", 100)
+    result = call("verify", run, "--all")
+    assert result.exit_code == ExitCode.DAMAGED
+    assert [line.split()[0] for line in result.stdout.splitlines() if "  step " in line] == [
+        "whole",
+        "whole",
+        *["damaged"] * 3,
+    ]
+    assert "5 checkpoints read: 2 whole, 3 damaged" in result.stdout
+    assert "takes step 200" in result.stdout
+    document = call_json("verify", run, "--all", exit_code=ExitCode.DAMAGED)
+    assert document["newest_whole_step"] == 200
+    assert [step["state"] for step in document["steps"]] == ["living", "living", "living", "off_line", "living"]
+
+
+def test_verify_lists_at_most_twenty_places(tmp_path: Path) -> None:
+    with hf.CheckpointManager(
+        tmp_path / "run", hf.Checkpoint(many=[np.full(4, place) for place in range(50)])
+    ) as manager:
+        path = manager.save(1).path
+    assert path is not None
+    data = Path(path) / DATA
+    data.write_bytes(data.read_bytes()[:4096] + b"\xff" * (50 * 32))
+    result = call("verify", tmp_path / "run")
+    assert result.stdout.count("do not match their digest") == 20
+    assert "and 30 more places" in result.stdout
+    assert len(call_json("verify", tmp_path / "run", exit_code=1)["steps"][0]["problems"]) == 50
+
+
+def test_verify_finds_damaged_records_of_the_run(run: Path) -> None:
+    flip_bit(run / "generations" / "0001.json", 60)
+    assert call("verify", run).exit_code == ExitCode.OK
+    result = call("verify", run, "--all")
+    assert result.exit_code == ExitCode.DAMAGED
+    assert "generations/0001.json" in result.stdout
+    flip_bit(run / "generations" / "0002.base.json", 60)
+    assert call("verify", run).exit_code == ExitCode.DAMAGED
+    assert len(call_json("verify", run, "--all", exit_code=1)["damaged_records"]) == 2
+
+
+def test_verify_all_wants_a_run(run: Path) -> None:
+    assert complaint("verify", "--all", f"{run}@300")[0] == ExitCode.USAGE
+    assert complaint("verify", "--all", run / NEWEST)[0] == ExitCode.USAGE
+
+
+# prune
+
+
+def test_prune_wants_to_know_what(run: Path) -> None:
+    (run / "step-000000400.g0001").mkdir()
+    code, said = complaint("prune", run)
+    assert code == ExitCode.USAGE
+    assert "--off-line removes 1 step (" in said
+    assert "--unfinished removes 1 unfinished directory (0 B)" in said
+    assert complaint("prune", run, "--job-is-dead", "--off-line", "--yes")[0] == ExitCode.USAGE
+
+
+def test_prune_in_a_pipe_needs_a_yes(run: Path) -> None:
+    code, said = complaint("prune", run, "--off-line")
+    assert code == ExitCode.USAGE
+    assert "Give --yes" in said
+    assert complaint("prune", run, "--off-line", "--json")[0] == ExitCode.USAGE
+    assert (run / FIRST_300).exists()
+
+
+def test_prune_off_the_line(run: Path) -> None:
+    result = call("prune", run, "--off-line", "--dry-run")
+    assert result.exit_code == ExitCode.OK
+    assert lines_of(result.stdout)[1][::2] == [FIRST_300, "off_line"]
+    assert (run / FIRST_300).exists()
+    result = call("prune", run, "--off-line", "--yes")
+    assert result.exit_code == ExitCode.OK
+    assert "removed 1 directory" in result.stdout
+    assert sorted(path.name for path in run.glob("step-*")) == [
+        *("step-000000100.g0001", "step-000000200.g0001", "step-000000250.g0002", NEWEST)
+    ]
+    assert "nothing to remove" in call("prune", run, "--off-line", "--yes").stdout
+    objects = hf.Checkpoint(**make_objects(5))
+    with hf.CheckpointManager(run, objects) as manager:
+        restored = manager.restore()
+    assert restored is not None
+    assert (restored.step, objects.epoch) == (300, 1)
+
+
+def test_prune_leaves_alone_what_a_job_may_be_writing(run: Path) -> None:
+    for name in ("step-000000260.g0001", "step-000000400.g0002", ".trash-00-step"):
+        (run / name).mkdir()
+        (run / name / DATA).write_bytes(b"half")
+    document = call_json("prune", run, "--unfinished", "--yes")
+    assert {entry["directory"]: entry["outcome"] for entry in document["remove"]} == {
+        "step-000000260.g0001": "removed",
+        ".trash-00-step": "removed",
+    }
+    assert [entry["directory"] for entry in document["left_alone"]] == ["step-000000400.g0002"]
+    assert (run / "step-000000400.g0002" / DATA).read_bytes() == b"half"
+    result = call("prune", run, "--unfinished", "--yes")
+    assert "left alone: step-000000400.g0002" in result.stdout
+    assert "--job-is-dead" in result.stdout
+    assert call("prune", run, "--unfinished", "--job-is-dead", "--yes").exit_code == ExitCode.OK
+    assert not list(run.glob("step-000000400*"))
+    assert not list(run.glob(".trash-*"))
+
+
+def test_prune_single_steps(run: Path) -> None:
+    code, said = complaint("prune", run, "--steps", "100, 300", "--yes")
+    assert code == ExitCode.USAGE
+    assert f"{FIRST_300}, {NEWEST}" in said
+    assert call("prune", run, "--steps", f"100,{FIRST_300}", "--yes").exit_code == ExitCode.OK
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-000000200.g0001", "step-000000250.g0002", NEWEST]
+    assert complaint("prune", run, "--steps", "7", "--yes")[0] == ExitCode.NOTHING_THERE
+    assert complaint("prune", run, "--steps", "seven", "--yes")[0] == ExitCode.USAGE
+
+
+def test_prune_never_removes_the_newest_whole_step(run: Path) -> None:
+    code, said = complaint("prune", run, "--steps", f"200,{NEWEST}", "--yes")
+    assert code == ExitCode.USAGE
+    assert "step 300 is the newest whole checkpoint" in said
+    # Where the newest is damaged, the one before it is what must stay, and the damaged one may go.
+    (leaf,) = call_json("show", run, "model/embedding")["leaves"]
+    flip_bit(run / NEWEST / DATA, leaf["offset_bytes"])
+    code, said = complaint("prune", run, "--steps", "250", "--yes")
+    assert code == ExitCode.USAGE
+    assert "step 250 is the newest whole checkpoint" in said
+    assert call("prune", run, "--steps", NEWEST, "--yes").exit_code == ExitCode.OK
+    assert not (run / NEWEST).exists()
+
+
+def test_prune_removes_no_checkpoint_where_the_line_has_no_whole_one(run: Path) -> None:
+    for name in ("step-000000100.g0001", "step-000000200.g0001", "step-000000250.g0002", NEWEST):
+        os.truncate(run / name / DATA, 10)
+    (run / "step-000000400.g0001").mkdir()
+    code, said = complaint("prune", run, "--off-line", "--yes")
+    assert code == ExitCode.NOTHING_THERE
+    assert "no checkpoint of the living line is whole" in said
+    assert (run / FIRST_300).exists()
+    assert call("prune", run, "--unfinished", "--yes").exit_code == ExitCode.OK
+
+
+def test_prune_removes_no_checkpoint_where_the_line_is_not_known(run: Path) -> None:
+    flip_bit(run / "generations" / "0002.base.json", 60)
+    code, said = complaint("prune", run, "--steps", "100", "--yes")
+    assert code == ExitCode.USAGE
+    assert "generations/0002.base.json" in said
+
+
+def test_prune_leaves_files_that_are_not_holdfasts(run: Path) -> None:
+    (run / FIRST_300 / "notes.txt").write_text("mine")
+    result = call("prune", run, "--off-line", "--yes")
+    assert result.exit_code == ExitCode.OK
+    assert f"kept: {FIRST_300}" in result.stdout
+    assert [path.name for path in (run / FIRST_300).iterdir()] == ["notes.txt"]
+
+
+def test_prune_beside_a_job_that_saves(run: Path) -> None:
+    objects = hf.Checkpoint(**make_objects(3))
+    with hf.CheckpointManager(run, objects) as manager:
+        manager.restore()
+        manager.save(400).wait_committed()
+        assert call("prune", run, "--off-line", "--unfinished", "--yes").exit_code == ExitCode.OK
+        manager.save(500)
+    assert call("verify", run, "--all").exit_code == ExitCode.OK
+    assert call_json("list", run)["newest_step"] == 500
+
+
+def test_a_place_that_fails_is_not_taken_for_damage(run: Path) -> None:
+    name = StepName(300, 2)
+    counted = FaultyStorage(LocalStorage(run))
+    assert judge_step(counted, name.directory, name).outcome is Outcome.WHOLE
+    for number in range(2, len(counted.calls) + 1):
+        verdict = judge_step(FaultyStorage(LocalStorage(run), [Fault(number)]), name.directory, name)
+        assert verdict.outcome is Outcome.UNREADABLE, counted.calls[number - 1]
+        assert isinstance(verdict.problems[-1], StorageError)
+
+
+def test_a_step_that_a_job_removes_meanwhile_is_not_taken_for_damage(run: Path) -> None:
+    (run / NEWEST / "manifest.json").unlink()
+    name = StepName(300, 2)
+    assert judge_step(LocalStorage(run), name.directory, name).outcome is Outcome.REMOVED

@@ -1,0 +1,125 @@
+"""The command `holdfast` on a terminal: colours, the bar, questions, and what must not reach a terminal."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+
+import holdfast as hf
+from command_line import (
+    DATA,
+    FIRST_300,
+    NEWEST,
+    Terminal,
+    call,
+    flip_bit,
+    make_objects,
+    show_on_terminal,
+)
+from holdfast.cli.exit_codes import ExitCode
+
+
+def test_list_on_a_terminal(run: Path) -> None:
+    shown = show_on_terminal("list", run, columns=80)
+    assert shown.exit_code == ExitCode.OK
+    assert "\x1b[" in shown.raw
+    heading, titles, *rows = shown.text.splitlines()
+    assert heading.startswith(f"{run}   generation 2, opened ")
+    assert titles.split() == ["step", "gen", "committed", "size", "workers", "val_loss", "accuracy"]
+    assert rows[3].split()[-5:] == ["1.75", "▼", "0.3", "▲", "newest"]
+    assert all(len(line) <= 80 for line in rows[:4])
+    assert "(--all shows them)" in rows[4]
+
+
+def test_a_narrow_terminal_gets_fewer_metrics(run: Path) -> None:
+    shown = show_on_terminal("list", run, columns=66)
+    assert "val_loss" in shown.text.splitlines()[1]
+    assert "no room for accuracy" in shown.text
+
+
+def test_no_color_is_honoured(run: Path) -> None:
+    shown = show_on_terminal("list", run, environment={"NO_COLOR": "1"})
+    assert "newest" in shown.text
+    assert "\x1b[32m" not in shown.raw
+    assert "\x1b[32m" in show_on_terminal("list", run).raw
+
+
+def test_verify_shows_a_bar_on_the_error_stream_only(run: Path) -> None:
+    shown = show_on_terminal("verify", run, "--all", pipe_output=True)
+    assert shown.exit_code == ExitCode.OK
+    assert "step 100 (1 of 5)" in shown.text
+    assert "B/s" in shown.text
+    assert "\x1b" not in shown.output
+    assert shown.output.endswith("5 checkpoints read: 5 whole\n")
+
+
+def test_show_on_a_terminal(run: Path) -> None:
+    shown = show_on_terminal("show", run)
+    assert "just now" in shown.text or "ago" in shown.text
+    assert "108 kB" in shown.text
+    details = show_on_terminal("show", run, "model/embedding").text
+    assert f"in {NEWEST}/{DATA}" in details
+
+
+def test_prune_asks(run: Path) -> None:
+    asking = Terminal("prune", run, "--off-line")
+    asking.read_until("[y/N] ")
+    asking.write("n\n")
+    shown = asking.finish()
+    assert shown.exit_code == ExitCode.OK
+    assert "nothing was removed" in shown.text
+    assert (run / FIRST_300).exists()
+    asking = Terminal("prune", run, "--off-line")
+    asking.read_until("[y/N] ")
+    asking.write("y\n")
+    assert asking.finish().exit_code == ExitCode.OK
+    assert not (run / FIRST_300).exists()
+
+
+def test_prune_removes_nothing_where_a_job_has_begun_since(run: Path) -> None:
+    asking = Terminal("prune", run, "--off-line")
+    asking.read_until("[y/N] ")
+    with hf.CheckpointManager(run, hf.Checkpoint(**make_objects(1))) as manager:
+        manager.restore()
+        manager.save(400)
+    asking.write("y\n")
+    shown = asking.finish()
+    assert shown.exit_code == ExitCode.FAILED
+    assert "has changed since it was looked at" in shown.text
+    assert (run / FIRST_300).exists()
+
+
+def test_ctrl_c(run: Path) -> None:
+    asking = Terminal("prune", run, "--off-line")
+    asking.read_until("[y/N] ")
+    asking.process.send_signal(signal.SIGINT)
+    shown = asking.finish()
+    assert shown.exit_code == ExitCode.INTERRUPTED
+    assert "Traceback" not in shown.text
+    assert (run / FIRST_300).exists()
+
+
+def test_what_stands_in_a_checkpoint_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\u202e[red]\n"
+    objects = hf.Checkpoint(state={evil: np.zeros(3), "plain": evil}, name=evil)
+    with hf.CheckpointManager(tmp_path / "run", objects) as manager:
+        manager.save(1, metrics={evil: 1.0}, metadata={evil: evil})
+    for arguments in (["list", "--all"], ["show"], ["show", "--json"], ["verify"]):
+        verb, *options = arguments
+        for text in (
+            call(verb, tmp_path / "run", *options).stdout,
+            show_on_terminal(verb, tmp_path / "run", *options).raw,
+        ):
+            assert "\x1b]" not in text
+            assert "\x1b[2J" not in text
+            assert "\x07" not in text
+            assert "\u202e" not in text
+    shown = show_on_terminal("show", tmp_path / "run", "state", "name", columns=200)
+    assert "\x1b]" not in shown.raw
+    assert "\\x1b]0;owned\\x07\\x1b[2J\\u202e[red]\\n" in shown.text
+    flip_bit(next((tmp_path / "run").glob("step-*")) / DATA, 4096)
+    shown = show_on_terminal("verify", tmp_path / "run", columns=200)
+    assert shown.exit_code == ExitCode.DAMAGED
+    assert "\x1b]" not in shown.raw

@@ -1,0 +1,140 @@
+"""The documentation is true: its code runs, its links lead somewhere, and what it names exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "holdfast"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+|(?:\w+/)*\w+\.py)`")
+TEST = re.compile(r"`(test_\w+)`")
+
+
+def without_code(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def links(page: Path) -> list[str]:
+    return LINK.findall(without_code(page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in HEADING.findall(without_code(page.read_text())):
+        plain = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+        found.add(plain.strip().replace(" ", "-"))
+    return found
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str, str]]:
+    """The first line, the words behind the language, and the text of each block of code."""
+    text = page.read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        words = match["info"].split()
+        if words[:1] == [language]:
+            line = text.count("\n", 0, match.start("body")) + 1
+            found.append((line, " ".join(words[1:]), match["body"]))
+    return found
+
+
+def has_runnable(page: Path) -> bool:
+    return any(words == "run" for _, words, _ in blocks(page, "python"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_code_compiles(page: Path) -> None:
+    for line, words, body in blocks(page, "python"):
+        assert words in ("", "run"), f"{page}:{line}: what is {words!r}?"
+        compile("\n" * (line - 1) + body, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_runnable(page)], ids=lambda page: page.name)
+def test_runnable_code_runs(page: Path, tmp_path: Path) -> None:
+    """All runnable blocks of a page are one program; its line numbers are the page's."""
+    lines: list[str] = []
+    for line, words, body in blocks(page, "python"):
+        if words == "run":
+            lines += [""] * (line - 1 - len(lines)) + body.splitlines()
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text("\n".join(lines))
+    ended = subprocess.run(
+        [sys.executable, program], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target} leads nowhere"
+        if anchor:
+            assert anchor in anchors(linked), f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_what_is_named_exists(page: Path) -> None:
+    text = page.read_text()
+    for name in set(re.findall(r"\bhf\.([A-Za-z_]\w*)", text)):
+        assert name in hf.__all__, f"hf.{name} is not public"
+    for dotted in set(re.findall(r"\bholdfast((?:\.[A-Za-z_]\w*)+)", text)):
+        assert_is_there(dotted.split(".")[1:])
+    for path in PATH.findall(text):
+        assert (ROOT / path).exists() or (SOURCE / path).exists(), f"{path} is not there"
+    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
+    for test in TEST.findall(text):
+        assert f"def {test}(" in tests or (ROOT / "tests" / f"{test}.py").exists(), f"there is no test {test}"
+
+
+def assert_is_there(parts: list[str]) -> None:
+    """Makes sure that a dotted name below `holdfast` is that of a module, or of something in one."""
+    found: object = hf
+    for depth, part in enumerate(parts):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(["holdfast", *parts[: depth + 1]]))
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_has_one_title_and_short_lines_of_code(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith("# ")
+    assert len(re.findall(r"^# ", without_code(text), re.MULTILINE)) == 1
+    for match in FENCE.finditer(text):
+        assert all(len(line) <= 120 for line in match["body"].splitlines())
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen: set[Path] = set()
+    ahead = [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        paths = [target.partition("#")[0] for target in links(page) if "://" not in target]
+        ahead += [(page.parent / path).resolve() for path in paths if path]
+    assert seen == set(PAGES)
+
+
+def test_the_readme_fits_a_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 70

@@ -1,0 +1,43 @@
+"""The example does what its first line says: killed and started again, it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train.py"
+
+
+def train(directory: Path, *, kill_at: int | None = None) -> list[str]:
+    """What the example prints, up to the step at which it is killed."""
+    command: list[str | Path] = [sys.executable, EXAMPLE, directory]
+    # One thread is the fastest for a network of this size, and leaves the others to other tests.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        lines = []
+        for line in child.stdout:
+            lines.append(line.rstrip())
+            if kill_at is not None and line.startswith(f"step {kill_at}:"):
+                child.kill()
+                break
+        problems = child.stderr.read()
+        assert child.wait(60) == 0 or kill_at is not None, problems
+    return lines
+
+
+def test_killed_once_it_ends_the_same(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched")
+    before = train(tmp_path / "killed", kill_at=111)
+    after = train(tmp_path / "killed")
+    assert untouched[0] == before[0] == "beginning with step 0"
+    begun = re.fullmatch(r"beginning with step (\d+)", after[0])
+    assert begun is not None
+    # The save of step 80 had ended before that of step 100 began. The child may have got further than it was heard.
+    assert int(begun[1]) in range(80, 201, 20)
+    assert after[1:] == untouched[1 + int(begun[1]) :]
+    assert before[1:] == untouched[1 : len(before)]

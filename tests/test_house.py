@@ -1,0 +1,271 @@
+"""The rules of the house: what is public, what may be imported where, how large things are, and what is never done."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+
+import msgspec
+import pytest
+
+import holdfast as hf
+from holdfast import errors, events
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "holdfast"
+MODULES = sorted(SOURCE.rglob("*.py"))
+NAMES = [str(module.relative_to(SOURCE)) for module in MODULES]
+
+PUBLIC = [
+    "RNG",
+    "All",
+    "Auto",
+    "Best",
+    "Checkpoint",
+    "CheckpointManager",
+    "EveryN",
+    "Latest",
+    "Newer",
+    "Restoration",
+    "ResumableDataLoader",
+    "ResumableSampler",
+    "Run",
+    "SaveHandle",
+    "Seconds",
+    "Steps",
+    "__version__",
+    "errors",
+    "events",
+    "register_codec",
+    "register_type",
+    "resumable",
+]
+
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "core", "base", "types", "misc"}
+
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "runpy", "code"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+UNPICKLING = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pd", "read_pickle"), ("importlib", "__import__")}
+
+IMPORT_BY_NAME = {"cli/main.py", "state/comparing.py", "state/registry.py"}
+"""These import by name, out of fixed tables: of the verbs, and of the integrations."""
+
+QUIET = {"torch", "numpy", "jax", "rich", "click", "asyncio"}
+"""What `import holdfast` does not import."""
+
+
+def parse(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(), str(module))
+
+
+def run(command: list[str | Path], directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=False, cwd=directory, capture_output=True, text=True, timeout=120)
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+
+
+# What is public.
+
+
+def test_the_public_list() -> None:
+    assert sorted(hf.__all__) == sorted(PUBLIC)
+    assert set(PUBLIC) <= set(dir(hf)) | {"ResumableDataLoader"}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    assert (getattr(hf, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_typed(name: str) -> None:
+    thing = getattr(hf, name)
+    callables = [thing] if inspect.isfunction(thing) else []
+    if inspect.isclass(thing):
+        callables = [found for key, found in vars(thing).items() if inspect.isfunction(found) and key[0] != "_"]
+    for found in callables:
+        signature = inspect.signature(found)
+        untyped = [
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.annotation is parameter.empty and parameter.name != "self"
+        ]
+        assert not untyped, f"{found.__qualname__}: {untyped}"
+        assert signature.return_annotation is not signature.empty, found.__qualname__
+
+
+# What may be imported.
+
+
+def test_the_import_contracts_hold() -> None:
+    tool = Path(sys.executable).with_name("lint-imports")
+    ended = run([tool, "--no-cache"], ROOT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_importing_holdfast_is_quiet() -> None:
+    program = f"import sys, holdfast; print(sorted({QUIET} & sys.modules.keys()))"
+    ended = run([sys.executable, "-c", program], ROOT)
+    assert ended.stdout.strip() == "[]", ended.stderr
+
+
+@pytest.mark.parametrize("module", MODULES, ids=NAMES)
+def test_nothing_is_unpickled_or_executed(module: Path) -> None:
+    tree = parse(module)
+    found = {name.partition(".")[0] for name in imported_names(tree)} & FORBIDDEN_IMPORTS
+    assert not found
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name):
+            assert called.id not in FORBIDDEN_CALLS, f"line {node.lineno}"
+        elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            assert (called.value.id, called.attr) not in UNPICKLING, f"line {node.lineno}"
+
+
+def test_only_these_modules_import_by_name() -> None:
+    found = {
+        str(module.relative_to(SOURCE))
+        for module in MODULES
+        for node in ast.walk(parse(module))
+        if (isinstance(node, ast.Attribute) and node.attr == "import_module")
+        or (isinstance(node, ast.ImportFrom) and node.module == "importlib" and node.names[0].name == "import_module")
+    }
+    assert found == IMPORT_BY_NAME
+
+
+# How things are named, and how large they are.
+
+
+@pytest.mark.parametrize("module", MODULES, ids=NAMES)
+def test_a_module_says_what_it_is_and_is_not_too_long(module: Path) -> None:
+    text = module.read_text()
+    assert (ast.get_docstring(ast.parse(text)) or "").strip(), "it has no docstring"
+    assert len(text.splitlines()) <= 400
+
+
+@pytest.mark.parametrize("module", MODULES, ids=NAMES)
+def test_a_class_has_at_most_twelve_public_methods(module: Path) -> None:
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.ClassDef):
+            methods = [
+                item.name
+                for item in node.body
+                if isinstance(item, ast.FunctionDef)
+                and not item.name.startswith(("_", "test_"))
+                and not any(
+                    "property" in ast.unparse(mark) or ".setter" in ast.unparse(mark) for mark in item.decorator_list
+                )
+            ]
+            assert len(methods) <= 12, f"{node.name}: {methods}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=NAMES)
+def test_files_are_named_for_a_stage_or_a_thing(module: Path) -> None:
+    path = module.relative_to(SOURCE)
+    parts = [*path.parts[:-1], path.stem]
+    assert not FORBIDDEN_NAMES & set(parts)
+    packages = ["holdfast", *path.parts[:-1]]
+    assert not any(path.stem == package or path.stem.startswith(f"{package}_") for package in packages), "it stutters"
+
+
+def test_no_text_speaks_of_where_it_was_made() -> None:
+    texts = [*MODULES, *(ROOT / "tests").glob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    for text in texts:
+        if text != Path(__file__):
+            assert "/work/" not in text.read_text(), text
+
+
+# Errors and events.
+
+
+def error_classes() -> list[type[BaseException]]:
+    """All error classes that holdfast defines, wherever they stand, but for those of its own tests' tools."""
+    found: set[type[BaseException]] = set()
+    for info in pkgutil.walk_packages(hf.__path__, "holdfast."):
+        if info.name.startswith(("holdfast.testing", "holdfast.integrations", "holdfast.demo")):
+            continue
+        module = importlib.import_module(info.name)
+        found |= {
+            thing
+            for thing in vars(module).values()
+            if inspect.isclass(thing) and issubclass(thing, BaseException) and thing.__module__ == info.name
+        }
+    return sorted(found, key=lambda error: error.__name__)
+
+
+def test_errors_that_leave_holdfast_stand_in_one_tree_and_on_their_page() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    for error in error_classes():
+        if error.__module__ == "holdfast.errors":
+            assert issubclass(error, errors.HoldfastError)
+            assert f"| `{error.__name__}` |" in page, f"{error.__name__} is not in docs/reference/errors.md"
+    elsewhere = {error.__name__ for error in error_classes() if error.__module__ != "holdfast.errors"}
+    # Each is caught by the module's own package, and never reaches a user.
+    assert elsewhere <= {"Malformed", "CannotPublishError"}
+
+
+def test_errors_carry_what_their_page_says() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    for error in error_classes():
+        if error.__module__ == "holdfast.errors":
+            own = {
+                name
+                for name in inspect.signature(error).parameters
+                if name not in ("message", "hint", "args", "kwargs")
+            }
+            line = next(line for line in page.splitlines() if line.startswith(f"| `{error.__name__}` |"))
+            inherited = "as `" in line or issubclass(error, errors.StorageError)
+            assert inherited or all(f"`{name}`" in line for name in own), f"{error.__name__}: {own}"
+
+
+def test_every_event_and_each_of_its_fields_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "reference" / "events.md").read_text()
+    kinds = [thing for thing in vars(events).values() if inspect.isclass(thing) and issubclass(thing, events.Event)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        if kind is events.Event:
+            continue
+        tag = msgspec.inspect.type_info(kind).tag  # type: ignore[attr-defined]
+        line = next((line for line in page.splitlines() if line.startswith(f"| `{kind.__name__}` | `{tag}` |")), "")
+        assert line, f"{kind.__name__} is not in docs/reference/events.md"
+        for field in kind.__struct_fields__:
+            assert field == "at_unix_seconds" or f"`{field}`" in line, f"{kind.__name__}.{field}"
+
+
+# What is shipped.
+
+
+def test_the_wheel_has_every_module_and_the_mark_of_types(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"
+    copytree(SOURCE, tree / "src" / "holdfast", ignore=lambda _, names: [n for n in names if n == "__pycache__"])
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tree / name).write_bytes((ROOT / name).read_bytes())
+    build = f"import setuptools.build_meta as build; build.build_wheel({str(tmp_path)!r})"
+    ended = run([sys.executable, "-c", build], tree)
+    assert ended.returncode == 0, ended.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as shipped:
+        names = set(shipped.namelist())
+        metadata = next(shipped.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    expected = {str(module.relative_to(SOURCE.parent)) for module in MODULES} | {"holdfast/py.typed"}
+    assert expected <= names
+    assert not [name for name in names if not name.startswith("holdfast")]
+    assert f"\nVersion: {hf.__version__}\n" in metadata
+    assert any(name.endswith("/LICENSE") for name in names)

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+from holdfast.state.rng import RNG
+from state_trip import bring_back, match, store
+from torch_models import model, same_state, train
+
+# Optimizers
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "Adam with amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3, history_size=4),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_nothing_had_happened(name: str, stepped: bool) -> None:
+    source = model(1)
+    optimizer = OPTIMIZERS[name](source.parameters())
+    train(source, optimizer)
+    stored = store(model=source, optimizer=optimizer)
+    train(source, optimizer, seed=10)
+
+    live = model(2)
+    other = OPTIMIZERS[name](live.parameters())
+    if stepped:
+        train(live, other, steps=5, seed=3)
+    bring_back(stored, {"model": live, "optimizer": other})
+    train(live, other, seed=10)
+    assert same_state(live.state_dict(), source.state_dict())
+    assert same_state(other.state_dict(), optimizer.state_dict())
+
+
+def test_state_is_named_by_parameter() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(net, optimizer)
+    stored = store(net=net, optimizer=optimizer)
+    assert "optimizer/state/net.0.weight/exp_avg" in stored.specs
+    assert stored.objects["optimizer"]["v"]["groups"][0]["params"][0] == "net.0.weight"
+    assert "optimizer/state/group0.1/exp_avg" in store(optimizer=optimizer).specs
+    named = torch.optim.Adam(net.named_parameters())
+    train(net, named)
+    assert "optimizer/state/0.weight/exp_avg" in store(net=net, optimizer=named).specs
+
+
+def test_the_order_of_parameters_and_groups_does_not_matter() -> None:
+    source = model(1)
+    optimizer = torch.optim.Adam([{"params": source[0].parameters(), "lr": 0.1}, {"params": source[2].parameters()}])
+    train(source, optimizer)
+    live = model(2)
+    other = torch.optim.Adam([{"params": [live[2].bias, live[2].weight]}, {"params": [live[0].bias, live[0].weight]}])
+    bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert [group["lr"] for group in other.param_groups] == [0.001, 0.1]
+    for left, right in zip(source.parameters(), live.parameters(), strict=True):
+        assert same_state(optimizer.state.get(left), other.state.get(right))
+
+
+def test_wrapped_modules_give_the_names_of_bare_ones() -> None:
+    source = model(1)
+    compiled: Any = torch.compile(source)
+    optimizer = torch.optim.Adam(compiled.parameters())
+    train(source, optimizer)
+    live = nn.DataParallel(model(2))
+    other = torch.optim.Adam(live.parameters())
+    bring_back(store(model=compiled, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), optimizer.state_dict())
+
+    given = torch.optim.Adam(compiled.named_parameters())
+    train(source, given)
+    another = torch.optim.Adam(live.named_parameters())
+    bring_back(store(optimizer=given), {"optimizer": another})
+    assert same_state(another.state_dict()["state"], given.state_dict()["state"])
+
+
+def test_parameters_that_differ_are_collected() -> None:
+    source, live = model(1), model(2)
+    live.append(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam([*source[0].parameters(), source[1].weight])
+    other = torch.optim.Adam([*live[0].parameters(), live[3].bias])
+    train(source, optimizer)
+    train(live, other)
+    before = copy.deepcopy(other.state[live[3].bias])
+    stored = store(optimizer=optimizer, model=source)
+    differences = match(stored, {"optimizer": other, "model": live}).differences
+    assert differences.missing == ["optimizer/state/model.3.bias", "model/3.weight", "model/3.bias"]
+    assert differences.extra == ["optimizer/state/model.1.weight"]
+    bring_back(stored, {"optimizer": other, "model": live}, strict=False)
+    assert same_state(other.state[live[0].weight], optimizer.state[source[0].weight])
+    assert same_state(other.state[live[3].bias], before)
+
+
+def test_groups_that_are_divided_in_another_way_are_a_difference() -> None:
+    source, live = model(1), model(2)
+    optimizer = torch.optim.SGD(source.parameters(), 0.1)
+    other = torch.optim.SGD([{"params": live[:2].parameters()}, {"params": live[2].parameters()}], 0.1)
+    matching = match(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert len(matching.differences.wrong_kind) == 2
+
+
+def test_groups_that_were_added_come_back() -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model(seed)
+        optimizer = torch.optim.Adam(net[0].parameters())
+        optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 0.5})
+        return net, optimizer
+
+    source, optimizer = make(1)
+    train(source, optimizer)
+    live, other = make(2)
+    bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), optimizer.state_dict())
+
+
+def test_frozen_parameters_and_tied_ones_come_back() -> None:
+    def make(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        net[1].weight = net[0].weight
+        net[2].bias.requires_grad_(False)
+        return net, torch.optim.Adam(net.parameters())
+
+    source, optimizer = make(1)
+    train(source, optimizer)
+    live, other = make(2)
+    bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), optimizer.state_dict())
+    assert not live[2].bias.requires_grad
+    assert live[2].bias not in other.state
+
+
+def test_state_keeps_its_type_beside_parameters_of_another() -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model(seed).to(torch.bfloat16)
+        return net, torch.optim.Adam(net.parameters())
+
+    source, optimizer = make(1)
+    train(source, optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-6
+        state["note"] = "kept in float32"
+        state["parts"] = [torch.full((2,), 1 + 1e-6), None, (torch.ones(1),)]
+    stored = store(model=source, optimizer=optimizer)
+    live, other = make(2)
+    for _ in range(2):
+        bring_back(stored, {"model": live, "optimizer": other})
+        assert same_state(other.state_dict(), optimizer.state_dict())
+    kept = [state["exp_avg"] for state in other.state.values()]
+    bring_back(stored, {"model": live, "optimizer": other})
+    assert all(left is state["exp_avg"] for left, state in zip(kept, other.state.values(), strict=True))
+
+
+def test_state_that_is_there_is_filled_where_it_is() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1), foreach=False)
+    train(net, optimizer)
+    stored = store(model=net, optimizer=optimizer)
+    train(net, optimizer)
+    averages = [state["exp_avg"] for state in optimizer.state.values()]
+    rate = optimizer.param_groups[0]["lr"]
+    with torch.no_grad():
+        rate.fill_(0.7)
+    bring_back(stored, {"model": net, "optimizer": optimizer})
+    assert all(left is state["exp_avg"] for left, state in zip(averages, optimizer.state.values(), strict=True))
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == pytest.approx(0.1)
+
+
+def test_an_optimizer_goes_back_to_before_its_first_step() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    stored = store(model=net, optimizer=optimizer)
+    train(net, optimizer)
+    bring_back(stored, {"model": net, "optimizer": optimizer})
+    assert not optimizer.state_dict()["state"]
+
+
+def test_matching_leaves_an_optimizer_alone() -> None:
+    source, live = model(1), model(2)
+    optimizer, other = torch.optim.Adam(source.parameters()), torch.optim.Adam(live.parameters(), lr=0.7)
+    train(source, optimizer)
+    train(live, other)
+    before = copy.deepcopy(other.state_dict())
+    match(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), before)
+
+
+def test_state_of_one_parameter_alone_is_restored() -> None:
+    source, live = model(1), model(2)
+    optimizer, other = torch.optim.Adam(source.parameters()), torch.optim.Adam(live.parameters(), lr=0.7)
+    train(source, optimizer)
+    train(live, other)
+    before = copy.deepcopy(other.state_dict())
+    stored = store(model=source, optimizer=optimizer)
+    bring_back(stored, {"model": live, "optimizer": other}, lambda path: path == "optimizer/state/model.0.bias")
+    after = other.state_dict()
+    assert same_state(after["state"][1], optimizer.state_dict()["state"][1])
+    assert same_state(after["state"][0], before["state"][0])
+    assert other.param_groups[0]["lr"] == 0.7
+
+
+def test_an_optimizer_with_a_form_of_its_own_comes_back() -> None:
+    class Own(torch.optim.SGD):
+        rounds = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"rounds": self.rounds, "inner": super().state_dict()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.rounds = state_dict["rounds"]
+            super().load_state_dict(state_dict["inner"])
+
+    class Richer(torch.optim.SGD):
+        rounds = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"rounds": self.rounds}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.rounds = state_dict.pop("rounds")
+            super().load_state_dict(state_dict)
+
+    for cls in (Own, Richer):
+        source, live = model(1), model(2)
+        optimizer, other = cls(source.parameters(), 0.1, momentum=0.9), cls(live.parameters(), 0.2)
+        optimizer.rounds = 4
+        train(source, optimizer)
+        bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+        assert other.rounds == 4
+        assert same_state(other.state_dict(), optimizer.state_dict())
+
+
+# Schedulers, scalers, averages, generators
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 2),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 2, 5]),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=30),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.1, 0.5, step_size_up=3),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, total_iters=3), schedulers.CosineAnnealingLR(o, 9)], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3, 2),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 9),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_go_on(name: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        return net, optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[Any]:
+        seen = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        return seen
+
+    net, optimizer, scheduler = make()
+    rates(optimizer, scheduler, 4)
+    stored = store(net=net, optimizer=optimizer, scheduler=scheduler)
+    expected = rates(optimizer, scheduler, 6)
+    live, other, another = make()
+    bring_back(stored, {"net": live, "optimizer": other, "scheduler": another})
+    assert rates(other, another, 6) == expected
+    assert another.state_dict().keys() == scheduler.state_dict().keys()
+
+
+def test_a_plateau_is_remembered() -> None:
+    def make() -> tuple[torch.optim.Optimizer, schedulers.ReduceLROnPlateau]:
+        optimizer = torch.optim.SGD(model().parameters(), 0.1)
+        return optimizer, schedulers.ReduceLROnPlateau(optimizer, patience=2)
+
+    optimizer, scheduler = make()
+    for _ in range(2):
+        scheduler.step(1.0)
+    other, another = make()
+    bring_back(store(o=optimizer, s=scheduler), {"o": other, "s": another})
+    assert another.state_dict() == scheduler.state_dict()
+    for _ in range(2):
+        another.step(1.0)
+    assert other.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_averaged_models_and_grad_scalers_come_back() -> None:
+    def make(seed: int) -> dict[str, Any]:
+        return {
+            "average": torch.optim.swa_utils.AveragedModel(model(seed)),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + seed)),
+            "off": torch.amp.GradScaler("cpu", enabled=False),
+        }
+
+    source, live = make(1), make(2)
+    source["average"].update_parameters(model(5))
+    bring_back(store(**source), live)
+    assert same_state(live["average"].state_dict(), source["average"].state_dict())
+    assert live["average"].n_averaged == 1
+    assert live["scaler"].state_dict() == source["scaler"].state_dict()
+
+
+def test_torch_generators_come_back() -> None:
+    objects: dict[str, Any] = {"rng": RNG(), "own": torch.Generator().manual_seed(3)}
+    torch.rand(3)
+    torch.rand(3, generator=objects["own"])
+    stored = store(**objects)
+    expected = (torch.rand(3), torch.rand(3, generator=objects["own"]))
+    live = torch.Generator()
+    torch.manual_seed(77)
+    bring_back(stored, {"rng": RNG(), "own": live})
+    assert torch.equal(torch.rand(3), expected[0])
+    assert torch.equal(torch.rand(3, generator=live), expected[1])
+
+
+def test_loading_a_state_dict_gets_tensors_of_its_own() -> None:
+    class Average:
+        def __init__(self, net: nn.Module) -> None:
+            self.shadow = {name: p.detach() for name, p in net.named_parameters()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow, "decay": 0.9}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    source, live = model(1), model(2)
+    average = Average(model(3))
+    other = Average(live)
+    bring_back(store(model=source, average=average), {"model": live, "average": other})
+    assert same_state(other.shadow, average.shadow)
+    assert same_state(live.state_dict(), source.state_dict())
+    differences = match(store(average=average), {"average": Average(nn.Linear(4, 3))}).differences
+    assert "average/shadow/weight" in differences.missing
+    assert "average/shadow/0.weight" in differences.extra
