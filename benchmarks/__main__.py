@@ -48,6 +48,7 @@ def main(
     if rounds < 1 or not 0 < scale <= 1:
         raise click.UsageError("--rounds is at least 1, --scale more than 0 and at most 1")
     begun_at = time.monotonic()
+    out = out.resolve()
     if not render:
         results = _measure(scale, rounds, parts or _PARTS, list(peers or PEERS), out)
         write_results(results, out / RESULTS_NAME)

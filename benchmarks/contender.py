@@ -42,6 +42,7 @@ class Contender:
             env={**os.environ, **threads},
             # A group of its own, so that what a peer starts can be ended with it.
             start_new_session=True,
+            cwd=Path(__file__).parent.parent,
         )
         try:
             self.note = self._exchange(msgspec.json.encode(start)).note

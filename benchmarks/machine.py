@@ -74,16 +74,3 @@ def _file_system(directory: Path) -> str:
         if place.is_relative_to(mount) and len(mount) >= longest:
             kind, longest = mounted, len(mount)
     return kind
-    for line in lines:
-        _, mount, kind, *_ = line.split()
-        if place.is_relative_to(mount):
-            # Of two mounts at one place, the later one is what is seen.
-            found = (
-                max(found, (len(mount), kind), key=lambda item: item[0])
-                if len(mount) != found[0]
-                else (
-                    len(mount),
-                    kind,
-                )
-            )
-    return found[1]

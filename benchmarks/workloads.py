@@ -76,16 +76,16 @@ def make_workload(name: str, scale: float) -> Workload:
         return Workload(name, "a GPT-2-small with AdamW state, float32", model=GPT2_SMALL.scaled(scale))
     if name == "small-tensors":
         count = max(4, round(20_000 * scale))
-        # 4 to 64 KiB in steps of 1 KiB. The seed is fixed: each process makes the same.
+        # Each size as often as its double. The seed is fixed: each process makes the same.
         sizes = random.Random(0)
-        shapes = [(f"group{i % 100}.tensor{i}", (sizes.randint(4, 64) * 256,)) for i in range(count)]
+        shapes = [(f"group{i % 100}.tensor{i}", (round(1024 * 16 ** sizes.random()),)) for i in range(count)]
         return Workload(name, "loose tensors of 4 to 64 KiB", shapes=shapes)
     raise ValueError(f"there is no workload {name!r}")
 
 
 WORKLOADS: Final = ("model", "small-tensors")
 GPT2_SMALL: Final = ModelSize(vocabulary=50_257, context=1024, width=768, layers=12)
-TRAINED: Final = ModelSize(vocabulary=20_000, context=128, width=512, layers=8)
+TRAINED: Final = ModelSize(vocabulary=20_000, context=32, width=512, layers=8)
 """The model of the training loop: 0.43 GB with its optimizer's state."""
 
 

@@ -213,7 +213,7 @@ def test_list_json_holds_everything(run: Path) -> None:
     (run / "step-000000400.g0002").mkdir()
     document = call_json("list", run)
     assert document == call_json("list", run, "--all")
-    assert document["schema"] == "holdfast.list/1"
+    assert (document["holdfast"], document["version"]) == ("list", 1)
     assert document["run"] == str(run)
     assert document["newest_step"] == 300
     assert document["generation"] == 2
@@ -346,7 +346,7 @@ def test_show_a_name_that_is_not_there(run: Path) -> None:
 
 def test_show_json(run: Path) -> None:
     document = call_json("show", run)
-    assert document["schema"] == "holdfast.show/1"
+    assert (document["holdfast"], document["version"]) == ("show", 1)
     assert (document["step"], document["state"], document["is_newest"]) == (300, "living", True)
     assert [entry["name"] for entry in document["objects"]] == ["model", "optimizer", "epoch"]
     assert document["objects"][1] == {"name": "optimizer", "leaves": 2, "size_bytes": 40, "values": 3}

@@ -329,3 +329,9 @@ def test_any_line_has_one_checkpoint_a_step_in_order(steps: list[StepName], pair
     assert numbers == sorted(set(numbers))
     # Along the line generations never go back: a later step is never of an older generation.
     assert [name.generation for name in living] == sorted(name.generation for name in living)
+
+
+def test_after_a_lost_base_the_newest_attempt_of_an_earlier_step_counts() -> None:
+    steps = [StepName(100, 1), StepName(100, 1, 2), StepName(200, 2)]
+    bases = bases_of((1, None), (3, StepName(200, 2)))
+    assert choose_living(steps, bases) == (StepName(100, 1, 2), StepName(200, 2))

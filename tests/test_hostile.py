@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.errors import HoldfastError, NoWholeCheckpointError
+from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
 from holdfast.format.digests import digest
 from holdfast.format.envelope import seal
 from holdfast.format.index import Index, LeafRecord, decode_index, encode_index
@@ -191,6 +191,19 @@ def nest(depth: int) -> Any:
     for _ in range(depth):
         nested = {"$": "tuple", "v": [nested]}
     return nested
+
+
+def test_values_that_are_stored_can_be_read_however_deep_they_lie(tmp_path: Path) -> None:
+    value: Any = [b"x"]
+    depth = 1
+    with pytest.raises(UnsupportedValueError):  # noqa: PT012
+        while True:
+            with hf.CheckpointManager(tmp_path / str(depth), hf.Checkpoint(value=value)) as manager:
+                manager.save(1)
+                manager.restore()
+            value = [value]
+            depth += 1
+    assert depth > 60
 
 
 def test_deeply_nested_state_is_a_clean_error(run: Path) -> None:

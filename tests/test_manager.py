@@ -188,10 +188,12 @@ def test_each_manager_that_saves_opens_a_generation_with_its_base(tmp_path: Path
 
 def test_a_manager_that_never_restored_goes_on_from_the_newest(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
-    with manager_of(tmp_path) as manager:
+    events: list[Event] = []
+    with manager_of(tmp_path, sinks=[events.append]) as manager:
         manager.save(3)
         manager.wait(60)
         assert manager.steps() == (1, 2, 3)
+    assert [event.base_step for event in events if isinstance(event, GenerationOpened)] == [2]
 
 
 def test_going_back_makes_the_older_line_the_living_one(tmp_path: Path) -> None:

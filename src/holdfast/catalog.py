@@ -18,7 +18,6 @@ from holdfast.format.generation import (
     decode_opening,
     encode_base,
     encode_opening,
-    make_base,
 )
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import (
@@ -176,15 +175,16 @@ def open_generation(storage: Storage) -> int:
     )
 
 
-def record_base(storage: Storage, generation: int, name: StepName | None) -> None:
-    """**Blocks.** Records the checkpoint that a generation begins from, or None if it begins anew.
+def record_base(storage: Storage, base: Base) -> None:
+    """**Blocks.** Records the checkpoint that a generation begins from.
 
     Raises:
         StorageError: If the place fails, or the base of this generation was recorded before.
     """
-    if not storage.publish(base_path(generation), encode_base(make_base(generation, name))):
+    path = base_path(base.generation)
+    if not storage.publish(path, encode_base(base)):
         raise StorageError(
-            f"{storage.url}: generation {generation} has a base already",
-            path=base_path(generation),
+            f"{storage.url}: generation {base.generation} has a base already",
+            path=path,
             hint="The directory was changed by hand, or two jobs believe to be the same one.",
         )

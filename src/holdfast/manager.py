@@ -23,10 +23,10 @@ from holdfast.format.names import MAX_STEP
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
+from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports
-from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage, Storage, open_storage
 
@@ -130,7 +130,7 @@ class CheckpointManager:
             metrics: Figures to keep with the checkpoint, for `Best` and for people.
             metadata: What else to keep with it: any JSON.
             replace: True to save a step anew that is committed already. The old checkpoint goes when the new one is
-                committed.
+                committed; one of an earlier generation leaves the living line then, and stays until it is pruned.
 
         Returns:
             The save, to be waited for if need be.

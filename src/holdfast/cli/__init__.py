@@ -1,1 +1,1 @@
-"""cli."""
+"""The command `holdfast`, one module a verb; each verb is imported when it is called."""

@@ -143,7 +143,6 @@ class Contents:
         manifest = heading.manifest
         objects = self.objects
         return {
-            "schema": "holdfast.show/1",
             "place": heading.url,
             "directory": heading.directory or None,
             "state": heading.state.value if heading.state else None,

@@ -31,7 +31,7 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
     target = find_run(run)
     survey = survey_run(target.storage)
     if as_json:
-        write_json(sys.stdout, make_document(target.storage.url, survey))
+        write_json(sys.stdout, "list", make_document(target.storage.url, survey))
     elif survey.found and (show_all or survey.of(State.LIVING)):
         _show(target, survey, show_all, Screen(sys.stdout))
     if survey.newest is None:
@@ -100,7 +100,6 @@ def make_document(url: str, survey: Survey) -> dict[str, Any]:
             **time_fields("opened_at", opening.opened_at_unix_seconds),
         }
     return {
-        "schema": "holdfast.list/1",
         "run": url,
         "generation": survey.catalog.generation,
         "opened": opened,

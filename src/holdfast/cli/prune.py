@@ -68,7 +68,7 @@ def command(
         if screen is not None:
             _show_done(screen, done)
     if screen is None:
-        write_json(sys.stdout, _document(target, plan, done, dry_run))
+        write_json(sys.stdout, "prune", _document(target, plan, done, dry_run))
     for removed in done:
         if removed.error is not None:
             raise removed.error
@@ -137,7 +137,6 @@ def _document(target: Target, plan: RemovalPlan, done: Sequence[Removed], dry_ru
         for removed in done
     }
     return {
-        "schema": "holdfast.prune/1",
         "run": target.storage.url,
         "is_dry_run": dry_run,
         "size_bytes": plan.size_bytes,

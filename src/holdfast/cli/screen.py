@@ -9,6 +9,9 @@ from typing import Any, Final, TextIO, TypeAlias
 
 from holdfast.cli.wording import legible
 
+DOCUMENT_VERSION: Final = 1
+"""Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
+
 PLAIN: Final = ""
 STRONG: Final = "bold"
 FAINT: Final = "dim"
@@ -105,8 +108,9 @@ def terminal_width(words: Words) -> int:
     return cell_len(_text(words))
 
 
-def write_json(stream: TextIO, document: dict[str, Any]) -> None:
-    """Writes one JSON document, in ASCII: no terminal obeys anything in it."""
+def write_json(stream: TextIO, verb: str, fields: dict[str, Any]) -> None:
+    """Writes the JSON document of a verb, in ASCII: no terminal obeys anything in it."""
+    document = {"holdfast": verb, "version": DOCUMENT_VERSION, **fields}
     json.dump(document, stream, indent=2, ensure_ascii=True, allow_nan=False)
     stream.write("\n")
 

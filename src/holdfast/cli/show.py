@@ -39,7 +39,7 @@ def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None
         contents = read_contents(target, heading)
         document = contents.document(selection)
         _check_found(contents, selection, target)
-        write_json(sys.stdout, document)
+        write_json(sys.stdout, "show", document)
         return
     from holdfast.cli.contents_page import ContentsPage
 

@@ -48,7 +48,7 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
             report.show_verdict(screen, verdict)
             sys.stdout.flush()
     if screen is None:
-        write_json(sys.stdout, report.document())
+        write_json(sys.stdout, "verify", report.document())
     else:
         report.show_sum(screen)
     raise click.exceptions.Exit(report.exit_code)

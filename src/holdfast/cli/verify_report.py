@@ -111,7 +111,6 @@ class VerifyReport:
         """The JSON document."""
         living = self._catalog.living if self._catalog else ()
         return {
-            "schema": "holdfast.verify/1",
             "place": self._target.storage.url,
             "is_whole": self.exit_code is ExitCode.OK,
             "newest_whole_step": self.newest_whole.step if self.newest_whole else None,

@@ -1,1 +1,1 @@
-"""format."""
+"""What bytes mean: names, records, layouts, digests and value codecs. All of it is pure."""

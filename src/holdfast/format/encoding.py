@@ -66,9 +66,11 @@ class Encoder:
         scalar = ENCODERS.get(cls)
         if scalar is not None:
             try:
-                return scalar(value)
+                node = scalar(value)
             except Malformed as error:
                 raise unsupported(path, str(error)) from None
+            if depth <= MAX_DEPTH or not isinstance(node, dict):
+                return node
         if depth > MAX_DEPTH:
             raise unsupported(path, f"something nested more than {MAX_DEPTH} deep", "Make the tree flatter.")
         if id(value) in self._open:

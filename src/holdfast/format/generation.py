@@ -119,23 +119,23 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
     for name in steps:
         by_generation.setdefault(name.generation, []).append(name)
     living: dict[int, StepName] = {}
-    # What an earlier generation saved counts up to the place where a later one left it, both inclusive.
-    last_step, last_attempt = MAX_STEP, MAX_ATTEMPT
+    # An earlier generation counts up to the place, as step and attempt, where a later one left it, inclusive: what lies
+    # beyond was saved, or replaced, when the later one had begun.
+    last = (MAX_STEP, MAX_ATTEMPT)
     generation = max((*bases, *by_generation), default=0)
     while generation > 0:
-        own = [name for name in sorted(by_generation.get(generation, ())) if name.step <= last_step]
+        own = sorted(name for name in by_generation.get(generation, ()) if (name.step, name.attempt) <= last)
         for name in own:
-            # An attempt beyond the base's replaced it after the next generation had begun from it.
-            counts = name.step < last_step or name.attempt <= last_attempt
             holder = living.get(name.step)
-            if counts and (holder is None or holder.generation == generation):
+            if holder is None or holder.generation == generation:
                 living[name.step] = name
         base = bases.get(generation)
         if base is None:
             generation -= 1
-            last_step = min([last_step, *(name.step - 1 for name in own)])
+            if own:
+                last = min(last, (own[0].step - 1, MAX_ATTEMPT))
         elif (left := base.name) is not None:
-            generation, last_step, last_attempt = left.generation, min(last_step, left.step), left.attempt
+            generation, last = left.generation, min(last, (left.step, left.attempt))
         else:
             break
     return tuple(living[step] for step in sorted(living))

@@ -1,1 +1,1 @@
-"""integrations."""
+"""The only place where a framework is imported: one package for each."""

@@ -1,1 +1,1 @@
-"""restore."""
+"""The way back: choose, verify, plan, read, apply; from a checkpoint to live objects."""

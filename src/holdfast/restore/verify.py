@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.errors import DamageError, NotFoundError
+from holdfast.errors import DamageError, FormatError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, WorkerRecord, decode_manifest
@@ -31,6 +31,13 @@ def open_step(storage: Storage, directory: str, expected: StepName | None) -> Op
     path = join(directory, MANIFEST_NAME)
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
+        if manifest.world_size != 1:
+            raise FormatError(
+                f"{path}: the state of {manifest.world_size} workers is not known to this holdfast",
+                path=path,
+                step=step,
+                hint="Read it with the version of holdfast that wrote it, or a newer one.",
+            )
         indexes = tuple(
             _open_index(storage, directory, manifest, rank, worker) for rank, worker in enumerate(manifest.workers)
         )

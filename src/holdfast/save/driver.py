@@ -176,9 +176,9 @@ class Saver:
         blocked_seconds: float,
         begun_at: float,
     ) -> StepName:
-        if self._line.open(order.origin.choose_base):
-            base = order.origin.restored
-            self._emit(GenerationOpened(generation=self._generation, base_step=base.step if base else None))
+        base = self._line.open(order.origin.choose_base)
+        if base is not None:
+            self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
         name = self._line.name(order.step)
         handle.mark_named(name)
         try:
@@ -213,11 +213,6 @@ class Saver:
         self._reports.mark_committed()
         handle.mark_committed(manifest)
         return name
-
-    @property
-    def _generation(self) -> int:
-        assert self._line.generation is not None, "the line is open"
-        return self._line.generation
 
     def _give_up(self, name: StepName) -> None:
         """Removes the debris of a failed attempt, if the place lets us; else the next save sweeps it away."""

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from holdfast.errors import HoldfastError
 
 EXIT_SAVE_FAILED: Final = 74
-"""The exit code of a job whose last save failed and that would else have ended as if nothing were wrong (EX_IOERR)."""
+"""The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever code it asked for."""
 
 
 class Drainable(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.catalog import Catalog, open_generation, read_catalog, read_manifest, record_base
 from holdfast.errors import FormatError, HoldfastError, NotFoundError
+from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, plan_retention
@@ -61,7 +62,7 @@ class Line:
         """Ends the line: the next save opens a generation of its own."""
         self._generation = None
 
-    def open(self, choose_base: Callable[[Catalog], StepName | None]) -> bool:
+    def open(self, choose_base: Callable[[Catalog], StepName | None]) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
 
         A crash between the opening and its base leaves a generation that saved nothing, and changes no line.
@@ -70,19 +71,20 @@ class Line:
             choose_base: Says which checkpoint the line begins from, given what lay there after the opening.
 
         Returns:
-            True if a generation was opened.
+            The base of the generation that was opened, or None if the line had one already.
 
         Raises:
             FencedError: If another job has opened a newer one since.
             StorageError: If the place fails.
         """
-        opened = self._generation is None
+        base = None
         if self._generation is None:
             generation = open_generation(self._storage)
-            record_base(self._storage, generation, choose_base(read_catalog(self._storage)))
+            base = make_base(generation, choose_base(read_catalog(self._storage)))
+            record_base(self._storage, base)
             self._generation = generation
         check_fence(self._storage, self._generation)
-        return opened
+        return base
 
     def name(self, step: int) -> StepName:
         """**Blocks.** The place of this line's next attempt at a step."""
