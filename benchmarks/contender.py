@@ -25,7 +25,7 @@ class ContenderError(Exception):
 
 
 class Contender:
-    """Starts the process, gives orders, and watches its memory."""
+    """Gives orders to a process of its own, and watches its memory; call `wait_ready` first."""
 
     def __init__(self, start: Start) -> None:
         self.name = start.contender
@@ -44,12 +44,25 @@ class Contender:
             start_new_session=True,
             cwd=Path(__file__).parent.parent,
         )
+        self._send(msgspec.json.encode(start))
+        self._idle_bytes = 0
+
+    def wait_ready(self) -> str:
+        """**Blocks.** Waits until the process has set up what it was started for.
+
+        Returns:
+            What is to be said beside its figures.
+
+        Raises:
+            ContenderError: If it failed or took too long. Then the process has been ended.
+        """
         try:
-            self.note = self._exchange(msgspec.json.encode(start)).note
+            note = self._receive().note
         except BaseException:
             self.kill()
             raise
         self._idle_bytes = held_bytes(self._process.pid)
+        return note
 
     def order(self, order: Order) -> dict[str, float]:
         """**Blocks.** Has something done.
@@ -64,7 +77,8 @@ class Contender:
         watch = MemoryWatch(self._process.pid)
         try:
             with watch.watch():
-                figures = self._exchange(msgspec.json.encode(order)).figures
+                self._send(msgspec.json.encode(order))
+                figures = self._receive().figures
         except BaseException:
             self.kill()
             raise
@@ -92,14 +106,16 @@ class Contender:
                 self._process.wait()
         self._log.close()
 
-    def _exchange(self, message: bytes) -> Reply:
+    def _send(self, message: bytes) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(message + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise ContenderError(f"{self.name} has ended: {self._last_words()}") from None
+
+    def _receive(self) -> Reply:
+        assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT_SECONDS)
         if not ready:
             raise ContenderError(f"{self.name} did not answer within {_TIMEOUT_SECONDS:g} s")

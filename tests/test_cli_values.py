@@ -172,15 +172,15 @@ def test_figures() -> None:
     assert iso_text(1e300) is None
 
 
-def write_step_of_two_workers(directory: Path) -> None:
-    """A checkpoint as two workers would write it, each with a part of one array."""
+def write_step(directory: Path, world_size: int) -> None:
+    """A checkpoint as so many workers would write it, committed at a time that no calendar has."""
     directory.mkdir(parents=True)
     workers = []
-    for rank in range(2):
+    for rank in range(world_size):
         layout = plan_layout([("model/w", "U8", (100,))], {})
         (place,) = layout.places
         values = bytes([rank]) * 100
-        (directory / data_name(rank, 2)).write_bytes(layout.header + values)
+        (directory / data_name(rank, world_size)).write_bytes(layout.header + values)
         leaf = LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, digest(values))
         index = encode_index(
             Index(
@@ -188,7 +188,7 @@ def write_step_of_two_workers(directory: Path) -> None:
                 generation=1,
                 attempt=1,
                 rank=rank,
-                world_size=2,
+                world_size=world_size,
                 data_bytes=layout.size_bytes,
                 header_bytes=len(layout.header),
                 header_digest=digest(layout.header),
@@ -197,7 +197,7 @@ def write_step_of_two_workers(directory: Path) -> None:
                 objects={"model": {"w": {"$": "array", "k": "numpy", "v": "model/w"}}},
             )
         )
-        (directory / index_name(rank, 2)).write_bytes(index)
+        (directory / index_name(rank, world_size)).write_bytes(index)
         workers.append(WorkerRecord(len(index), digest(index), layout.size_bytes))
     manifest = Manifest(
         step=7,
@@ -213,22 +213,29 @@ def write_step_of_two_workers(directory: Path) -> None:
     (directory / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
-def test_a_checkpoint_of_two_workers(tmp_path: Path) -> None:
-    write_step_of_two_workers(tmp_path / "run" / "step-000000007.g0001")
-    listed = call("list", tmp_path / "run").stdout.splitlines()[1].split()
-    # No calendar has the time at which it claims to have been committed.
-    assert (listed[0], listed[3], listed[5]) == ("7", "-", "2")
+def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:
+    write_step(tmp_path / "run" / "step-000000007.g0001", 1)
+    row = call("list", tmp_path / "run").stdout.splitlines()[1].split()
+    assert (row[0], row[3], row[5]) == ("7", "-", "1")
     document = call_json("show", tmp_path / "run")
-    assert [(leaf["rank"], leaf["file"]) for leaf in document["leaves"]] == [(0, data_name(0, 2)), (1, data_name(1, 2))]
-    assert document["objects"] == [{"name": "model", "leaves": 1, "size_bytes": 200, "values": 0}]
-    assert document["committed_at"] is None
-    assert "workers     2" in call("show", tmp_path / "run").stdout
-    assert call("verify", tmp_path / "run").exit_code == 0
+    assert (document["committed_at"], document["committed_at_unix_seconds"]) == (None, 1e300)
+    assert "committed   ?" in call("show", tmp_path / "run").stdout
+    assert call("verify", tmp_path / "run").exit_code == ExitCode.OK
+
+
+def test_a_checkpoint_of_more_workers_than_can_be_read_is_listed(tmp_path: Path) -> None:
+    write_step(tmp_path / "run" / "step-000000007.g0001", 2)
+    row = call("list", tmp_path / "run").stdout.splitlines()[1].split()
+    assert (row[0], row[5], row[7]) == ("7", "2", "newest")
+    shown = call("show", tmp_path / "run")
+    assert "workers     2" in shown.stdout
+    assert "the state of 2 workers is not known to this holdfast" in shown.stderr
+    assert call("verify", tmp_path / "run").exit_code == ExitCode.DAMAGED
 
 
 @pytest.mark.parametrize("depth", [300, 600, 900, 5000])
 def test_notes_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
-    write_step_of_two_workers(tmp_path / "step")
+    write_step(tmp_path / "step", 1)
     path = tmp_path / "step" / "manifest.json"
     deep = "[" * depth + "]" * depth
     body = path.read_text().partition('"body":')[2][:-1].replace('"metadata":{}', f'"metadata":{{"deep":{deep}}}')

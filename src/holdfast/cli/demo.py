@@ -14,20 +14,21 @@ from typing import Final
 
 import click
 
+from holdfast.demo.settings import FORGETTABLE, Settings
+
 _EXIT_INTERRUPTED: Final = 130
 _STEPS: Final = (160, 24)
 _KILLS: Final = (5, 2)
 _STEPS_FOR_A_KILL: Final = 4
-_KEPT: Final = ("model", "optimizer", "scheduler", "loader", "rng", "history")
 
 
 @click.command("demo")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the training and of the kills.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the training and of the kills.")
 @click.option("--kills", type=click.IntRange(1), help=f"How often it is killed.  [default: {_KILLS[0]}]")
 @click.option("--steps", type=click.IntRange(_STEPS_FOR_A_KILL), help=f"How many steps.  [default: {_STEPS[0]}]")
 @click.option(
     "--forget",
-    type=click.Choice(_KEPT),
+    type=click.Choice(FORGETTABLE),
     multiple=True,
     help="Leaves an object out of the checkpoints, to see what that does. May be given more than once.",
 )
@@ -66,6 +67,8 @@ def command(
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(_EXIT_INTERRUPTED)
+    except OSError as error:
+        raise click.ClickException(f"the demo has no place to work in: {error}") from error
     sys.exit(0 if passed else 1)
 
 
@@ -74,7 +77,6 @@ def _run(seed: int, kills: int, steps: int, forget: tuple[str, ...], quick: bool
 
     from holdfast.demo.figures import read_figures
     from holdfast.demo.process import DemoError
-    from holdfast.demo.settings import Settings
     from holdfast.demo.show import Screen
     from holdfast.demo.summary import show_summary
     from holdfast.demo.supervise import run_demo

@@ -13,7 +13,7 @@ class ExitCode(enum.IntEnum):
     OK = 0
     """All went well, and what was checked is whole."""
     DAMAGED = 1
-    """Damage was found: bytes or records are not what was written."""
+    """Damage was found: bytes or records are not what was written, or not what this version can read."""
     USAGE = 2
     """The command line is wrong, or asks for what is never done."""
     NOTHING_THERE = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-KEPT: Final = ("model", "optimizer", "scheduler", "loader", "rng", "history")
-"""What the training script keeps, by name."""
+FORGETTABLE: Final = ("model", "optimizer", "scheduler", "loader", "rng")
+"""What can be left out of the checkpoints, to see what that does; the history, which shows it, is always kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Settings:
         save_every_steps: How many steps lie between two saves.
         batch: The excerpts of one step.
         tokens: The tokens that are predicted in one excerpt.
-        forget: Names of `KEPT` that are left out of the checkpoint, to see what that does.
+        forget: Names of `FORGETTABLE` that are left out of the checkpoints.
     """
 
     seed: int = 0

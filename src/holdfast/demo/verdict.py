@@ -67,7 +67,7 @@ def compare_steps(untouched: Iterable[StepDone], killed: Iterable[StepDone]) -> 
         _digest([expected.get(step, "") for step, _ in found]),
         _digest([told for _, told in found]),
         tuple(f"step {step}" for step in sorted({*wrong, *missing})),
-        len(found),
+        len(expected),
     )
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from holdfast.catalog import read_generations, read_opening
@@ -86,6 +85,9 @@ def _name_versions() -> dict[str, str]:
 
 @cache
 def _version_of(library: str) -> str:
+    # Imported here: it brings the parsers of e-mail along, and an import of holdfast is to be quick.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(library)
     except PackageNotFoundError:

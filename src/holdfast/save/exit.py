@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from holdfast.errors import HoldfastError
 
 EXIT_SAVE_FAILED: Final = 74
-"""The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever code it asked for."""
+"""The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever it asked for."""
 
 
 class Drainable(Protocol):

@@ -31,8 +31,13 @@ class Crew:
         share = _Round(iter(jobs), len(self._threads))
         for _ in self._threads:
             self._rounds.put(share.help)
-        share.work()
-        share.wait()
+        try:
+            share.work()
+            share.wait()
+        except BaseException as error:
+            # Ctrl-C between two jobs: the helpers begin no further one.
+            share.end(error)
+            raise
         if share.error is not None:
             raise share.error
 
@@ -74,8 +79,11 @@ class _Round:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
-                with self._changed:
-                    self.error = self.error or error
+                self.end(error)
+
+    def end(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
 
     def wait(self) -> None:
         """Waits for helpers in the middle of a job; each job is one bounded piece of I/O."""

@@ -1,0 +1,220 @@
+"""The demo: it says yes where two runs are bit-identical, no where they are not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from holdfast.catalog import read_catalog
+from holdfast.cli.demo import command
+from holdfast.demo.kills import plan_kills
+from holdfast.demo.process import DemoError, Process
+from holdfast.demo.reports import Evidence, StepDone
+from holdfast.demo.settings import Settings
+from holdfast.demo.verdict import compare_evidence, compare_steps
+from holdfast.storage import LocalStorage
+
+DEMO = "from holdfast.cli.demo import command; command(prog_name='holdfast demo')"
+EVIDENCE: Evidence = {"weights": {"layer": "ab", "head": "cd"}, "loss log": {"step 1": "0x1.8p+1"}}
+
+
+def run_demo(scratch: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    scratch.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", DEMO, *arguments],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_bit_identical(tmp_path: Path) -> None:
+    place = tmp_path / "demo"
+    done = run_demo(tmp_path / "scratch", "--quick", "--directory", str(place))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "VERDICT: yes" in done.stdout
+    assert "DIFFERS" not in done.stdout
+    assert done.stdout.count("killed (SIGKILL)") >= 2
+    assert "in the middle of writing the checkpoint" in done.stdout
+    assert [name.step for name in read_catalog(LocalStorage(place / "run")).living] == [22, 24]
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_forgets_its_generators_is_found_out(tmp_path: Path) -> None:
+    # With this seed the kill comes after a checkpoint, so that a process goes on without the generators' state.
+    assert plan_kills(3, 1, 8)[0].step > 2
+    done = run_demo(tmp_path / "scratch", "--quick", "--steps=8", "--kills=1", "--seed=3", "--forget=rng")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "VERDICT: no" in done.stdout
+    verdict = done.stdout.partition("VERDICT: no")[2]
+    for item in ("weights", "optimizer state", "random generators", "loss log", "every step on the way"):
+        assert f"{item}: " in verdict
+    assert "sample order" not in verdict
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_what_is_equal_is_identical() -> None:
+    comparisons = compare_evidence(EVIDENCE, {item: dict(parts) for item, parts in EVIDENCE.items()})
+    assert [str(comparison) for comparison in comparisons] == ["weights: identical", "loss log: identical"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"weights": {"layer": "ab", "head": "ce"}}, "weights: 1 of 2 differ, head"),
+        ({"weights": {"layer": "ab"}}, "weights: 1 of 2 differ, head"),
+        ({"weights": {"layer": "", "head": ""}}, "weights: 2 of 2 differ, first layer"),
+        ({"weights": {"layer": "ab", "head": "cd", "tail": ""}}, "weights: 1 of 3 differ, tail"),
+        ({"weights": {}}, "weights: 2 of 2 differ, first layer"),
+    ],
+)
+def test_what_differs_is_named(changed: Evidence, text: str) -> None:
+    for pair in ((EVIDENCE, EVIDENCE | changed), (EVIDENCE | changed, EVIDENCE)):
+        weights, losses = compare_evidence(*pair)
+        assert not weights.identical
+        assert weights.untouched != weights.killed
+        assert str(weights).startswith(text.rpartition(",")[0])
+        assert losses.identical
+    assert str(compare_evidence(EVIDENCE, EVIDENCE | changed)[0]) == text
+
+
+def test_nothing_at_all_is_not_identical() -> None:
+    (comparison,) = compare_evidence({"weights": {}}, {"weights": {}})
+    assert not comparison.identical
+    assert not compare_steps([], []).identical
+
+
+def test_steps_that_were_done_twice_are_compared_twice() -> None:
+    untouched = [step_done(step) for step in (1, 2, 3)]
+    assert compare_steps(untouched, [step_done(step) for step in (1, 2, 2, 3)]).identical
+    repeated_otherwise = [step_done(1), step_done(2), step_done(2, loss="0x1p+0"), step_done(3)]
+    assert compare_steps(untouched, repeated_otherwise).differing == ("step 2",)
+    other_samples = [step_done(1), step_done(2, samples=(9,)), step_done(3)]
+    assert compare_steps(untouched, other_samples).differing == ("step 2",)
+    assert compare_steps(untouched, [step_done(1), step_done(3)]).differing == ("step 2",)
+    assert compare_steps(untouched, [step_done(step) for step in (1, 2, 3, 4)]).differing == ("step 4",)
+
+
+def step_done(step: int, loss: str = "0x1.8p+1", samples: tuple[int, ...] = (1, 2)) -> StepDone:
+    return StepDone(step=step, loss=loss, samples=samples, at_seconds=float(step))
+
+
+@pytest.mark.parametrize("kills", [1, 2, 5, 40])
+def test_kills_are_planned_all_over_the_run(kills: int) -> None:
+    for seed in range(50):
+        plans = plan_kills(seed, kills, 160)
+        assert plans == plan_kills(seed, kills, 160)
+        steps = [plan.step for plan in plans]
+        assert steps == sorted(set(steps))
+        assert steps[0] >= 1
+        assert steps[-1] < 160
+        assert sum(plan.in_write for plan in plans) == (kills + 1) // 2
+    assert plan_kills(1, kills, 160) != plan_kills(2, kills, 160)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--kills=0"], "--kills"),
+        (["--quick", "--kills=7"], "7 kills need at least 28 steps"),
+        (["--forget=everything"], "--forget"),
+        (["--seed=-1"], "--seed"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    result = CliRunner().invoke(command, ["--directory", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not empty" in result.output
+    assert [found.name for found in tmp_path.iterdir()] == ["precious"]
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['torch'] = None; {DEMO}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "pip install 'holdfast[torch]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_process_that_fails_of_itself_shows_its_log(tmp_path: Path) -> None:
+    wrong: Any = "many"
+    with Process(Settings(steps=wrong), tmp_path, "broken", None, str(tmp_path)) as process:
+        assert list(process.reports()) == []
+        with pytest.raises(
+            DemoError, match=r"broken failed with exit code 1; the end of its log:(.|\n)*ValidationError"
+        ):
+            process.wait_evidence()
+
+
+@contextmanager
+def demo_and_its_processes(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The demo in the midst of training, and a descriptor of each process that it has started."""
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import signal; signal.signal(2, signal.default_int_handler); {DEMO}", "--quick"],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as demo:
+        descriptors: list[int] = []
+        try:
+            assert demo.stdout is not None
+            assert any(line.startswith("untouched: ") for line in demo.stdout)
+            trainers = children(demo.pid)
+            workers = [worker for trainer in trainers for worker in children(trainer)]
+            assert trainers
+            assert workers
+            descriptors = [os.pidfd_open(process) for process in (*trainers, *workers)]
+            yield demo, descriptors
+        finally:
+            demo.kill()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def children(process: int) -> list[int]:
+    return [
+        int(child)
+        for thread in Path(f"/proc/{process}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_process_outlives_it(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    with demo_and_its_processes(tmp_path) as (demo, descriptors):
+        demo.send_signal(sent)
+        assert demo.wait(60) == code
+        for descriptor in descriptors:
+            # Readable when the process has ended.
+            assert select.select([descriptor], [], [], 60)[0]
+    if sent is not signal.SIGKILL:
+        assert list(tmp_path.iterdir()) == []
