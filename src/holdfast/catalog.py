@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ def open_generation(storage: Storage) -> int:
     for _ in range(1000):
         opening = Opening(
             generation=generation,
-            token=secrets.token_hex(16),
+            token=os.urandom(16).hex(),
             host=socket.gethostname(),
             process=os.getpid(),
             opened_at_unix_seconds=time.time(),

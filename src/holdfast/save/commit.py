@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def commit(
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
-        token=secrets.token_hex(16),
+        token=os.urandom(16).hex(),
         committed_at_unix_seconds=time.time(),
         workers=receipts.workers,
         metrics=dict(metrics),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from typing import Final
 
 from holdfast.errors import UsageError
@@ -56,12 +56,12 @@ def split_directory(path: str) -> tuple[str, ...]:
 
 def temporary_name(name: str) -> str:
     """A new name for what will be called `name` once it is whole."""
-    return f".{_cut(name)}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    return f".{_cut(name)}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
 
 
 def trash_name(name: str) -> str:
     """A new name for what was called `name` and is to be removed."""
-    return f"{TRASH_PREFIX}{secrets.token_hex(8)}-{_cut(name)}"
+    return f"{TRASH_PREFIX}{os.urandom(8).hex()}-{_cut(name)}"
 
 
 def _cut(name: str) -> str:
