@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from benchmarks.results import Results
+from benchmarks.results import Results, Shape
 from benchmarks.summary import Figure, Spread, Standing, limits_of, ratio_to, spread, standings
 
 _COLUMNS: Final = (
@@ -38,7 +38,8 @@ the same bytes copied, written directly or read with nothing else to do. Times d
   that by itself, the fsyncs that it lacks are added and counted here.
 - **Restore**: until the live tensors have their values. Cold: none of the files is in the page cache (checked); warm:
   all are. After each restore the tensors are compared with what was saved.
-- **Memory**: the most that was held beyond the live state, as a multiple of the state; pages of files are not counted.
+- **Memory**: the most that was held beyond the live state while saving and while restoring, as a multiple of the state;
+  memory that a contender keeps between saves counts each time, pages of files do not.
 
 holdfast checks every byte that it reads against a digest. The others check nothing, except for what a zip file's own
 sums find.
@@ -59,8 +60,8 @@ def _machine(results: Results) -> Iterator[str]:
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     yield "## The machine\n"
-    yield f"{machine.cores} cores ({machine.processor}), {machine.memory_bytes / 2**30:.0f} GiB of memory, "
-    yield f"{machine.file_system}, {machine.system}. {versions}.\n"
+    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
+    yield f"{machine.cores} cores ({machine.processor}), {memory}, {machine.file_system}, {machine.system}. {versions}.\n"
     if results.scale != 1:
         yield f"**The workloads were made smaller, to {results.scale:g} of their size: a quick look, no more.**\n"
 
@@ -69,7 +70,7 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     shape = results.shapes[workload]
     found = [standing for standing in standings(results, workload) if standing.figures]
     yield f"## {_NAMES.get(workload, workload)}\n"
-    yield f"{shape.title}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors.\n"
+    yield f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors.\n"
     limits = limits_of(results, workload)
     if limits:
         yield "| The machine's limit | seconds | GB/s |"
@@ -78,13 +79,13 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
             yield f"| {title} | {_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
         yield ""
     titles = [title for _, title in _COLUMNS]
-    yield f"| | {' | '.join(f'{title}, s | x' for title in titles)} | memory | makes durable by itself |"
-    yield "|---|" + "---|" * (2 * len(titles) + 2)
+    yield f"| | {' | '.join(f'{title}, s | x' for title in titles)} | memory, save | memory, restore | makes durable by itself |"
+    yield "|---|" + "---|" * (2 * len(titles) + 3)
     for standing in found:
         cells = [cell for key, _ in _COLUMNS for cell in _cells(standing.figures.get(key))]
-        extra = max(standing.save_extra_bytes or 0.0, standing.restore_extra_bytes or 0.0) / shape.size_bytes
+        cells += [_times(standing.save_extra_bytes, shape), _times(standing.restore_extra_bytes, shape)]
         last = results.makes_last.get(standing.contender, "")
-        yield f"| {_strong(standing.contender)} | {' | '.join(cells)} | {extra:.2f} | {last} |"
+        yield f"| {_strong(standing.contender)} | {' | '.join(cells)} | {last} |"
     yield ""
     yield from _remarks(results, workload, found)
 
@@ -94,12 +95,14 @@ def _remarks(results: Results, workload: str, found: list[Standing]) -> Iterator
     if firsts:
         yield f"The stall of the very first save, in seconds: {', '.join(firsts)}.\n"
     for warmth in ("cold", "warm"):
-        ratio = ratio_to(results, workload, "holdfast", f"restore_{warmth}", "safetensors", f"load_file_{warmth}")
+        ratio = ratio_to(results, workload, "holdfast", f"restore_{warmth}", "safetensors", f"restore_{warmth}")
         if ratio is not None:
-            yield (
-                f"A {warmth} restore by holdfast takes {_spread(ratio)} times as long as safetensors' `load_file` "
-                "alone, which gives new tensors and fills no live ones.\n"
-            )
+            yield f"A {warmth} restore takes holdfast {_spread(ratio)} times as long as safetensors.\n"
+    if any("load_file_warm" in standing.figures for standing in found):
+        yield (
+            "safetensors' `load_file` alone is no measure: it maps the file, and the bytes come when they are first "
+            "used. A restore is `load_file` and the copy into the live tensors.\n"
+        )
     tensors = results.shapes[workload].tensors
     own = next((standing for standing in found if standing.contender == "holdfast"), None)
     if workload == "small-tensors" and own is not None:
@@ -115,7 +118,7 @@ def _training(results: Results) -> Iterator[str]:
     found = [standing for standing in standings(results, "training") if standing.figures]
     yield "## Training time lost\n"
     yield (
-        f"{shape.title}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what the steps with saves "
+        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what the steps with saves "
         "took longer than the same steps without, for each save: the stall, and what the work behind it takes from "
         "training.\n"
     )
@@ -144,6 +147,14 @@ def _cells(figure: Figure | None) -> tuple[str, str]:
     if figure is None:
         return "", ""
     return _spread(figure.value), _spread(figure.ratio) if figure.ratio else ""
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _times(extra_bytes: float | None, shape: Shape) -> str:
+    return f"{extra_bytes / shape.size_bytes:.2f}" if extra_bytes is not None and shape.size_bytes else ""
 
 
 def _strong(name: str) -> str:

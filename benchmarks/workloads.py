@@ -76,9 +76,9 @@ def make_workload(name: str, scale: float) -> Workload:
         return Workload(name, "a GPT-2-small with AdamW state, float32", model=GPT2_SMALL.scaled(scale))
     if name == "small-tensors":
         count = max(4, round(20_000 * scale))
-        # Each size as often as its double. The seed is fixed: each process makes the same.
+        # Whole KiB, each size as often as its double. The seed is fixed: each process makes the same.
         sizes = random.Random(0)
-        shapes = [(f"group{i % 100}.tensor{i}", (round(1024 * 16 ** sizes.random()),)) for i in range(count)]
+        shapes = [(f"group{i % 100}.tensor{i}", (256 * round(4 * 16 ** sizes.random()),)) for i in range(count)]
         return Workload(name, "loose tensors of 4 to 64 KiB", shapes=shapes)
     raise ValueError(f"there is no workload {name!r}")
 

@@ -97,7 +97,7 @@ def _made_up() -> Results:
                 workload="model",
                 contender="safetensors",
                 number=number,
-                figures={"stall": 10 * drift, "load_file_warm": 4 * drift, "load_file_cold": 2 * drift},
+                figures={"stall": 10 * drift, "restore_warm": 4 * drift, "restore_cold": 2 * drift},
             ),
             Round(
                 workload="training",
@@ -120,7 +120,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert own.first_stall_seconds == 100.0
     assert own.save_extra_bytes == 105.0
     assert peer.save_extra_bytes is None
-    against = ratio_to(results, "model", "holdfast", "restore_warm", "safetensors", "load_file_warm")
+    against = ratio_to(results, "model", "holdfast", "restore_warm", "safetensors", "restore_warm")
     assert against is not None
     assert against.median == 1.25
     assert ratio_to(results, "model", "holdfast", "stall", "nobody", "stall") is None
@@ -132,8 +132,8 @@ def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
     write_results(results, tmp_path / "results.json")
     page = render_report(read_results(tmp_path / "results.json"), "picture.svg")
     assert "| **holdfast** | 4.00 (2.00 to 8.00) | 2.00 (2.00 to 2.00) |" in page
-    assert "| 1.05 | files |" in page
-    assert "1.25 (1.25 to 1.25) times as long" in page
+    assert "| 1.05 |  | files |" in page
+    assert "A warm restore takes holdfast 1.25 (1.25 to 1.25) times as long" in page
     assert "model, DCP sync: no room" in page
     assert "quick look" not in page
     assert "holdfast" in render_picture(results)

@@ -391,3 +391,31 @@ def test_more_than_there_is_on_the_disk(tmp_path: Path) -> None:
     with pytest.raises(StorageFullError, match=rf"hint: {free_bytes * 100} bytes are needed and \d+ bytes are free"):
         storage.open_writer("file", free_bytes * 100)
     assert storage.list("") == []
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_reads_that_pass_by_the_cache_see_the_same_bytes(tmp_path: Path, direct: bool) -> None:
+    size_bytes = (20 << 20) + 123
+    content = os.urandom(1 << 20) * 21
+    content = content[:size_bytes]
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    reader = LocalStorage(tmp_path, direct=direct).open_reader("file")
+    try:
+        for offset, length in [
+            (0, size_bytes),
+            (1, size_bytes - 1),
+            (4096, 9 << 20),
+            (4095, (8 << 20) + 2),
+            (size_bytes - (2 << 20), 2 << 20),
+            ((19 << 20) + 7, 1 << 20),
+        ]:
+            into = bytearray(length)
+            reader.read_into(offset, memoryview(into))
+            assert into == content[offset : offset + length]
+        with pytest.raises(DamageError):
+            reader.read_into(size_bytes - (1 << 20), memoryview(bytearray(2 << 20)))
+    finally:
+        reader.close()

@@ -23,7 +23,9 @@ _STEPS_FOR_A_KILL: Final = 4
 
 
 @click.command("demo")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the training and of the kills.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the training and of the kills."
+)
 @click.option("--kills", type=click.IntRange(1), help=f"How often it is killed.  [default: {_KILLS[0]}]")
 @click.option("--steps", type=click.IntRange(_STEPS_FOR_A_KILL), help=f"How many steps.  [default: {_STEPS[0]}]")
 @click.option(

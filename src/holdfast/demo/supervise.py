@@ -90,7 +90,8 @@ def run_demo(settings: Settings, kills: int, files: Path, screen: Screen) -> Out
     Raises:
         DemoError: If a process fails of itself.
     """
-    with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as scratch:
+    # A short name: the loaders have sockets in it, whose paths may not be long.
+    with tempfile.TemporaryDirectory(prefix="hf-") as scratch:
         untouched, expected = _run_untouched(settings, files, scratch, screen)
         directory = files / "run"
         plans = plan_kills(settings.seed, kills, settings.steps)

@@ -108,8 +108,13 @@ class Saver:
         Raises:
             UsageError: If the state cannot be laid out as a file.
         """
-        # The place is not known yet, only the step, which is all that the header tells.
-        snapshot = stage(captured, StepName(order.step, 1), self._buffer)
+        crew = Crew(self._threads, f"holdfast-save-{order.step}")
+        try:
+            # The place is not known yet, only the step, which is all that the header tells.
+            snapshot = stage(captured, StepName(order.step, 1), self._buffer, crew)
+        except BaseException:
+            crew.close()
+            raise
         handle.mark_staged()
         blocked_seconds = time.monotonic() - order.asked_at
         staged = Staged(
@@ -119,7 +124,6 @@ class Saver:
             size_bytes=snapshot.layout.size_bytes,
             reason=order.reason,
         )
-        crew = Crew(self._threads, f"holdfast-save-{order.step}")
         thread = threading.Thread(
             target=self._run,
             args=(snapshot, order, handle, crew, staged),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
-from holdfast.format.layout import plan_layout, round_up
+from holdfast.format.layout import Layout, plan_layout, round_up
 from holdfast.format.names import StepName
 from holdfast.save.handoffs import Snapshot
-from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
+from holdfast.state.leaves import ArrayBackend, Captured
+from holdfast.storage.crew import Crew
+
+_BATCH_BYTES: Final = 16 << 20
+"""What one thread copies at a time: small enough to be shared out evenly, large enough for many small arrays."""
 
 
 class HostBuffer:
@@ -41,13 +49,14 @@ class HostBuffer:
         self._memory = None
 
 
-def stage(captured: Captured, name: StepName, buffer: HostBuffer) -> Snapshot:
+def stage(captured: Captured, name: StepName, buffer: HostBuffer, crew: Crew) -> Snapshot:
     """**Blocks.** Copies all arrays; when this returns, the snapshot holds the values of this moment.
 
     Args:
         captured: What to copy.
         name: The checkpoint that is being made; its step is noted in the file's header.
         buffer: The memory to copy into; the snapshot uses it until the save has ended.
+        crew: The threads that copy, the calling one among them.
 
     Raises:
         UsageError: If there are more arrays than a header can name.
@@ -60,13 +69,32 @@ def stage(captured: Captured, name: StepName, buffer: HostBuffer) -> Snapshot:
     image[: len(layout.header)] = layout.header
     # The buffer may hold an older snapshot behind the end of this one.
     image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
+    crew.run(_copies(captured, layout, image))
+    return Snapshot(layout, image, captured.objects)
+
+
+def _copies(captured: Captured, layout: Layout, image: memoryview) -> Iterator[Callable[[], None]]:
+    """One job for each batch of neighbouring arrays of one library."""
     leaves = {leaf.name: leaf for leaf in captured.arrays}
-    batches: dict[str, tuple[ArrayBackend, list[ArrayLeaf], list[int]]] = {}
+    batches: dict[str, _Batch] = {}
     for place in layout.places:
         leaf = leaves[place.name]
-        _, batch, offsets = batches.setdefault(leaf.backend.name, (leaf.backend, [], []))
-        batch.append(leaf)
-        offsets.append(place.begin)
-    for backend, batch, offsets in batches.values():
-        backend.copy_out([leaf.array for leaf in batch], image, offsets)
-    return Snapshot(layout, image, captured.objects)
+        batch = batches.setdefault(leaf.backend.name, _Batch(leaf.backend))
+        batch.arrays.append(leaf.array)
+        batch.offsets.append(place.begin)
+        batch.size_bytes += place.end - place.begin
+        if batch.size_bytes >= _BATCH_BYTES:
+            del batches[leaf.backend.name]
+            yield partial(batch.backend.copy_out, batch.arrays, image, batch.offsets)
+    for batch in batches.values():
+        yield partial(batch.backend.copy_out, batch.arrays, image, batch.offsets)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Arrays of one library that are copied in one call."""
+
+    backend: ArrayBackend
+    arrays: list[Any] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    size_bytes: int = 0

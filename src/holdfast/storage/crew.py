@@ -15,13 +15,16 @@ class Crew:
     """
 
     def __init__(self, size: int, name: str) -> None:
-        """Starts `size - 1` threads; the caller of `run` is the last of the crew."""
+        """Starts `size - 1` threads, or as many as can be had; the caller of `run` is the last of the crew."""
         self._rounds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(1, size)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(1, size):
+            thread = threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break  # No more can be had, as when the interpreter shuts down: the caller does the work alone.
+            self._threads.append(thread)
 
     def run(self, jobs: Iterable[Callable[[], None]]) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended.

@@ -87,6 +87,30 @@ def try_direct(descriptor: int) -> bool:
     return False
 
 
+def try_direct_reads(descriptor: int) -> int | None:
+    """A second descriptor of an open file, whose reads pass by the page cache; None where that cannot be had.
+
+    One page is read to make sure, since some file systems take the flag and refuse the reads.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return None
+    try:
+        # By way of /proc the very file that is open is opened again, whatever lies at its path by now.
+        second = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return None
+    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+    first = 0 if address_of(pages) % (2 * PAGE_BYTES) else PAGE_BYTES
+    try:
+        if os.preadv(second, [pages[first : first + PAGE_BYTES]], PAGE_BYTES) == PAGE_BYTES:
+            return second
+    except OSError:
+        pass
+    os.close(second)
+    return None
+
+
 def write_pages(descriptor: int, pages: memoryview, offset_bytes: int) -> None:
     """**Blocks.** Writes whole pages directly, however many calls that takes. `OSError` goes through."""
     while pages.nbytes:

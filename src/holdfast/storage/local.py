@@ -149,7 +149,7 @@ class LocalStorage:
         """Opens a file for reading; see `Storage`."""
         with self._errors("read", path):
             descriptor, size_bytes = self._open_plain(path)
-        return LocalReader(descriptor, path, self._root, size_bytes)
+        return LocalReader(descriptor, path, self._root, size_bytes, direct=self._wants_direct)
 
     def list(self, path: str) -> list[Entry]:
         """What lies directly in a directory, in order of name; see `Storage`."""
