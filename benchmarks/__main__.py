@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.peers import PEERS
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
-from benchmarks.results import Results, read_results, write_results
+from benchmarks.results import Results, merge, read_results, write_results
 from benchmarks.rounds import compare_saves, compare_training
 from benchmarks.workloads import WORKLOADS
 
@@ -28,7 +30,13 @@ RESULTS_NAME: Final = "results.json"
 @click.command()
 @click.option("--scale", default=1.0, show_default=True, help="Make all workloads smaller, for a quick look.")
 @click.option("--rounds", default=5, show_default=True, help="How many rounds count; one more comes before them.")
-@click.option("--only", "parts", multiple=True, type=click.Choice(_PARTS), help="Only this part; may be repeated.")
+@click.option(
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(_PARTS),
+    help="Only this part, the others as they were measured before; may be repeated.",
+)
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Only this one; may be repeated.")
 @click.option("--out", default=_OUT, type=click.Path(path_type=Path), help="Where the JSON goes, and what is written.")
 @click.option(
@@ -50,7 +58,11 @@ def main(
     begun_at = time.monotonic()
     out = out.resolve()
     if not render:
+        # An end that is asked for politely still ends the processes and removes the files.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         results = _measure(scale, rounds, parts or _PARTS, list(peers or PEERS), out)
+        if parts and (out / RESULTS_NAME).exists():
+            results = merge(read_results(out / RESULTS_NAME), results)
         write_results(results, out / RESULTS_NAME)
     results = read_results(out / RESULTS_NAME)
     # Only a run of everything at full size is worth a page that stays.

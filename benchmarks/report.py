@@ -61,7 +61,8 @@ def _machine(results: Results) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     yield "## The machine\n"
     memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
-    yield f"{machine.cores} cores ({machine.processor}), {memory}, {machine.file_system}, {machine.system}. {versions}.\n"
+    place = f"{memory}, {machine.file_system}, {machine.system}"
+    yield f"{machine.cores} cores ({machine.processor}), {place}. {versions}.\n"
     if results.scale != 1:
         yield f"**The workloads were made smaller, to {results.scale:g} of their size: a quick look, no more.**\n"
 
@@ -79,7 +80,8 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
             yield f"| {title} | {_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
         yield ""
     titles = [title for _, title in _COLUMNS]
-    yield f"| | {' | '.join(f'{title}, s | x' for title in titles)} | memory, save | memory, restore | makes durable by itself |"
+    ends = "memory, save | memory, restore | makes durable by itself"
+    yield f"| | {' | '.join(f'{title}, s | x' for title in titles)} | {ends} |"
     yield "|---|" + "---|" * (2 * len(titles) + 3)
     for standing in found:
         cells = [cell for key, _ in _COLUMNS for cell in _cells(standing.figures.get(key))]
@@ -118,9 +120,9 @@ def _training(results: Results) -> Iterator[str]:
     found = [standing for standing in standings(results, "training") if standing.figures]
     yield "## Training time lost\n"
     yield (
-        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what the steps with saves "
-        "took longer than the same steps without, for each save: the stall, and what the work behind it takes from "
-        "training.\n"
+        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what the steps with "
+        "saves took longer than the same steps without, for each save: the stall, and what the work behind it takes "
+        "from training.\n"
     )
     if not found:
         return

@@ -62,3 +62,20 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Reads them back."""
     return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def merge(before: Results, now: Results) -> Results:
+    """**Pure.** What was measured now, and those parts of an earlier run that were left out now.
+
+    Figures of another machine or another size do not belong on one page; then the earlier ones are dropped.
+    """
+    if (before.machine, before.scale) != (now.machine, now.scale):
+        return now
+    return Results(
+        machine=now.machine,
+        scale=now.scale,
+        shapes={**before.shapes, **now.shapes},
+        makes_last={**before.makes_last, **now.makes_last},
+        rounds=[entry for entry in before.rounds if entry.workload not in now.shapes] + now.rounds,
+        failures=[failure for failure in before.failures if failure[0] not in now.shapes] + now.failures,
+    )

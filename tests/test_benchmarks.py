@@ -15,7 +15,7 @@ from benchmarks.model import Model
 from benchmarks.peers import PEERS, make_peer
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
-from benchmarks.results import Results, Round, Shape, read_results, write_results
+from benchmarks.results import Results, Round, Shape, merge, read_results, write_results
 from benchmarks.summary import limits_of, ratio_to, standings
 from benchmarks.workloads import (
     GPT2_SMALL,
@@ -124,6 +124,23 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert against is not None
     assert against.median == 1.25
     assert ratio_to(results, "model", "holdfast", "stall", "nobody", "stall") is None
+
+
+def test_parts_that_were_measured_before_stay_if_they_belong_together() -> None:
+    before, now = _made_up(), Results(machine=MACHINE, scale=1.0)
+    before.failures = [("model", "DCP sync", "no room"), ("training", "DCP sync", "no time")]
+    now.shapes = {"training": Shape(title="a loop", size_bytes=7, tensors=0)}
+    now.rounds = [Round(workload="training", contender="holdfast", number=1, figures={"lost": 9.0})]
+    both = merge(before, now)
+    assert [entry.figures for entry in both.rounds if entry.workload == "training"] == [{"lost": 9.0}]
+    assert [entry for entry in both.rounds if entry.workload == "model"] == [
+        entry for entry in before.rounds if entry.workload == "model"
+    ]
+    assert both.failures == [("model", "DCP sync", "no room")]
+    assert list(both.shapes) == ["model", "training"]
+    assert both.shapes["training"].size_bytes == 7
+    now.scale = 0.5
+    assert merge(before, now) is now
 
 
 def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class CheckpointManager:
         begin_anew: bool = False,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        threads: int = 2,
+        threads: int = 3,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 

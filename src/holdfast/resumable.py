@@ -34,7 +34,7 @@ def resumable(
     when_busy: Literal["wait", "skip"] = "wait",
     sinks: Iterable[Sink] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    threads: int = 2,
+    threads: int = 3,
     **objects: object,
 ) -> Run:
     """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from holdfast.demo.outcome import Outcome
 from holdfast.demo.reports import StepDone
-from holdfast.demo.supervise import Outcome
 from holdfast.events import Staged, Sums, read_events
 from holdfast.events.run_journal import JOURNAL_NAME
 from holdfast.events.sinks import add_event
@@ -24,7 +24,7 @@ class Figures:
         steps_repeated: How many were lost with a process and done again.
         training_seconds: How long the processes trained, from the end of each one's first step.
         sums: What saving has cost, by the journal.
-        saves_cut_off: How many saves had begun and were never heard of again.
+        saves_cut_off: How many saves had begun and were never heard of again, even if a kill came just after a commit.
         restores: How often the job was brought back from a checkpoint.
         begun_anew: How often it began from nothing, since none had been committed yet.
         restore_seconds: How long that took, all together.

@@ -78,9 +78,11 @@ class Process:
 
     def kill(self) -> None:
         """**Blocks.** Kills it without a warning (SIGKILL), and all that it has started, and waits until it is gone."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.returncode is None:  # Else its number may be another's by now.
+            # Where a process has ended of itself but was not waited for, the system may refuse.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def wait_evidence(self) -> Evidence:
         """**Blocks.** What it has ended with.
@@ -102,8 +104,7 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process.poll() is None:
-            self.kill()
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.demo.figures import Figures
-from holdfast.demo.supervise import Outcome
+from holdfast.demo.outcome import Outcome
 
 _DIGEST_CELLS = 16
 

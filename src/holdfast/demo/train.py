@@ -98,14 +98,8 @@ def train(
             after_step(history)
         return Trained(model, optimizer, scheduler, history)
 
-    kept: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "loader": loader,
-        "rng": hf.RNG(),
-        "history": history,
-    }
+    kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    kept |= {"rng": hf.RNG(), "history": history}
     for name in settings.forget:
         del kept[name]
     save_every = hf.Steps(settings.save_every_steps)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
@@ -14,6 +12,7 @@ from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, path_part, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made
+from holdfast.state.collection import no_collection
 from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
 from holdfast.state.registry import adapter_of, backend_of, backend_of_type
 
@@ -55,7 +54,7 @@ def capture_objects(objects: Mapping[str, object]) -> Captured:
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
     """
-    with _no_collection():
+    with no_collection():
         for name, root in objects.items():
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
@@ -65,19 +64,6 @@ def capture_objects(objects: Mapping[str, object]) -> Captured:
 
 
 _ANY = Adapter()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    # Many small objects are made here, all of which stay. Each would bring the garbage collector nearer to looking
-    # through the whole process while training waits.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str, object, Adapter | None]]:

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.errors import ApplyError, HoldfastError, UsageError
 from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
+from holdfast.state.collection import no_collection
 from holdfast.state.comparing import Comparison, Job
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.settling import settle
@@ -70,6 +71,7 @@ class Matching:
         return changed
 
 
+@no_collection()
 def match_objects(
     objects: Mapping[str, object],
     stored_objects: Mapping[str, Skeleton],
