@@ -22,6 +22,7 @@ from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manife
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
+    MAX_GENERATION,
     TRASH_PREFIX,
     StepName,
     base_path,
@@ -157,6 +158,12 @@ def open_generation(storage: Storage) -> int:
     storage.make_directory(GENERATIONS_DIRECTORY)
     generation = read_catalog(storage).generation + 1
     for _ in range(1000):
+        if generation > MAX_GENERATION:
+            raise StorageError(
+                f"{storage.url}: no generation can follow {MAX_GENERATION}",
+                path=GENERATIONS_DIRECTORY,
+                hint="Some file or directory there has a number that no job gave it; remove that one.",
+            )
         opening = Opening(
             generation=generation,
             token=os.urandom(16).hex(),

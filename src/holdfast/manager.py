@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace as replace_fields
 from types import TracebackType
 from typing import Any, Final, Literal, Self
-
-import msgspec
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
@@ -18,13 +17,13 @@ from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExi
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.envelope import plain
 from holdfast.format.names import MAX_STEP
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
+from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports
 from holdfast.state import capture_objects
@@ -84,10 +83,10 @@ class CheckpointManager:
         """
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
-        if failures_allowed < 0 or threads < 1 or timeout_seconds <= 0:
-            raise UsageError("failures_allowed is at least 0, threads at least 1, timeout_seconds more than 0")
+        _check_arguments(checkpoint, save_every, keep, failures_allowed, timeout_seconds, threads)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
+        _check_directory(self._storage)
         self._save_every = save_every
         self._when_busy = when_busy
         self._timeout_seconds = timeout_seconds
@@ -96,8 +95,11 @@ class CheckpointManager:
         self._emit = Fanout([LoggingSink(), self._totals, *_journal_of(self._storage), *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads)
-        self._origin = Origin(anew=begin_anew)
-        self._living = set() if begin_anew else {name.step for name in read_catalog(self._storage).living}
+        living = () if begin_anew else read_catalog(self._storage).living
+        self._origin = Origin(base=living[-1] if living else None)
+        self._living = {name.step for name in living}
+        self._newest_asked = -1
+        self._process = os.getpid()
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
@@ -159,7 +161,7 @@ class CheckpointManager:
             The save, or None if none was due.
 
         Raises:
-            SaveFailedError: As `save`, and also when no save is due.
+            SaveFailedError: As `save`; never when no save is due, so that the save which tells of a failure still saves.
         """
         if self._save_every is None:
             return None
@@ -206,11 +208,14 @@ class CheckpointManager:
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
         if only is None:
-            self._origin = Origin(restored=restoration.name)
+            self._origin = Origin(base=restoration.name)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
-        self._saver.restart_clock()
-        self._pace.begin(restoration.step)
+            self._newest_asked = restoration.step
+            self._saver.restart_clock()
+            self._pace.begin(restoration.step)
+        else:
+            self._origin = replace_fields(self._origin, sources=(*self._origin.sources, restoration.name))
         return restoration
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -239,8 +244,8 @@ class CheckpointManager:
             SaveFailedError: If a save failed and nobody has been told yet, or the last one failed.
             DeadlineError: If the save does not end in time; it goes on, and another `close` may wait for it.
         """
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._process:
+            return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
@@ -265,6 +270,9 @@ class CheckpointManager:
                 raise
             # What ended the block matters more; the failure goes along with it.
             error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+            if isinstance(error, SystemExit):
+                # Nobody prints that one, and its code may be 0: the exit of the program has to tell.
+                self._reports.put_back([failure])
 
     def _save(
         self,
@@ -277,7 +285,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         asked_at = time.monotonic()
         self._check_open()
-        clean_metrics, clean_metadata = _check_notes(metrics, metadata)
+        clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = _check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
         busy = self._in_flight
@@ -295,11 +303,14 @@ class CheckpointManager:
         self._in_flight = handle
         try:
             self._saver.begin(captured, order, handle)
+            self._newest_asked = max(step, self._newest_asked)
+            self._pace.saved(step)
         except BaseException:
-            self._in_flight = None
+            # Also Ctrl-C ends up here: whoever has the save by now keeps it, and what was to be told is not lost.
+            if not handle.begun:
+                self._in_flight = None
             self._reports.put_back(untold)
             raise
-        self._pace.saved(step)
         _raise_newest(untold, handle)
         return handle
 
@@ -316,9 +327,17 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
+                hint="Save in the process that made the manager, or make one of its own in the child.",
+            )
 
     def _check_place(self, step: int, replace: bool) -> None:
         newest = max(self._living, default=-1)
+        if step < self._newest_asked and not replace:
+            # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
+            raise UsageError(f"step {step} lies before step {self._newest_asked}, which was saved or tried already")
         if step > newest or (replace and step in self._living):
             return
         if step in self._living:
@@ -342,19 +361,33 @@ def _check_step(step: int) -> int:
     return number
 
 
-def _check_notes(
-    metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Copies of both, fit for a manifest, so that later changes to the originals are not seen."""
-    try:
-        figures = {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metrics are figures by name: {error}") from error
-    try:
-        notes = plain(dict(metadata or {}))
-    except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"metadata is not JSON: {error}", hint="State belongs into the Checkpoint.") from error
-    return {name: value for name, value in figures.items() if math.isfinite(value)}, notes
+def _check_arguments(
+    checkpoint: Checkpoint,
+    save_every: SavePolicy | None,
+    keep: RetentionPolicy | None,
+    failures_allowed: int,
+    timeout_seconds: float,
+    threads: int,
+) -> None:
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+    if save_every is not None and not callable(getattr(save_every, "decide_save", None)):
+        raise UsageError(f"save_every={save_every!r} is no policy for saving", hint="Such are Steps, Seconds and Auto.")
+    if keep is not None and not callable(getattr(keep, "choose_kept", None)):
+        raise UsageError(
+            f"keep={keep!r} is no policy for keeping", hint="Such are Latest, EveryN, Best, Newer and All."
+        )
+    for name, value, least in (("failures_allowed", failures_allowed, 0), ("threads", threads, 1)):
+        if not isinstance(value, int) or value < least:
+            raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
+    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
+
+
+def _check_directory(storage: Storage) -> None:
+    """A run's directory need not be there yet, but nothing else may stand in its place."""
+    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
+        raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
 
 
 def _raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:

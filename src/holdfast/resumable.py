@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import UsageError
+from holdfast.errors import SaveFailedError, UsageError
 from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
@@ -99,11 +100,14 @@ class Run:
         self._strict = strict
         self._begin_anew = begin_anew
         self._metrics: dict[str, float] = {}
-        self._saved_step: int | None = None
+        self._saved: tuple[int, SaveHandle | None] | None = None
         self._in_step = False
         self._stop = False
         self._leaving = False
         self._interrupts = 0
+        # Whether a first Ctrl-C waits for the step and the save; outside the loop there is nothing to wait for.
+        self._patient = False
+        self._process = os.getpid()
         self._handler_before: Any = None
         self._handles_interrupts = False
 
@@ -111,7 +115,8 @@ class Run:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete, and is saved if that is due; at the last turn it is
-        saved in any case. Leaving with `break` counts the current step as complete as well.
+        saved in any case. Leaving with `break` counts the current step as complete as well, and so does an error that
+        is caught inside the block but outside the loop; let errors leave the block.
 
         Args:
             total: How many steps the run has in all, those of earlier processes included.
@@ -140,9 +145,10 @@ class Run:
             SaveFailedError: If an earlier save failed and nobody has been told yet.
         """
         step = self.step + self._in_step
-        if step == self._saved_step:
+        if self._is_saved(step):
             return None
-        handle = self.manager.save(step, metrics=self._metrics, metadata=metadata)
+        with self._noting(step):
+            handle = self.manager.save(step, metrics=self._metrics, metadata=metadata)
         self._note_saved(step, handle)
         return handle
 
@@ -150,20 +156,22 @@ class Run:
         if not self._begin_anew:
             self.restored = self.manager.restore(strict=self._strict)
         if self.restored is not None:
-            self.step = self._saved_step = self.restored.step
+            self.step = self.restored.step
+            self._saved = (self.step, None)
         self._begin_handling_interrupts()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:
+            return  # A forked child that leaves the block: the run is its parent's.
+        self._patient = True
         try:
             if error is None or self._leaving:
                 self._finish_step()
                 self._save_last()
                 self.manager.close()
-                if self._leaving:
-                    print(f"holdfast: step {self.step} is saved; leaving.", file=sys.stderr)  # noqa: T201
             elif self._interrupts < 2:
                 # The step that failed may have changed half of the state: only what was saved before counts.
                 self.manager.__exit__(kind, error, trace)
@@ -172,16 +180,23 @@ class Run:
                 # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
                 self.manager.abandon()
             self._end_handling_interrupts()
+        if self._interrupts and (error is None or self._leaving):
+            print(f"holdfast: step {self.step} is saved; leaving.", file=sys.stderr)  # noqa: T201
+            if error is None:
+                raise SystemExit(EXIT_INTERRUPTED)
 
     def _next_step(self, total: int) -> int:
+        self._patient = True
         self._finish_step()
         if self._interrupts:
             self._leaving = True
             raise SystemExit(EXIT_INTERRUPTED)
         if self._stop or self.step >= total:
             self._save_last()
+            self._patient = False
             raise StopIteration
-        handle = self.manager.save_if_due(self.step, metrics=self._metrics)
+        with self._noting(self.step):
+            handle = self.manager.save_if_due(self.step, metrics=self._metrics)
         if handle is not None:
             self._note_saved(self.step, handle)
         self._in_step = True
@@ -194,14 +209,31 @@ class Run:
 
     def _save_last(self) -> None:
         """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
-        if self.step > 0 and self.step != self._saved_step:
+        if self.step > 0 and not self._is_saved(self.step):
             self.manager.wait()
             self.save()
 
+    def _is_saved(self, step: int) -> bool:
+        """True if the step is committed, or on its way."""
+        if self._saved is None or self._saved[0] != step:
+            return False
+        handle = self._saved[1]
+        return handle is None or not handle.failed
+
     def _note_saved(self, step: int, handle: SaveHandle) -> None:
         if not handle.skipped:
-            self._saved_step = step
+            self._saved = (step, handle)
             self._metrics = {}
+
+    @contextmanager
+    def _noting(self, step: int) -> Iterator[None]:
+        """A save that reports an earlier failure goes on all the same, and counts."""
+        try:
+            yield
+        except SaveFailedError as failure:
+            if failure.next_save is not None:
+                self._note_saved(step, failure.next_save)
+            raise
 
     def _begin_handling_interrupts(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -218,7 +250,7 @@ class Run:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
-        if self._interrupts == 1:
+        if self._interrupts == 1 and self._patient:
             # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.
             os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
         else:

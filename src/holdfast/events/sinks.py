@@ -67,7 +67,7 @@ class Fanout:
         for place, sink in enumerate(self._sinks):
             try:
                 sink(event)
-            except Exception:
+            except (Exception, SystemExit):
                 with self._lock:
                     is_first = place not in self._failed
                     self._failed.add(place)

@@ -6,7 +6,7 @@ body as they stand. A record that was cut short or changed is found before a fie
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -66,8 +66,3 @@ def unseal(kind: str, record_type: type[RecordT], data: bytes, *, path: str, ste
         return msgspec.json.decode(envelope.body, type=record_type)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise fault(f"is not a well-formed {kind} ({error})") from error
-
-
-def plain(value: Any) -> Any:
-    """**Pure.** A value as JSON would give it back, so that later changes to the original are not seen."""
-    return msgspec.json.decode(msgspec.json.encode(value))

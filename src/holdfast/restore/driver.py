@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.catalog import Catalog, read_catalog
-from holdfast.errors import ApplyError, DamageError, MismatchError, NoWholeCheckpointError, UsageError
+from holdfast.errors import ApplyError, DamageError, MismatchError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.events import PassedOver, Restored, Sink, Warned
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
@@ -113,6 +113,10 @@ def restore_objects(
                 )
             )
             continue
+        except StorageError as error:
+            if touched:
+                error.add_note("Some live arrays hold what was read before: restore again before training on.")
+            raise
         replaced = matching.apply()
         seconds = time.monotonic() - begun_at
         emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=size_bytes))

@@ -90,6 +90,7 @@ def read_pieces(
 
     crew = Crew(max(1, min(threads, len(pieces))), "holdfast-read")
     try:
+        crew.start()
         crew.run(partial(read, piece) for piece in pieces)
     finally:
         crew.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from holdfast.errors import StorageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
+    MAX_ATTEMPT,
     StepName,
     is_own_file,
     parse_generation_temporary,
@@ -98,4 +100,10 @@ def next_attempt(storage: Storage, step: int, generation: int) -> StepName:
     """
     names = (parse_step_directory(entry.name) for entry in storage.list(""))
     taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
-    return StepName(step, generation, max(taken, default=0) + 1)
+    attempt = max(taken, default=0) + 1
+    if attempt > MAX_ATTEMPT:
+        raise StorageError(
+            f"{storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
+            hint="Some directory there has a number that no job gave it; remove that one.",
+        )
+    return StepName(step, generation, attempt)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.catalog import Catalog
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError, StorageError
 from holdfast.events import Committed, Event, Failed, GenerationOpened, Retained, Sink, Staged, Warned, Written
 from holdfast.format.names import StepName
@@ -29,18 +28,13 @@ class Origin:
     """Where the next generation of a manager begins.
 
     Attributes:
-        restored: The checkpoint that the live objects were restored from, or None.
-        anew: True if it begins anew although there may be checkpoints.
+        base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
+            it was made. None if it begins anew.
+        sources: Checkpoints of which a part was restored.
     """
 
-    restored: StepName | None = None
-    anew: bool = False
-
-    def choose_base(self, catalog: Catalog) -> StepName | None:
-        """**Pure.** The base of the generation, given what lay there after it was opened."""
-        if self.anew:
-            return None
-        return self.restored or catalog.newest
+    base: StepName | None = None
+    sources: tuple[StepName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +60,17 @@ class SaveOrder:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is handed over to the background: one save whose state has been copied."""
+
+    snapshot: Snapshot
+    order: SaveOrder
+    handle: SaveHandle
+    crew: Crew
+    staged: Staged
+
+
 class Saver:
     """Makes saves, one at a time.
 
@@ -86,6 +91,7 @@ class Saver:
         self._durable_seconds: float | None = None
         self._blocked_seconds: float | None = None
         self._newest: StepName | None = None
+        self._told_problems: set[str] = set()
 
     @property
     def generation(self) -> int | None:
@@ -105,38 +111,43 @@ class Saver:
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
         """**Blocks** while the state is copied. The save before must have ended.
 
+        Whatever interrupts this call (Ctrl-C, say), afterwards the save either goes on or never will: `handle.begun`
+        tells which.
+
         Raises:
             UsageError: If the state cannot be laid out as a file.
         """
         crew = Crew(self._threads, f"holdfast-save-{order.step}")
+        inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(inbox,), name=f"holdfast-save-{order.step}", daemon=True)
+        work: _Work | None = None
         try:
+            # All threads are started while there is nothing to lose yet.
+            crew.start()
+            has_thread = _try_start(thread)
             # The place is not known yet, only the step, which is all that the header tells.
             snapshot = stage(captured, StepName(order.step, 1), self._buffer, crew)
+            handle.mark_staged()
+            staged = Staged(
+                step=order.step,
+                generation=self._line.generation or 0,
+                blocked_seconds=time.monotonic() - order.asked_at,
+                size_bytes=snapshot.layout.size_bytes,
+                reason=order.reason,
+            )
+            self._thread = thread if has_thread else None
+            work = _Work(snapshot, order, handle, crew, staged)
+            self._reports.mark_begun(handle)
+            inbox.put(work)
+            if not has_thread:
+                # None can be had any more, as when the interpreter shuts down: the save is made here and now.
+                self._serve(inbox)
         except BaseException:
-            crew.close()
+            if work is None or handle.try_cancel():
+                inbox.put(None)
+                self._reports.mark_cancelled(handle)
+                crew.close()
             raise
-        handle.mark_staged()
-        blocked_seconds = time.monotonic() - order.asked_at
-        staged = Staged(
-            step=order.step,
-            generation=self._line.generation or 0,
-            blocked_seconds=blocked_seconds,
-            size_bytes=snapshot.layout.size_bytes,
-            reason=order.reason,
-        )
-        thread = threading.Thread(
-            target=self._run,
-            args=(snapshot, order, handle, crew, staged),
-            name=f"holdfast-save-{order.step}",
-            daemon=True,
-        )
-        self._reports.mark_begun(handle)
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:
-            # No thread can be started any more, as when the interpreter shuts down: the save is made here and now.
-            self._run(snapshot, order, handle, crew, staged)
 
     def restart_clock(self) -> None:
         """Counts training time from now on, since what came before cannot be lost (a restore, say)."""
@@ -156,37 +167,34 @@ class Saver:
             self._thread.join(timeout_seconds)
         self._buffer.release()
 
-    def _run(self, snapshot: Snapshot, order: SaveOrder, handle: SaveHandle, crew: Crew, staged: Staged) -> None:
+    def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
+        """Does the one work that comes, unless it was called off before it could begin."""
+        work = inbox.get()
+        if work is None or not work.handle.try_begin():
+            return
         begun_at = time.monotonic()
         try:
-            self._emit(staged)
-            name = self._save(snapshot, order, handle, crew, staged.blocked_seconds, begun_at)
+            self._emit(work.staged)
+            name = self._save(work, begun_at)
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
-            handle.mark_failed(self._fail(order.step, error, time.monotonic() - begun_at))
+            self._fail(work, error, time.monotonic() - begun_at)
         else:
-            self._clean(name, order.origin)
+            self._clean(name, work.order.origin)
         finally:
-            crew.close()
+            work.crew.close()
             self._flush_events()
             # Not before: from here on the program may end, or the next save begin.
-            self._reports.mark_ended(handle)
+            self._reports.mark_ended(work.handle)
 
-    def _save(
-        self,
-        snapshot: Snapshot,
-        order: SaveOrder,
-        handle: SaveHandle,
-        crew: Crew,
-        blocked_seconds: float,
-        begun_at: float,
-    ) -> StepName:
-        base = self._line.open(order.origin.choose_base)
+    def _save(self, work: _Work, begun_at: float) -> StepName:
+        order = work.order
+        base = self._line.open(order.origin.base)
         if base is not None:
             self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
         name = self._line.name(order.step)
-        handle.mark_named(name)
+        work.handle.mark_named(name)
         try:
-            receipts = self._line.write(snapshot, name, crew)
+            receipts = self._line.write(work.snapshot, name, work.crew)
             self._emit(
                 Written(
                     step=order.step,
@@ -199,23 +207,24 @@ class Saver:
         except BaseException:
             self._give_up(name)
             raise
-        self._newest = name
         durable_seconds = time.monotonic() - begun_at
+        training_saved_seconds = max(order.asked_at - self._protected_since_at, 0.0)
+        self._newest = name
         self._durable_seconds = durable_seconds
-        self._blocked_seconds = blocked_seconds - order.waited_seconds
+        self._blocked_seconds = work.staged.blocked_seconds - order.waited_seconds
+        self._protected_since_at = order.asked_at
+        self._reports.mark_committed()
+        work.handle.mark_committed(manifest)
         self._emit(
             Committed(
                 step=order.step,
                 generation=name.generation,
-                blocked_seconds=blocked_seconds,
+                blocked_seconds=work.staged.blocked_seconds,
                 background_seconds=durable_seconds,
                 size_bytes=receipts.size_bytes,
-                training_saved_seconds=max(order.asked_at - self._protected_since_at, 0.0),
+                training_saved_seconds=training_saved_seconds,
             )
         )
-        self._protected_since_at = order.asked_at
-        self._reports.mark_committed()
-        handle.mark_committed(manifest)
         return name
 
     def _give_up(self, name: StepName) -> None:
@@ -228,7 +237,10 @@ class Saver:
     def _clean(self, name: StepName, origin: Origin) -> None:
         """Retention and sweeping, after the commit: their failure is told, but the checkpoint stands."""
         begun_at = time.monotonic()
-        protected = {origin.restored: "restored from"} if origin.restored is not None else {}
+        protected = dict.fromkeys(origin.sources, "a part was restored from it")
+        if origin.base is not None:
+            protected[origin.base] = "the run goes on from it"
+        protected[name] = "just committed"
         try:
             cleaning = self._line.clean(name, protected)
             problems: tuple[BaseException, ...] = cleaning.problems
@@ -252,15 +264,20 @@ class Saver:
                 hint="They are tried again after each save.",
             )
             failure.__cause__ = problems[0]
-            self._reports.add(failure)
+            # What cannot be removed is tried again after each save; the same reason is an error only once.
+            if reason not in self._told_problems:
+                self._told_problems.add(reason)
+                self._reports.add(failure)
             self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
 
-    def _fail(self, step: int, error: BaseException, seconds: float) -> SaveFailedError:
+    def _fail(self, work: _Work, error: BaseException, seconds: float) -> None:
+        step = work.order.step
         message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
         self._reports.add(failure)
+        work.handle.mark_failed(failure)
         self._emit(
             Failed(
                 stage="save",
@@ -271,8 +288,16 @@ class Saver:
                 background_seconds=seconds,
             )
         )
-        return failure
 
     def _flush_events(self) -> None:
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
+
+
+def _try_start(thread: threading.Thread) -> bool:
+    """Starts a thread; False where none can be had any more."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

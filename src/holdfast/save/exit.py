@@ -26,25 +26,38 @@ class Drainable(Protocol):
         ...
 
 
-# Changed by the training thread and by saves; a single addition or removal needs no lock.
-_held: set[Drainable] = set()
-_process = os.getpid()
+# By owner, the process that it lives in. Changed by the training thread and by saves; a single change needs no lock.
+_held: dict[Drainable, int] = {}
+_drained_process = 0
 
 
 def hold(owner: Drainable) -> None:
     """**Thread-safe.** Makes the program wait for `owner` before it ends."""
-    _held.add(owner)
+    _held[owner] = os.getpid()
+    _drain_children()
 
 
 def release(owner: Drainable) -> None:
     """**Thread-safe.** Undoes `hold`; harmless twice."""
-    _held.discard(owner)
+    _held.pop(owner, None)
+
+
+def _drain_children() -> None:
+    """Processes that multiprocessing has forked end without exit handlers, but run finalizers of its own."""
+    global _drained_process
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or processes.parent_process() is None or _drained_process == os.getpid():
+        return
+    from multiprocessing.util import Finalize
+
+    _drained_process = os.getpid()
+    Finalize(None, _drain_all, exitpriority=100)
 
 
 def _drain_all() -> None:
-    if os.getpid() != _process:
-        return  # A forked child has the objects but not their threads, and nothing to save.
-    failures = [failure for owner in list(_held) for failure in owner.drain()]
+    # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
+    owners = [owner for owner, process in list(_held.items()) if process == os.getpid()]
+    failures = [failure for owner in owners for failure in owner.drain()]
     if not failures:
         return
     for failure in failures:

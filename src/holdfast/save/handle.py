@@ -33,6 +33,8 @@ class SaveHandle:
         self._condition = threading.Condition()
         # The condition guards these; each is set once.
         self._skipped = ""
+        self._begun = False
+        self._cancelled = False
         self._staged = False
         self._ended = False
         self._name: StepName | None = None
@@ -58,6 +60,18 @@ class SaveHandle:
         """True if this save was left out because the one before was still in flight."""
         with self._condition:
             return bool(self._skipped)
+
+    @property
+    def begun(self) -> bool:
+        """True once the background has the save; from then on it ends one way or the other."""
+        with self._condition:
+            return self._begun
+
+    @property
+    def failed(self) -> bool:
+        """True once the save has failed or was left out."""
+        with self._condition:
+            return self._error is not None
 
     @property
     def ended(self) -> bool:
@@ -104,6 +118,18 @@ class SaveHandle:
         """
         with self._condition:
             self._wait_for(lambda: self._ended, timeout_seconds, "end")
+
+    def try_begin(self) -> bool:
+        """Called by the background: True if the save is now its own, False if it was called off."""
+        with self._condition:
+            self._begun = not self._cancelled
+            return self._begun
+
+    def try_cancel(self) -> bool:
+        """Called by `save` when it is interrupted: True if the save will never begin, False if it goes on."""
+        with self._condition:
+            self._cancelled = not self._begun
+            return self._cancelled
 
     def mark_staged(self) -> None:
         """Called by the save when the copy is complete."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.catalog import Catalog, open_generation, read_catalog, read_manifest, record_base
-from holdfast.errors import FormatError, HoldfastError, NotFoundError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
@@ -62,13 +62,13 @@ class Line:
         """Ends the line: the next save opens a generation of its own."""
         self._generation = None
 
-    def open(self, choose_base: Callable[[Catalog], StepName | None]) -> Base | None:
+    def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
 
         A crash between the opening and its base leaves a generation that saved nothing, and changes no line.
 
         Args:
-            choose_base: Says which checkpoint the line begins from, given what lay there after the opening.
+            origin: The checkpoint that the line goes on from, or None if it begins anew.
 
         Returns:
             The base of the generation that was opened, or None if the line had one already.
@@ -80,7 +80,7 @@ class Line:
         base = None
         if self._generation is None:
             generation = open_generation(self._storage)
-            base = make_base(generation, choose_base(read_catalog(self._storage)))
+            base = make_base(generation, origin)
             record_base(self._storage, base)
             self._generation = generation
         check_fence(self._storage, self._generation)
@@ -134,7 +134,7 @@ class Line:
         for name in catalog.living:
             try:
                 manifest = self._manifests.get(name) or read_manifest(self._storage, name)
-            except (FormatError, NotFoundError):
+            except (DamageError, NotFoundError):
                 continue  # What cannot be judged stays; a restore or `verify` will name the damage.
             self._manifests[name] = manifest
             candidates.append(

@@ -31,6 +31,12 @@ class SaveReports:
             self._in_flight = handle
         hold(self)
 
+    def mark_cancelled(self, handle: SaveHandle) -> None:
+        """A save was called off before it could begin."""
+        with self._lock:
+            self._in_flight = None
+            self._release_if_done()
+
     def mark_committed(self) -> None:
         """A save was committed: failures that were tolerated until now are forgiven."""
         with self._lock:

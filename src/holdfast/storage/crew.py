@@ -10,21 +10,28 @@ from collections.abc import Callable, Iterable, Iterator
 class Crew:
     """A few threads that share out jobs, the calling thread among them.
 
-    They are started when the crew is made, since a thread cannot be started any more once the interpreter has begun to
+    They are started before there is work, since a thread cannot be started any more once the interpreter has begun to
     shut down, which is when a last save may still have to be written.
     """
 
     def __init__(self, size: int, name: str) -> None:
-        """Starts `size - 1` threads, or as many as can be had; the caller of `run` is the last of the crew."""
+        """Starts nothing yet; `start` comes next, and `close` in any case."""
         self._rounds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._size = size
+        self._name = name
         self._threads: list[threading.Thread] = []
-        for number in range(1, size):
-            thread = threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True)
+
+    def start(self) -> None:
+        """Starts `size - 1` threads, or as many as can be had; the caller of `run` is the last of the crew."""
+        for number in range(1, self._size):
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
+            # Noted before it is started: Ctrl-C may come when it runs but `start` has not returned.
+            self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError:
-                break  # No more can be had, as when the interpreter shuts down: the caller does the work alone.
-            self._threads.append(thread)
+                self._threads.pop()  # No more can be had: the others, or the caller alone, do the work.
+                return
 
     def run(self, jobs: Iterable[Callable[[], None]]) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended.
@@ -45,11 +52,13 @@ class Crew:
             raise share.error
 
     def close(self) -> None:
-        """**Blocks.** Ends the threads."""
-        for _ in self._threads:
+        """**Blocks.** Ends the threads; harmless twice."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._rounds.put(None)
-        for thread in self._threads:
-            thread.join()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _serve(self) -> None:
         while (work := self._rounds.get()) is not None:

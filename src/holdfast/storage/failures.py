@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from holdfast.errors import NotFoundError, StorageError, StorageFullError
+from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -22,6 +22,24 @@ _HINTS: Final = {
     errno.ENOTDIR: "a file or a link stands where a directory should be; links below the root are not followed",
     errno.ESTALE: "the file server no longer knows the directory: mount it anew",
 }
+
+
+UNREADABLE: Final = frozenset(
+    code for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA") if (code := getattr(errno, name, None)) is not None
+)
+"""What a device or a file system says of bytes that it has lost."""
+
+
+@contextmanager
+def lost_bytes_as_damage(path: str) -> Iterator[None]:
+    """Turns the `StorageError` of a device that has lost bytes into a `DamageError`: a reader may have others."""
+    try:
+        yield
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in UNREADABLE:
+            raise DamageError(error.message, path=path, hint="the device failed: see the kernel's log") from error
+        raise
 
 
 def storage_error(error: OSError, doing: str, path: str, root: Path, needed_bytes: int | None = None) -> StorageError:

@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.storage.descriptors import make_last, open_directory, write_all
 from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
-from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.local_reader import LocalReader
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.storage.paths import split_directory, split_path, trash_name
@@ -130,7 +130,7 @@ class LocalStorage:
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """Reads a whole small file; see `Storage`."""
-        with self._errors("read", path):
+        with lost_bytes_as_damage(path), self._errors("read", path):
             descriptor, size_bytes = self._open_plain(path)
             try:
                 # One byte more than is allowed, so that a file that grows meanwhile is noticed.

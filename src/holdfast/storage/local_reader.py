@@ -5,14 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from holdfast.errors import DamageError, UsageError
 from holdfast.storage.descriptors import SharedDescriptor
 from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
-from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.pieces import flat
 from holdfast.storage.residency import Residency
 
@@ -59,10 +60,10 @@ class LocalReader:
         end_bytes = offset_bytes + target.nbytes
         is_large = target.nbytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
         if self._direct is not None and is_large and not self._residency.holds(offset_bytes, end_bytes):
-            with self._direct.use() as descriptor, as_storage_errors("read", self._path, self._root):
+            with self._direct.use() as descriptor, self._errors():
                 self._read_direct(descriptor, offset_bytes, target)
         else:
-            with self._shared.use() as descriptor, as_storage_errors("read", self._path, self._root):
+            with self._shared.use() as descriptor, self._errors():
                 self._read_cached(descriptor, offset_bytes, target)
 
     def close(self) -> None:
@@ -72,6 +73,11 @@ class LocalReader:
             if shared is not None:
                 with suppress(OSError):
                     shared.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        with lost_bytes_as_damage(self._path), as_storage_errors("read", self._path, self._root):
+            yield
 
     def _read_cached(self, descriptor: int, offset_bytes: int, left: memoryview) -> None:
         while left.nbytes:

@@ -1,0 +1,417 @@
+"""What users, signals and systems do at the worst moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.catalog import read_catalog
+from holdfast.errors import SaveFailedError, StorageError, StorageFullError, UsageError
+from holdfast.events import Event, Failed
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
+from holdfast.storage.memory import MemoryWriter
+
+
+class FullStorage(MemoryStorage):
+    """A storage that has no room while `full` is set."""
+
+    full = True
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        if self.full:
+            raise StorageFullError("no room", path=path)
+        return super().open_writer(path, size_bytes)
+
+
+def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+FULL = """
+import sys, numpy as np, holdfast as hf
+from holdfast.errors import SaveFailedError, StorageFullError
+from holdfast.storage import LocalStorage
+class Full(LocalStorage):
+    full = True
+    def open_writer(self, path, size_bytes):
+        if self.full:
+            raise StorageFullError("no room", path=path)
+        return super().open_writer(path, size_bytes)
+storage = Full(sys.argv[1])
+"""
+
+
+def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path) -> None:
+    done = run_program(
+        """
+        import random, signal, sys, numpy as np, holdfast as hf
+
+        class Interrupted(BaseException):
+            pass
+
+        def interrupt(number, frame):
+            raise Interrupted
+
+        signal.signal(signal.SIGALRM, interrupt)
+        dice = random.Random(4)
+        array = np.zeros(200_000)
+        interrupted = 0
+        for life in range(12):
+            manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array), keep=hf.Latest(3), threads=3)
+            manager.restore()
+            for step in range(life * 100 + 1, life * 100 + 15):
+                array[:] = step
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
+                    manager.save(step)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupted:
+                    interrupted += 1
+            manager.wait()
+            for kept in manager.steps():
+                found = np.zeros(200_000)
+                restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=found)).restore(kept)
+                assert (found == kept).all(), (kept, np.unique(found))
+            manager.close()
+        print(interrupted)
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "the interrupts did hit"
+
+
+@pytest.mark.parametrize("kind", ["manager", "resumable"])
+def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, kind: str) -> None:
+    begin = {
+        "manager": "with hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3))) as m:\n    m.save(1)",
+        "resumable": "with hf.resumable(storage, a=np.zeros(3)) as run:\n    next(run.steps(9)); run.save()",
+    }[kind]
+    done = run_program(textwrap.dedent(FULL) + begin + "\n    sys.exit(0)\n", str(tmp_path))
+    assert done.returncode == 74
+    assert "was not saved: no room" in done.stderr
+
+
+def test_a_save_tried_again_after_a_failure_saves() -> None:
+    storage = FullStorage("full")
+    with hf.resumable(storage, a=np.zeros(3), save_every=hf.Steps(1000)) as run:
+        for step in run.steps(10):
+            if step == 9:
+                handle = run.save()
+                assert handle is not None
+                with pytest.raises(SaveFailedError):
+                    handle.wait_committed(60)
+                storage.full = False
+                assert run.save() is not None
+    assert [name.step for name in read_catalog(storage).living] == [10]
+
+
+def test_a_save_that_reports_an_earlier_failure_counts() -> None:
+    storage = FullStorage("full")
+    with hf.resumable(storage, a=np.zeros(3), save_every=hf.Steps(1000)) as run:
+        for step in run.steps(10):
+            if step == 5:
+                handle = run.save()
+                assert handle is not None
+                handle.wait_ended(60)
+                storage.full = False
+            if step == 9:
+                with pytest.raises(SaveFailedError) as caught:
+                    run.save()
+                caught.value.next_save.wait_committed(60)
+    assert [name.step for name in read_catalog(storage).living] == [10]
+
+
+def test_a_second_job_that_began_beside_the_first_has_a_line_of_its_own(tmp_path: Path) -> None:
+    a, b = np.zeros(1), np.zeros(1)
+    first = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=a))
+    second = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=b), keep=hf.Latest(1))
+    a[:] = 100
+    first.save(100).wait_committed(60)
+    for step in (10, 20, 30):
+        b[:] = step
+        second.save(step).wait_committed(60)
+        second.wait(60)
+        assert second.steps() == (step,)
+    found = np.zeros(1)
+    restored = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=found)).restore()
+    assert restored is not None
+    assert (restored.step, found[0]) == (30, 30)
+    first.save(200)
+    with pytest.raises(SaveFailedError, match="generation 2"):
+        first.close(60)
+    second.close(60)
+
+
+def test_a_warm_start_from_a_part_leaves_the_policy_alone(tmp_path: Path) -> None:
+    weights = np.ones(3)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=weights)) as manager:
+        manager.save(1000)
+    with hf.CheckpointManager(
+        tmp_path, hf.Checkpoint(model=weights), begin_anew=True, save_every=hf.Steps(10), keep=hf.Latest(1)
+    ) as manager:
+        manager.restore(1000, only="model")
+        assert [step for step in range(1, 31) if manager.save_if_due(step)] == [10, 20, 30]
+    assert 1000 in {name.step for name in read_catalog(LocalStorage(tmp_path)).committed}
+
+
+def test_an_odd_old_manifest_troubles_no_save(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(a=np.zeros(3)), keep=hf.Latest(2)) as manager:
+        manager.save(1)
+        manager.wait(60)
+        manifest = tmp_path / "step-000000001.g0001" / "manifest.json"
+        manifest.unlink()
+        manifest.symlink_to(tmp_path / "elsewhere")
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(a=np.zeros(3)), keep=hf.Latest(2)) as manager:
+        for step in range(2, 6):
+            manager.save(step)
+        manager.wait(60)
+        assert manager.steps()[-2:] == (4, 5)
+
+
+def test_what_cannot_be_removed_is_an_error_once() -> None:
+    class Stubborn(MemoryStorage):
+        def remove(self, path: str) -> None:
+            if path.startswith("step-000000001") and path.endswith("manifest.json"):
+                raise StorageError("cannot remove", path=path)
+            super().remove(path)
+
+    events: list[Event] = []
+    manager = hf.CheckpointManager(
+        Stubborn("s"), hf.Checkpoint(a=np.zeros(3)), keep=hf.Latest(1), sinks=[events.append]
+    )
+    manager.save(1)
+    manager.save(2).wait_ended(60)
+    with pytest.raises(StorageError, match="step 2 is committed, but"):
+        manager.save(3)
+    manager.save(4)
+    manager.close(60)
+    assert len([event for event in events if isinstance(event, Failed)]) == 3
+
+
+def test_a_device_that_lost_bytes_counts_as_damage() -> None:
+    def read(code: int) -> None:
+        with lost_bytes_as_damage("data"), as_storage_errors("read", "data", Path("/run")):
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(hf.errors.DamageError, match="data"):
+        read(errno.EIO)
+    with pytest.raises(StorageError):
+        read(errno.EACCES)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None:
+    array = np.zeros(100_000)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(a=array)) as manager:
+        for step in (1, 2):
+            array[:] = step
+            manager.save(step)
+    program = """
+        import sys, numpy as np, holdfast as hf
+        array = np.zeros(100_000)
+        restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array)).restore()
+        print(restored.step, array.min(), array.max(), len(restored.passed_over))
+        """
+    log = str(tmp_path.parent / "log")
+    inject = ["-e", "trace=preadv,preadv2", "-e", "inject=preadv,preadv2:error=EIO:when=1"]
+    done = subprocess.run(
+        ["strace", "-f", "-o", log, *inject, sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode != 0 and "ptrace" in done.stderr:
+        pytest.skip("strace may not trace here")
+    assert done.stdout == "1 1.0 1.0 1\n", done.stderr
+
+
+def test_a_sink_that_leaves_hangs_nobody() -> None:
+    def sink(event: Event) -> None:
+        raise SystemExit(3)
+
+    manager = hf.CheckpointManager(FullStorage("full"), hf.Checkpoint(a=np.zeros(3)), sinks=[sink])
+    with pytest.raises(SaveFailedError, match="no room"):
+        manager.save(1).wait_committed(60)
+    manager.close(60)
+    with hf.CheckpointManager(MemoryStorage("x"), hf.Checkpoint(a=np.zeros(3)), sinks=[sink]) as manager:
+        manager.save(1).wait_committed(60)
+
+
+def test_a_number_that_no_generation_may_have_is_an_error(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(a=np.zeros(3))) as manager:
+        manager.save(1)
+    (tmp_path / "generations" / "1000000000.json").touch()
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(a=np.zeros(3)))
+    with pytest.raises(SaveFailedError, match="no generation can follow"):
+        manager.save(9).wait_committed(60)
+    manager.close(60)
+
+
+def test_steps_rise_over_failed_saves_too() -> None:
+    storage = FullStorage("full")
+    manager = hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3)), failures_allowed=9)
+    manager.save(4).wait_ended(60)
+    storage.full = False
+    with pytest.raises(UsageError, match="before step 4"):
+        manager.save(3)
+    manager.save(4)
+    manager.close(60)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": hf.Steps(2)},
+        {"keep": 3},
+        {"save_every": hf.Latest(2)},
+        {"save_every": 5},
+        {"threads": "2"},
+        {"threads": 1.5},
+        {"timeout_seconds": "1"},
+        {"timeout_seconds": float("inf")},
+        {"timeout_seconds": float("nan")},
+        {"timeout_seconds": 1e12},
+        {"failures_allowed": -1},
+        {"when_busy": "drop"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path, options: Any) -> None:
+    with pytest.raises(UsageError):
+        hf.CheckpointManager(tmp_path, hf.Checkpoint(a=1), **options)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"metrics": {"\ud800": 1.0}},
+        {"metrics": {"x": 10**400}},
+        {"metrics": {"x": "high"}},
+        {"metadata": {"x": float("nan")}},
+        {"metadata": {"x": b"bytes"}},
+        {"metadata": {"x": {1, 2}}},
+        {"metadata": {"x": "\ud800"}},
+    ],
+    ids=ascii,
+)
+def test_notes_that_would_not_come_back_are_refused_at_the_call(notes: Any) -> None:
+    with hf.CheckpointManager(MemoryStorage("x"), hf.Checkpoint(a=1)) as manager, pytest.raises(UsageError):
+        manager.save(1, **notes)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_run_directory_that_is_none_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "run"
+    if kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="no directory"):
+        hf.CheckpointManager(place, hf.Checkpoint(a=1))
+
+
+@pytest.mark.parametrize("way", ["fork", "multiprocessing"])
+def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, way: str) -> None:
+    done = run_program(
+        """
+        import multiprocessing, os, sys, numpy as np, holdfast as hf
+        def child():
+            hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=np.zeros(1_000_000))).save(1)
+        if sys.argv[2] == "fork":
+            pid = os.fork()
+            if pid == 0:
+                child()
+                sys.exit(0)
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+        """,
+        str(tmp_path),
+        way,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [1]
+
+
+def test_a_forked_child_leaves_its_parents_run_alone(tmp_path: Path) -> None:
+    done = run_program(
+        """
+        import os, sys, threading, numpy as np, holdfast as hf
+        from holdfast.errors import UsageError
+        from holdfast.storage import LocalStorage
+        go_on = threading.Event()
+        class Held(LocalStorage):
+            def open_writer(self, path, size_bytes):
+                go_on.wait()
+                return super().open_writer(path, size_bytes)
+        with hf.resumable(Held(sys.argv[1]), a=np.zeros(3), save_every=hf.Steps(1)) as run:
+            for step in run.steps(3):
+                if step == 1:
+                    pid = os.fork()
+                    if pid == 0:
+                        try:
+                            run.manager.save(9)
+                        except UsageError as error:
+                            print(error)
+                        break
+                    os.waitpid(pid, 0)
+                    go_on.set()
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "belongs to process" in done.stdout
+    assert read_catalog(LocalStorage(tmp_path)).living[-1].step == 3
+
+
+def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
+    program = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(
+                """
+                import signal, sys, numpy as np, holdfast as hf
+                with hf.resumable(sys.argv[1], a=np.zeros(3)) as run:
+                    for step in run.steps(3):
+                        pass
+                    print("evaluating", flush=True)
+                    while True:
+                        signal.pause()
+                """
+            ),
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "evaluating\n"
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode in (130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in errors
+    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living][-1] == 3
