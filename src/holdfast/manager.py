@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, StepExistsError, UsageError
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
@@ -25,7 +25,7 @@ from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
-from holdfast.save.reports import SaveReports
+from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage, Storage, open_storage
 
@@ -92,7 +92,9 @@ class CheckpointManager:
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
-        self._emit = Fanout([LoggingSink(), self._totals, *_journal_of(self._storage), *sinks])
+        # The events of a run on a local disk are kept beside its checkpoints.
+        journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
+        self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads)
         living = () if begin_anew else read_catalog(self._storage).living
@@ -161,7 +163,7 @@ class CheckpointManager:
             The save, or None if none was due.
 
         Raises:
-            SaveFailedError: As `save`; never when no save is due, so that the save which tells of a failure still saves.
+            SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
         """
         if self._save_every is None:
             return None
@@ -226,7 +228,7 @@ class CheckpointManager:
             DeadlineError: If it takes longer; the save goes on.
         """
         self._settle(timeout_seconds)
-        _raise_newest(self._reports.take(last=False), None)
+        raise_newest(self._reports.take(last=False), None)
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** The steps that are committed on the living line, oldest first."""
@@ -249,7 +251,7 @@ class CheckpointManager:
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
-        _raise_newest(self._reports.take(last=True), None)
+        raise_newest(self._reports.take(last=True), None)
 
     def abandon(self) -> None:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
@@ -311,7 +313,7 @@ class CheckpointManager:
                 self._in_flight = None
             self._reports.put_back(untold)
             raise
-        _raise_newest(untold, handle)
+        raise_newest(untold, handle)
         return handle
 
     def _settle(self, timeout_seconds: float | None) -> None:
@@ -352,11 +354,8 @@ class CheckpointManager:
 
 
 def _check_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise UsageError(f"a step is a whole number, not {step!r}") from None
-    if isinstance(step, bool) or not 0 <= number <= MAX_STEP:
+    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
+    if not 0 <= number <= MAX_STEP:
         raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
     return number
 
@@ -388,20 +387,3 @@ def _check_directory(storage: Storage) -> None:
     """A run's directory need not be there yet, but nothing else may stand in its place."""
     if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
-
-
-def _raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:
-    """Raises the newest failure, if there is one, with the others noted on it."""
-    if not untold:
-        return
-    newest = untold[-1]
-    for failure in untold[:-1]:
-        newest.add_note(f"before that: {failure}")
-    if isinstance(newest, SaveFailedError):
-        newest.next_save = next_save
-    raise newest
-
-
-def _journal_of(storage: Storage) -> list[Sink]:
-    """The events of a run on a local disk are kept beside its checkpoints."""
-    return [RunJournal(storage.url)] if isinstance(storage, LocalStorage) else []

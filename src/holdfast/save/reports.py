@@ -106,3 +106,15 @@ class SaveReports:
     def _release_if_done(self) -> None:
         if self._in_flight is None and not self._untold:
             release(self)
+
+
+def raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:
+    """Raises the newest failure, if there is one, with the others noted on it."""
+    if not untold:
+        return
+    newest = untold[-1]
+    for failure in untold[:-1]:
+        newest.add_note(f"before that: {failure}")
+    if isinstance(newest, SaveFailedError):
+        newest.next_save = next_save
+    raise newest
