@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError
@@ -24,6 +24,9 @@ from holdfast.format.scalars import (
 
 MAX_DEPTH: Final = 64
 """How deep values may be nested. Both walks then stay well within the interpreter's own limit."""
+
+MAX_VALUES: Final = 10_000_000
+"""How many values are written down in one go. More take minutes and gigabytes, here and at each restore."""
 
 _REGISTER: Final = "Store something plainer in its place, or register the type with register_codec."
 
@@ -50,7 +53,9 @@ class Encoder:
     """Writes trees of values as JSON. Derive from it and override `special` for more than plain values."""
 
     def __init__(self) -> None:
-        self._open: set[int] = set()
+        self._tally = _Tally()
+        # By identity and depth: the value, which is kept so that its identity stays its own; its node; its size.
+        self._written: dict[tuple[int, int], tuple[Any, Node, int]] = {}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """The node of a value of a type that has no codec, or None."""
@@ -73,16 +78,37 @@ class Encoder:
                 return node
         if depth > MAX_DEPTH:
             raise unsupported(path, f"something nested more than {MAX_DEPTH} deep", "Make the tree flatter.")
-        if id(value) in self._open:
+        tally = self._tally
+        written = self._written.get((id(value), depth))
+        if written is not None:
+            tally.add(written[2], path)
+            return written[1]
+        if id(value) in tally.open:
             raise unsupported(path, "a value that contains itself", "Store each part once, without cycles.")
-        self._open.add(id(value))
+        tally.open.add(id(value))
+        values_before = tally.values
         try:
             container = _CONTAINERS.get(cls)
             if container is not None:
-                return container(self, value, path, depth + 1)
-            return self._encode_other(cls, value, path, depth + 1)
+                node = container(self, value, path, depth + 1)
+            else:
+                node = self._encode_other(cls, value, path, depth + 1)
         finally:
-            self._open.remove(id(value))
+            tally.open.remove(id(value))
+        self._written[id(value), depth] = (value, node, tally.values - values_before)
+        return node
+
+    def encode_apart(self, value: Any, path: str, depth: int) -> Node:
+        """The node of a value that was made for this, and may be made of containers that are used again and again."""
+        outer, self._written = self._written, {}
+        try:
+            return self.encode(value, path, depth)
+        finally:
+            self._written = outer
+
+    def plain(self) -> Encoder:
+        """An encoder for what stands where no array or object may be: keys and elements of sets."""
+        return _Plain(self)
 
     def _encode_other(self, cls: type, value: Any, path: str, depth: int) -> Node:
         codec = codec_for(cls)
@@ -109,15 +135,17 @@ class Encoder:
         return encode_numpy(value)
 
     def _fields(self, names: Iterable[str], value: Any, path: str, depth: int) -> Node:
-        nodes = {}
+        nodes: dict[str, Node] = {}
         for name in names:
+            self._tally.add(1, path)
             if not hasattr(value, name):
                 raise unsupported(f"{path}/{name}", "a field that was never set", "Set it, or give it a default.")
             nodes[name] = self.encode(getattr(value, name), f"{path}/{name}", depth)
         return nodes
 
-    def encode_list(self, value: Iterable[Any], path: str, depth: int) -> list[Node]:
+    def encode_list(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
         """The nodes of a sequence's elements."""
+        self._tally.add(len(value), path)
         nodes: list[Node] = []
         for index, element in enumerate(value):
             if type(element) is int and -(1 << 63) <= element < 1 << 63:
@@ -131,6 +159,7 @@ class Encoder:
         for key in value:
             if type(key) is not str or key[:1] == "$" or not is_text(key):
                 return tagged("dict", self.encode_pairs(value, path, depth))
+        self._tally.add(len(value), path)
         nodes = {}
         for key, part in value.items():
             nodes[key] = self.encode(part, f"{path}/{escape(key)}", depth)
@@ -138,24 +167,50 @@ class Encoder:
 
     def encode_pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Node]:
         """The keys and values of any mapping, in its order."""
-        keys = _Plain(self)
+        self._tally.add(2 * len(value), path)
+        keys = self.plain()
         pairs = []
         for index, (key, part) in enumerate(value.items()):
             at = f"{path}/{path_part(key, index)}"
             pairs.append([keys.encode(key, at, depth), self.encode(part, at, depth)])
         return pairs
 
-    def encode_set(self, value: Iterable[Any], path: str, depth: int) -> list[Node]:
+    def encode_set(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
         """The elements, in an order that depends on nothing but them."""
-        nodes = _Plain(self).encode_list(value, path, depth)
+        nodes = self.plain().encode_list(value, path, depth)
         return sorted(nodes, key=lambda node: json.dumps(node, sort_keys=True))
+
+
+class _Tally:
+    """What the encoders of one tree have in common: which values they are in, and how many they have written."""
+
+    __slots__ = ("open", "values")
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.values = 0
+
+    def add(self, count: int, path: str) -> None:
+        """Counts values before they are written, or once more where a part stands again."""
+        self.values += count
+        if self.values > MAX_VALUES:
+            raise unsupported(
+                path,
+                f"more than {MAX_VALUES:,} values at once",
+                "Store arrays in place of long lists, or share less: what stands in two places is written twice.",
+            )
 
 
 class _Plain(Encoder):
     """Writes what stands where no array or object may be: keys, elements of sets, what a codec returns."""
 
     def __init__(self, outer: Encoder) -> None:
-        self._open = outer._open
+        super().__init__()
+        self._tally = outer._tally
+
+    def plain(self) -> Encoder:
+        """Itself."""
+        return self
 
 
 def _encode_defaultdict(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
@@ -171,7 +226,7 @@ def _encode_defaultdict(encoder: Encoder, value: Any, path: str, depth: int) -> 
 
 
 def _encode_slice(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
-    return tagged("slice", _Plain(encoder).encode_list((value.start, value.stop, value.step), path, depth))
+    return tagged("slice", encoder.plain().encode_list((value.start, value.stop, value.step), path, depth))
 
 
 _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {

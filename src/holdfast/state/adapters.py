@@ -27,20 +27,22 @@ class Rules:
         in_place: Live arrays are filled where they are. Otherwise each array is a new one, where the live one lies.
         fixed_keys: Arrays under keys and fields are to be there on both sides or on neither.
         fixed_lengths: The same for arrays in sequences.
+        fixed_kinds: Where an array or an object with state stands, nothing else is to be stored.
     """
 
     in_place: bool
     fixed_keys: bool
     fixed_lengths: bool
+    fixed_kinds: bool
 
 
-OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True)
+OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
 """Trees that the user handed in: what they hold is known, and is filled where it is."""
 
-HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False)
+HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False, fixed_kinds=True)
 """State for an object's `load_state_dict`: arrays of its own, and sequences as long as they were."""
 
-REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False)
+REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=False)
 """State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
 
 

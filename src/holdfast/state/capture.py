@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
-from holdfast.format.codecs import is_plain_dataclass
-from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, path_part, unsupported
+from holdfast.format.encoding import Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made
 from holdfast.state.collection import no_collection
+from holdfast.state.finding import find_stateful
 from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
-from holdfast.state.registry import adapter_of, backend_of, backend_of_type
+from holdfast.state.registry import adapter_of, backend_of
 
 
 class Cast:
@@ -66,38 +64,6 @@ def capture_objects(objects: Mapping[str, object]) -> Captured:
 _ANY = Adapter()
 
 
-def find_stateful(root: object, path: str, depth: int = 0) -> Iterator[tuple[str, object, Adapter | None]]:
-    """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
-    if type(root) in ENCODERS or depth > MAX_DEPTH or backend_of(root) is not None:
-        return
-    adapter = adapter_of(root)
-    if adapter is not None:
-        yield path, root, adapter
-        return
-    if not isinstance(root, type) and callable(getattr(root, "prepare_for_checkpoint", None)):
-        yield path, root, None
-    parts = parts_of(root)
-    # Most parts are values or arrays, of which there may be very many.
-    others = {cls for cls in {type(part) for _, part in parts} if cls not in ENCODERS and not backend_of_type(cls)}
-    if others:
-        for index, (key, part) in enumerate(parts):
-            if type(part) in others:
-                yield from find_stateful(part, f"{path}/{path_part(key, index)}", depth + 1)
-
-
-def parts_of(value: object) -> list[tuple[Hashable, Any]]:
-    """What a container of values holds, each part with its key, place or field; nothing for other values."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, (list, tuple, collections.deque)):
-        names = getattr(value, "_fields", None)
-        return list(zip(names or range(len(value)), value, strict=True))
-    if is_plain_dataclass(type(value)):
-        fields = dataclasses.fields(cast(Any, value))
-        return [(field.name, getattr(value, field.name, None)) for field in fields]
-    return []
-
-
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
@@ -133,7 +99,7 @@ class _Capturing(Encoder):
                 path=path,
                 hint="See the cause above: it was raised by the object itself.",
             ) from error
-        return tagged("object", self.encode(state, path, depth), adapter.kind)
+        return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
 
     def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
         spec = backend.spec(array, path)

@@ -12,11 +12,12 @@ from typing import Any
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import escape, path_part
+from holdfast.format.encoding import escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
-from holdfast.state.capture import Cast, parts_of
+from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
+from holdfast.state.finding import holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of
 
@@ -102,7 +103,9 @@ class Comparison(Decoder):
     def _stands_against(self, form: str, node: Any, live: Any) -> bool:
         """Whether a live array or object, or what holds such, is in the way of something of another form."""
         live_is = live_form(live)
-        if live_is == form or (live_is == "array" and node is None and not self.rules.fixed_lengths):
+        if live_is == form or not self.rules.fixed_kinds:
+            return False
+        if live_is == "array" and node is None and not self.rules.fixed_lengths:
             return False
         return live_is in ("array", "object") or (live_is != "" and holds_state(live))
 
@@ -228,23 +231,6 @@ def live_form(live: Any) -> str:
     if isinstance(live, (list, tuple, collections.deque)):
         return "fields" if is_namedtuple(type(live)) else "sequence"
     return "fields" if is_plain_dataclass(type(live)) else ""
-
-
-def state_paths(live: Any, path: str) -> list[str]:
-    """Where in a live value arrays and objects with state stand."""
-    form = live_form(live)
-    if form in ("array", "object"):
-        return [path]
-    if not form:
-        return []
-    parts = enumerate(parts_of(live))
-    return [at for index, (key, part) in parts for at in state_paths(part, f"{path}/{path_part(key, index)}")]
-
-
-def holds_state(live: Any) -> bool:
-    """Whether there are arrays or objects with state in a live value, or it is one."""
-    form = live_form(live)
-    return form in ("array", "object") or (form != "" and any(holds_state(part) for _, part in parts_of(live)))
 
 
 def _is_nothing(live: Any) -> bool:

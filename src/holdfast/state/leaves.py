@@ -66,7 +66,10 @@ class ArrayBackend(Protocol):
         ...
 
     def copy_in(self, array: Any, data: memoryview) -> None:
-        """Fills an array, whatever its strides or device, from contiguous little-endian bytes."""
+        """Fills an array, whatever its strides or device, from contiguous little-endian bytes.
+
+        It is one that `new` or `new_like` made, or one that is `fillable`.
+        """
         ...
 
     def new(self, spec: ArraySpec) -> Any:
@@ -78,7 +81,9 @@ class ArrayBackend(Protocol):
         ...
 
     def fillable(self, array: Any) -> bool:
-        """Whether the array's values can be changed where they are."""
+        """Whether the array can be given any values where it is: it may be written to, and no two of its elements
+        may be the same memory.
+        """
         ...
 
 

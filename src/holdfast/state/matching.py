@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import ApplyError, HoldfastError, UsageError
+from holdfast.errors import ApplyError, HoldfastError
 from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
 from holdfast.state.collection import no_collection
@@ -87,12 +87,12 @@ def match_objects(
         stored_arrays: What each stored leaf is.
         select: Called with paths, of whole objects (`model`) and of what is in them (`model/layers.0.weight`). What
             stands at a path for which it is true is restored, with all that is in it, and only that counts as a
-            difference. Without it, everything is.
+            difference. Without it, everything is. It is for the caller to find out whether it was ever true.
 
     Raises:
         FormatError: If the stored state is malformed.
         UnsupportedValueError: If a type is not known here, or a live array has a form that cannot be filled.
-        UsageError: If nothing that is both stored and live is selected, or an object's state cannot be read.
+        UsageError: If an object's state cannot be read.
         MemoryError: If there is no memory for arrays that are made anew.
     """
     comparison = Comparison(objects, stored_arrays, select)
@@ -108,11 +108,6 @@ def match_objects(
     for name in stored_objects:
         if name not in objects and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
-    if select is not None and not comparison.selected_count:
-        raise UsageError(
-            "nothing in the checkpoint and among the live objects has the name that was asked for",
-            hint=f"Stored are: {', '.join(stored_objects)}.",
-        )
     return Matching(comparison.differences, comparison.claims.targets(), tuple(renewals), tuple(comparison.jobs))
 
 

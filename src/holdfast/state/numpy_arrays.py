@@ -11,6 +11,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.registry import register_adapter, register_backend
+from holdfast.state.strides import may_share_elements
 
 _DTYPES = {
     "bool": "BOOL",
@@ -91,8 +92,10 @@ class NumpyBackend:
         return self.new(spec)
 
     def fillable(self, array: Any) -> bool:
-        """Whether the array may be written to."""
-        return bool(array.flags.writeable)
+        """Whether the array may be written to, each element by itself."""
+        flags = array.flags
+        apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
+        return bool(flags.writeable and apart)
 
 
 def _set_generator(generator: Any, state: Any) -> None:

@@ -59,6 +59,7 @@ class ModuleAdapter(Adapter):
         special = _special_prefixes(obj)
         custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
         values: dict[str, Any] = {}
+        separated: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, value in live.items():
             node = nodes.get(key, _NOTHING)
             direct = id(value) in own and not key.startswith(special)
@@ -67,7 +68,10 @@ class ModuleAdapter(Adapter):
                 values[key] = value
             else:
                 values[key] = loading.value(node, value, key, rules=OWNED if direct else HANDED_OVER)
-        return (lambda: _load(obj, values)) if custom else _nothing_more
+                if values[key] is not value and id(value) in own and not _BACKEND.fillable(value):
+                    separated.append((value, values[key]))
+                    values[key] = value
+        return lambda: _finish
 
 
 _NOTHING: Final = object()

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.state.leaves import ArraySpec
+from holdfast.state.strides import may_share_elements
 
 DTYPES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL",
@@ -90,15 +91,16 @@ class TorchBackend:
             return None
         array = array.detach()
         _note_change(array)
-        return memoryview(array.reshape(-1).view(torch.uint8).numpy())
+        # NumPy is quicker at changing shapes; a scalar has to have a dimension before it can be shown as bytes.
+        values = array.view(torch.uint8) if array.dim() else array.reshape(1).view(torch.uint8)
+        return memoryview(values.numpy().reshape(-1))
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills a tensor from bytes."""
         if array.numel() == 0:
             return
         with torch.no_grad():
-            target, source = _without_repeats(array.detach(), _tensor_over(data, array.dtype, array.shape))
-            target.copy_(source)
+            array.detach().copy_(_tensor_over(data, array.dtype, array.shape))
 
     def new(self, spec: ArraySpec) -> Any:
         """A new tensor in host memory."""
@@ -109,11 +111,11 @@ class TorchBackend:
         return _empty(spec, live.device)
 
     def fillable(self, array: Any) -> bool:
-        """Every tensor can be changed where it is."""
-        return True
+        """Whether each element is memory of its own."""
+        return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def _spec(name: str, shape: torch.Size) -> ArraySpec:
     return ArraySpec(name, tuple(shape))
 
@@ -182,14 +184,6 @@ def _tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> 
     if data.readonly:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape))
-
-
-def _without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of an expanded tensor that is memory of its own, which is all that can be written to."""
-    for dimension, (length, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if stride == 0 and length > 1:
-            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
-    return target, source
 
 
 def _note_change(array: torch.Tensor) -> None:

@@ -1,0 +1,89 @@
+"""What stands in a tree of live values. Such a tree may share its parts, and may even contain itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any, TypeAlias, cast
+
+from holdfast.format.codecs import is_plain_dataclass
+from holdfast.format.encoding import path_part
+from holdfast.format.scalars import ENCODERS
+from holdfast.state.adapters import Adapter
+from holdfast.state.leaves import ArrayBackend
+from holdfast.state.registry import adapter_of, backend_of_type
+
+_Trail: TypeAlias = tuple[Any, Hashable, int] | None
+"""The way to a value: that of what holds it, and its key and number there. A path is made only where one is needed."""
+
+
+def find_stateful(root: object, path: str) -> Iterator[tuple[str, object, Adapter | None]]:
+    """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
+    for trail, value, handler in _walk(root, arrays=False):
+        yield _path(path, trail), value, cast("Adapter | None", handler)
+
+
+def state_paths(live: object, path: str) -> list[str]:
+    """Where in a live value arrays and objects with state stand."""
+    return [_path(path, trail) for trail, _, handler in _walk(live, arrays=True) if handler is not None]
+
+
+def holds_state(live: object) -> bool:
+    """Whether there are arrays or objects with state in a live value, or it is one."""
+    return any(handler is not None for _, _, handler in _walk(live, arrays=True))
+
+
+def parts_of(value: object) -> list[tuple[Hashable, Any]]:
+    """What a container of values holds, each part with its key, place or field; nothing for other values."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple, collections.deque)):
+        names = getattr(value, "_fields", None)
+        return list(zip(names or range(len(value)), value, strict=True))
+    if is_plain_dataclass(type(value)):
+        fields = dataclasses.fields(cast(Any, value))
+        return [(field.name, getattr(value, field.name, None)) for field in fields]
+    return []
+
+
+def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | None]]:
+    """Objects with state, those that want to be prepared (these with None), and arrays if asked for, in their order.
+
+    Each container is looked into once, at the first place where it stands.
+    """
+    # By identity. The containers are kept, or another one might get the identity of one that is gone.
+    seen: dict[int, object] = {}
+    ahead: list[tuple[_Trail, Any]] = [(None, root)]
+    while ahead:
+        trail, value = ahead.pop()
+        cls = type(value)
+        if cls in ENCODERS or id(value) in seen:
+            continue
+        backend = backend_of_type(cls)
+        if backend is not None:
+            if arrays:
+                yield trail, value, backend
+            continue
+        adapter = adapter_of(value)
+        if adapter is not None:
+            yield trail, value, adapter
+            continue
+        seen[id(value)] = value
+        if not isinstance(value, type) and callable(getattr(value, "prepare_for_checkpoint", None)):
+            yield trail, value, None
+        parts = parts_of(value)
+        # Most parts are values or arrays, of which there may be very many.
+        types = {type(part) for _, part in parts}
+        others = {cls for cls in types if cls not in ENCODERS and (arrays or not backend_of_type(cls))}
+        if others:
+            within = [((trail, key, i), part) for i, (key, part) in enumerate(parts) if type(part) in others]
+            ahead += reversed(within)
+
+
+def _path(root: str, trail: _Trail) -> str:
+    parts = []
+    while trail is not None:
+        trail, key, index = trail
+        parts.append(path_part(key, index))
+    return "/".join([root, *reversed(parts)])
