@@ -16,7 +16,7 @@ import pytest
 import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
-from holdfast.events import Event, Failed
+from holdfast.events import Event, Failed, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 
@@ -268,3 +268,54 @@ def start_killed(directory: Path) -> int:
     """
     arguments = [sys.executable, "-c", textwrap.dedent(program), os.fspath(directory)]
     return subprocess.run(arguments, timeout=60, check=False).returncode
+
+
+def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
+    def train_epochs(stop_at: int | None) -> list[tuple[int, list[int]]]:
+        sampler = hf.ResumableSampler(10, batch_size=4, seed=3)
+        done: list[tuple[int, list[int]]] = []
+        with hf.resumable(tmp_path, sampler=sampler, save_every=hf.Steps(1), keep=hf.All()) as run:
+            for epoch in sampler.epochs(3):
+                for batch in sampler.batches(sampler):
+                    done.append((epoch, batch))
+                    run.finish_step()
+                    if run.step == stop_at:
+                        return done
+        return done
+
+    first = train_epochs(5)
+    rest = train_epochs(None)
+    assert len(first) == 5
+    assert [epoch for epoch, _ in first + rest] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for epoch in range(3):
+        seen = [index for number, batch in first + rest if number == epoch for index in batch]
+        assert sorted(seen) == list(range(10))
+    assert steps_of(tmp_path) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("name", ["save_evry", "kep", "begin_anw", "thread", "failure_allowed"])
+def test_a_misspelt_option_is_no_object(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        hf.resumable(tmp_path, a=np.zeros(3), **{name: 1})
+
+
+def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="policy"):
+        hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))
+    with pytest.raises(UsageError, match="strict"):
+        hf.resumable(tmp_path, a=np.zeros(3), strict="no")  # type: ignore[arg-type]
+    run = hf.resumable(tmp_path, a=np.zeros(3))
+    with pytest.raises(UsageError, match="entered"):
+        run.steps(3)
+    with run, pytest.raises(UsageError, match="whole number"):
+        run.steps("10")  # type: ignore[arg-type]
+
+
+def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path: Path) -> None:
+    events: list[Event] = []
+    state = {"value": np.zeros(1)}
+    keep = hf.Latest(9) | hf.Best("val_los")
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(1), keep=keep, sinks=[events.append]) as run:
+        for _ in run.steps(5):
+            run.report(val_loss=1.0)
+    assert len([event for event in events if isinstance(event, Warned) and "val_los" in event.text]) == 1

@@ -3,9 +3,11 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,14 @@ from hypothesis.extra import numpy as hnp
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import ApplyError, FormatError, UnsupportedValueError, UsageError
+from holdfast.format.encoding import MAX_VALUES
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import RNG, undisturbed
+from holdfast.state.strides import may_share_elements
 from state_trip import bring_back, match, store
 
 DTYPES = ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8", ">f4", ">i8"]
@@ -305,9 +309,115 @@ def test_a_part_that_is_missing_is_a_difference() -> None:
     assert (differences.missing, differences.wrong_shape) == (["d/b"], [])
 
 
-def test_to_select_nothing_is_an_error() -> None:
-    with pytest.raises(UsageError, match="asked for"):
-        match(store(a=1), {"a": 2}, lambda path: path == "b")
+def test_to_select_nothing_changes_nothing() -> None:
+    matching = match(store(a=1, b={"w": np.ones(2)}), {"a": 2, "b": {"w": np.zeros(2)}}, lambda path: path == "c")
+    assert not matching.differences
+    assert matching.targets == ()
+    assert matching.apply() == {}
+
+
+def test_values_that_contain_themselves_are_refused_at_once() -> None:
+    nodes: list[dict[str, Any]] = [{"v": i} for i in range(100)]
+    for left, right in itertools.pairwise(nodes):
+        left["next"], right["previous"] = right, left
+    with pytest.raises(UnsupportedValueError, match="contains itself") as caught:
+        capture_objects({"nodes": nodes})
+    assert caught.value.path == "nodes/0/next/previous"
+
+
+@pytest.mark.parametrize("join", [list, tuple, dict, Counter], ids=lambda join: join.__name__)
+def test_parts_that_are_shared_too_often_are_refused_at_once(join: Callable[..., Any]) -> None:
+    make: dict[Any, Callable[[Any], Any]] = {
+        dict: lambda part: {"left": part, 1: part},
+        Counter: lambda part: Counter(left=part, right=part),
+    }
+    value: Any = 0
+    for _ in range(30):
+        value = make.get(join, lambda part: join([part, part]))(value)
+    with pytest.raises(UnsupportedValueError, match="share less"):
+        capture_objects({"x": value})
+
+
+def test_parts_that_are_shared_come_back() -> None:
+    part = {"numbers": [1, (2, 3)], "array": np.ones(2)}
+    tree = {"a": [part, part], "b": part, "deep": [[[part]]]}
+    live: dict[str, Any] = {"x": None}
+    bring_back(store(x=tree), live)
+    assert str(live["x"]) == str(tree)
+
+
+def test_state_made_of_one_container_again_and_again_is_that_of_each_object() -> None:
+    template: dict[str, Any] = {"inner": {}}
+
+    class Frugal(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            template["inner"].update(self.state)
+            return template
+
+    captured = capture_objects({"a": [Frugal(n=1), Frugal(n=2)]})
+    assert [node["v"]["inner"]["n"] for node in captured.objects["a"]] == [1, 2]
+
+
+def test_more_values_than_can_be_written_are_refused() -> None:
+    with pytest.raises(UnsupportedValueError, match="Store arrays") as caught:
+        capture_objects({"few": [1], "x": {"many": [0] * MAX_VALUES}})
+    assert caught.value.path == "x/many"
+
+
+def test_live_values_that_contain_themselves_are_looked_through_once() -> None:
+    first: dict[str, Any] = {"array": np.zeros(1)}
+    nodes = [first]
+    for _ in range(5000):
+        nodes.append({"previous": nodes[-1]})
+        nodes[-2]["next"] = nodes[-1]
+    shared: Any = [np.zeros(1)]
+    for _ in range(40):
+        shared = [shared, shared]
+    stored = store(x={"nodes": 1, "plain": 2})
+    differences = match(stored, {"x": {"nodes": nodes, "plain": 0, "shared": shared, "more": first}}).differences
+    assert differences.wrong_kind == ["x/nodes: stored a plain value, live a list"]
+    assert differences.missing == ["x/shared" + "/0" * 41, "x/more/array"]
+    plain: dict[str, Any] = {}
+    plain["self"] = [plain]
+    objects = {"x": plain}
+    bring_back(store(x={"self": 3}), objects)
+    assert objects == {"x": {"self": 3}}
+
+
+def _repeated() -> Any:
+    return np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))
+
+
+def _rolling() -> Any:
+    return np.lib.stride_tricks.as_strided(np.zeros(5), (2, 4), (8, 8))
+
+
+@pytest.mark.parametrize("make", [_repeated, _rolling])
+def test_arrays_whose_elements_share_memory_are_replaced(make: Callable[[], Any]) -> None:
+    live = make()
+    values = np.arange(live.size, dtype=float).reshape(live.shape)
+    objects: dict[str, Any] = {"named": live, "tree": {"a": live, "b": (live,)}, "c": Counter(a=live)}
+    bring_back(store(named=values, tree={"a": values + 1, "b": (values + 2,)}, c=Counter(a=values + 3)), objects)
+    tree = objects["tree"]
+    found = [objects["named"], tree["a"], tree["b"][0], objects["c"].state["a"]]
+    assert [array.tolist() for array in found] == [(values + n).tolist() for n in range(4)]
+    assert not live.any()
+
+
+@given(hnp.array_shapes(max_dims=4, max_side=4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_views_are_known_to_have_elements_of_their_own(shape: tuple[int, ...], data: st.DataObject) -> None:
+    array = np.zeros(shape)
+    view = array.transpose(data.draw(st.permutations(range(array.ndim))))
+    steps = [slice(None, None, data.draw(st.sampled_from([1, 2, 3, -1, -2]))) for _ in shape]
+    view = view[tuple(steps)]
+    assert not may_share_elements(view.shape, view.strides)
+    strides = tuple(data.draw(st.lists(st.integers(-6, 6), min_size=len(shape), max_size=len(shape))))
+    places = {
+        sum(i * stride for i, stride in zip(index, strides, strict=True))
+        for index in itertools.product(*map(range, shape))
+    }
+    assert may_share_elements(shape, strides) or len(places) == array.size
 
 
 def test_keys_with_the_same_path_have_leaves_of_their_own() -> None:

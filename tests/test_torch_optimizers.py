@@ -196,6 +196,43 @@ def test_an_optimizer_goes_back_to_before_its_first_step() -> None:
     assert not optimizer.state_dict()["state"]
 
 
+def test_an_optimizer_goes_back_to_state_of_other_kinds() -> None:
+    class Changing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            state = self.state[self.param_groups[0]["params"][0]]
+            state["scale"] = torch.ones(2)
+            state["parts"] = {"a": torch.ones(2)}
+            return super().step(closure)
+
+    net = model()
+    optimizer = Changing(net.parameters(), 0.1)
+    first = net[0].weight
+    optimizer.state[first] |= {"scale": 1, "parts": [2, torch.full((3,), 3.0)]}
+    stored = store(model=net, optimizer=optimizer)
+    train(net, optimizer)
+    bring_back(stored, {"model": net, "optimizer": optimizer})
+    assert optimizer.state[first]["scale"] == 1
+    assert same_state(optimizer.state[first]["parts"], [2, torch.full((3,), 3.0)])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_lbfgs_goes_back_to_an_older_state(steps: int) -> None:
+    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        net = model(seed)
+        return net, torch.optim.LBFGS(net.parameters(), max_iter=1, history_size=3, line_search_fn="strong_wolfe")
+
+    source, optimizer = make(1)
+    train(source, optimizer, steps=steps)
+    stored = store(model=source, optimizer=optimizer)
+    live, other = make(2)
+    train(live, other, steps=6, seed=3)
+    bring_back(stored, {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), optimizer.state_dict())
+    for net, own in ((source, optimizer), (live, other)):
+        train(net, own, seed=10)
+    assert same_state(live.state_dict(), source.state_dict())
+
+
 def test_matching_leaves_an_optimizer_alone() -> None:
     source, live = model(1), model(2)
     optimizer, other = torch.optim.Adam(source.parameters()), torch.optim.Adam(live.parameters(), lr=0.7)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.integrations.torch.tensors import DTYPES
+from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
 from state_trip import bring_back, match, store
@@ -53,7 +53,7 @@ def test_forms_of_memory_are_seen_through() -> None:
     live = [
         torch.zeros(4, 3, 2).permute(0, 2, 1),
         torch.zeros(2, 4, 4)[:, ::2],
-        torch.zeros(4).expand(3, 4),
+        torch.zeros(4, 3).T,
         torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.zeros(3, dtype=torch.complex64).conj(),
         torch.zeros(3, dtype=torch.complex64).conj().imag,
@@ -64,6 +64,72 @@ def test_forms_of_memory_are_seen_through() -> None:
         assert left is before
         assert torch.equal(left, right)
     assert live[3].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (1, 5, 1), (1, 1), (1,), ()], ids=str)
+def test_the_bytes_of_contiguous_tensors_are_their_own(shape: tuple[int, ...]) -> None:
+    """Dimensions of one have any stride, and the tensor is contiguous all the same."""
+    strides = tuple(77 if length == 1 else 1 for length in shape)
+    live = torch.zeros(100).as_strided(shape, strides)
+    assert live.is_contiguous()
+    values = torch.rand(shape)
+    view = TorchBackend().writable_view(live)
+    assert view is not None
+    view[:] = raw(values)
+    assert torch.equal(live, values)
+
+
+def _crowded() -> list[torch.Tensor]:
+    """Tensors of 2 x 3 whose elements are partly the same memory."""
+    return [torch.ones(1).expand(2, 3), torch.ones(3).expand(2, 3), torch.ones(4).as_strided((2, 3), (1, 1))]
+
+
+def _distinct() -> list[torch.Tensor]:
+    return [torch.arange(6.0).reshape(2, 3) + n for n in range(3)]
+
+
+class Crowded(nn.Module):
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensors[0])
+        self.register_buffer("expanded", tensors[1])
+        self.register_buffer("rolling", tensors[2])
+
+
+class CrowdedWithHook(Crowded):
+    """Its state is changed while it is loaded."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda state, prefix, *_: state[f"{prefix}rolling"].add_(10)
+        )
+
+
+def test_tensors_whose_elements_share_memory_are_replaced() -> None:
+    live, values = _crowded(), _distinct()
+    objects: dict[str, Any] = {"tree": dict(zip("abc", live, strict=True)), "named": live[0]}
+    bring_back(store(tree=dict(zip("abc", values, strict=True)), named=values[1]), objects)
+    assert all(torch.equal(left, right) for left, right in zip(objects["tree"].values(), values, strict=True))
+    assert torch.equal(objects["named"], values[1])
+    assert all(bool((tensor == 1).all()) for tensor in live)
+
+
+@pytest.mark.parametrize("cls", [Crowded, CrowdedWithHook])
+def test_a_modules_tensors_whose_elements_share_memory_get_their_own(cls: type[Crowded]) -> None:
+    net = nn.Sequential(cls(_crowded()), Crowded(_crowded()))
+    before = net.state_dict(keep_vars=True)
+    bring_back(store(net=nn.Sequential(*(Crowded(_distinct()) for _ in range(2)))), {"net": net})
+    after = net.state_dict(keep_vars=True)
+    assert all(after[name] is before[name] for name in before)
+    expected = _distinct() + _distinct()
+    if cls is CrowdedWithHook:
+        expected[2] += 10
+    assert all(torch.equal(left, right) for left, right in zip(after.values(), expected, strict=True))
+    weight = next(net.parameters())
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(2, 3))
 
 
 def test_a_parameter_keeps_what_it_is() -> None:

@@ -199,7 +199,7 @@ class CheckpointManager:
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
-            step=step,
+            step=None if step is None else _check_step(step),
             select=make_selection(only),
             strict=strict,
             threads=self._threads,

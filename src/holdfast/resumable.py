@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -67,6 +70,9 @@ def resumable(
         UsageError: If an argument is wrong, or nothing is to be kept.
         StorageError: If the directory cannot be looked at.
     """
+    _check_names(objects)
+    if not isinstance(strict, bool):
+        raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
         raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
     manager = CheckpointManager(
@@ -82,6 +88,24 @@ def resumable(
         threads=threads,
     )
     return Run(manager, strict=strict, begin_anew=begin_anew)
+
+
+_OPTIONS: Final = tuple(inspect.signature(resumable).parameters)[:-1]
+
+
+def _check_names(objects: Mapping[str, object]) -> None:
+    """Every name that is no option's is taken for an object's, so a misspelt option must not become one."""
+    for name, value in objects.items():
+        if hasattr(value, "decide_save") or hasattr(value, "choose_kept"):
+            raise UsageError(
+                f"{name}={value!r} is a policy, and {name!r} is no option of resumable",
+                hint="Policies are given as save_every= and keep=.",
+            )
+        for option in get_close_matches(name, _OPTIONS, 1, 0.8):
+            raise UsageError(
+                f"{name!r} is no option of resumable, and too like {option!r} to be an object's name",
+                hint=f"Write {option}=, or give the object another name.",
+            )
 
 
 class Run:
@@ -107,6 +131,7 @@ class Run:
         self._interrupts = 0
         # Whether a first Ctrl-C waits for the step and the save; outside the loop there is nothing to wait for.
         self._patient = False
+        self._entered = False
         self._process = os.getpid()
         self._handler_before: Any = None
         self._handles_interrupts = False
@@ -125,7 +150,26 @@ class Run:
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
             SystemExit: With code 130, after Ctrl-C, once the step before is complete; it is saved on the way out.
         """
-        return _Steps(self, total)
+        self._check_entered()
+        if not hasattr(total, "__index__"):
+            raise UsageError(f"the steps of a run are a whole number, not {total!r}")
+        return _Steps(self, operator.index(total))
+
+    def finish_step(self) -> None:
+        """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
+
+        Call it as the last act of each step, when model, loader and all else stand where the next step begins. What is
+        not saved by then is saved when the block is left. Do not mix it with `steps`.
+
+        Raises:
+            SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
+            SystemExit: With code 130, after Ctrl-C; the step is saved on the way out.
+        """
+        self._check_entered()
+        self._patient = True
+        self.step += 1
+        self._leave_if_asked()
+        self._save_if_due()
 
     def report(self, **metrics: float) -> None:
         """Notes figures; the next save keeps those that were reported since the save before."""
@@ -158,6 +202,7 @@ class Run:
         if self.restored is not None:
             self.step = self.restored.step
             self._saved = (self.step, None)
+        self._entered = True
         self._begin_handling_interrupts()
         return self
 
@@ -188,19 +233,31 @@ class Run:
     def _next_step(self, total: int) -> int:
         self._patient = True
         self._finish_step()
-        if self._interrupts:
-            self._leaving = True
-            raise SystemExit(EXIT_INTERRUPTED)
+        self._leave_if_asked()
         if self._stop or self.step >= total:
             self._save_last()
             self._patient = False
             raise StopIteration
+        self._save_if_due()
+        self._in_step = True
+        return self.step
+
+    def _leave_if_asked(self) -> None:
+        if self._interrupts:
+            self._leaving = True
+            raise SystemExit(EXIT_INTERRUPTED)
+
+    def _save_if_due(self) -> None:
         with self._noting(self.step):
             handle = self.manager.save_if_due(self.step, metrics=self._metrics)
         if handle is not None:
             self._note_saved(self.step, handle)
-        self._in_step = True
-        return self.step
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise UsageError(
+                "the run has not been entered, so nothing is restored yet", hint="Write: with resumable(...) as run:"
+            )
 
     def _finish_step(self) -> None:
         if self._in_step:
@@ -249,6 +306,8 @@ class Run:
         self._handles_interrupts = False
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # A worker of the loader, forked from here: it serves until this process lets it go.
         self._interrupts += 1
         if self._interrupts == 1 and self._patient:
             # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.

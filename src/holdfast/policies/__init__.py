@@ -20,6 +20,7 @@ from holdfast.policies.retention import (
     Newer,
     RetentionPlan,
     RetentionPolicy,
+    absent_metrics,
     plan_retention,
 )
 from holdfast.policies.saving import (
@@ -51,5 +52,6 @@ __all__ = [
     "SavePolicy",
     "Seconds",
     "Steps",
+    "absent_metrics",
     "plan_retention",
 ]

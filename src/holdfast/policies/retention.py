@@ -231,3 +231,12 @@ def plan_retention(
                 reasons[key].append(reason)
     keep = {key: "; ".join(of_key) for key, of_key in reasons.items() if of_key}
     return RetentionPlan(keep, tuple(key for key in reasons if key not in keep))
+
+
+def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:
+    """**Pure.** The metrics that a `Best` asks for and no checkpoint has: misspelt, perhaps, or never reported."""
+    if isinstance(policy, AnyKeeps):
+        return tuple(metric for part in policy.policies for metric in absent_metrics(part, committed))
+    if not isinstance(policy, Best) or any(policy.metric in candidate.metrics for candidate in committed):
+        return ()
+    return (policy.metric,)

@@ -46,6 +46,11 @@ class Restoration:
     size_bytes: int = 0
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
+        notes += ["with differences"] if self.differences else []
+        return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")
+
 
 def restore_objects(
     storage: Storage,

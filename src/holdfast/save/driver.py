@@ -249,6 +249,7 @@ class Saver:
         except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
             problems = (error,)
         else:
+            self._warn_of_absent(cleaning.absent)
             self._emit(
                 Retained(
                     kept={kept.step: reason for kept, reason in cleaning.kept.items()},
@@ -269,6 +270,13 @@ class Saver:
                 self._told_problems.add(reason)
                 self._reports.add(failure)
             self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
+
+    def _warn_of_absent(self, metrics: tuple[str, ...]) -> None:
+        for metric in metrics:
+            if metric not in self._told_problems:
+                self._told_problems.add(metric)
+                text = f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
+                self._emit(Warned(text=text))
 
     def _fail(self, work: _Work, error: BaseException, seconds: float) -> None:
         step = work.order.step

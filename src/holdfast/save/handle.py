@@ -41,6 +41,16 @@ class SaveHandle:
         self._manifest: Manifest | None = None
         self._error: HoldfastError | None = None
 
+    def __repr__(self) -> str:
+        with self._condition:
+            states = (
+                (bool(self._skipped), "left out"),
+                (self._error is not None, "failed"),
+                (self._manifest is not None, "committed"),
+            )
+            state = next((state for holds, state in states if holds), "in flight")
+        return f"<save of step {self.step}: {state}>"
+
     @property
     def path(self) -> str:
         """**Blocks.** The directory of the checkpoint, which exists as one once the save is committed.

@@ -12,7 +12,7 @@ from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
-from holdfast.policies import KeptCandidate, RetentionPolicy, plan_retention
+from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit import check_fence, commit
 from holdfast.save.discard import (
     discard_committed,
@@ -36,12 +36,14 @@ class Cleaning:
         removed: The committed steps that were removed.
         swept: The directories of unfinished saves that were removed.
         problems: What could not be removed, and why.
+        absent: Metrics that the policy asks for and none of several checkpoints has.
     """
 
     kept: dict[StepName, str]
     removed: tuple[StepName, ...]
     swept: tuple[str, ...]
     problems: tuple[HoldfastError, ...]
+    absent: tuple[str, ...]
 
 
 class Line:
@@ -145,6 +147,7 @@ class Line:
                     metrics=manifest.metrics,
                 )
             )
+        absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
         plan = plan_retention(self._keep, candidates, protected, time.time())
         replaced = [
             name
@@ -157,7 +160,7 @@ class Line:
         removed = self._remove([*plan.remove, *replaced], problems)
         swept = self._sweep(catalog, problems)
         self._manifests = {name: self._manifests[name] for name in plan.keep if name in self._manifests}
-        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems))
+        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
 
     def _remove(self, names: list[StepName], problems: list[HoldfastError]) -> list[StepName]:
         removed: list[StepName] = []

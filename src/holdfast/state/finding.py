@@ -72,13 +72,20 @@ def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapt
         seen[id(value)] = value
         if not isinstance(value, type) and callable(getattr(value, "prepare_for_checkpoint", None)):
             yield trail, value, None
-        parts = parts_of(value)
         # Most parts are values or arrays, of which there may be very many.
-        types = {type(part) for _, part in parts}
+        types = _types_of_parts(value)
         others = {cls for cls in types if cls not in ENCODERS and (arrays or not backend_of_type(cls))}
         if others:
-            within = [((trail, key, i), part) for i, (key, part) in enumerate(parts) if type(part) in others]
-            ahead += reversed(within)
+            parts = enumerate(parts_of(value))
+            ahead += reversed([((trail, key, i), part) for i, (key, part) in parts if type(part) in others])
+
+
+def _types_of_parts(value: Any) -> set[type]:
+    if isinstance(value, dict):
+        return set(map(type, value.values()))
+    if isinstance(value, (list, tuple, collections.deque)):
+        return set(map(type, value))
+    return {type(part) for _, part in parts_of(value)}
 
 
 def _path(root: str, trail: _Trail) -> str:

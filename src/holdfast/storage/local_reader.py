@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -12,7 +13,7 @@ from typing import Final
 
 from holdfast.errors import DamageError, UsageError
 from holdfast.storage.descriptors import SharedDescriptor
-from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
+from holdfast.storage.direct import PAGE_BYTES, address_of, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.pieces import flat
 from holdfast.storage.residency import Residency
@@ -99,7 +100,8 @@ class LocalReader:
             if got_bytes <= 0:
                 raise self._too_short(offset_bytes, left.nbytes)
             part = min(got_bytes, left.nbytes)
-            left[:part] = bounce[skipped_bytes : skipped_bytes + part]
+            # Unlike an assignment of views, this lets the other threads read on.
+            ctypes.memmove(address_of(left), address_of(bounce) + skipped_bytes, part)
             left = left[part:]
             offset_bytes += part
 

@@ -8,6 +8,9 @@ from typing import Final
 
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
+_LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
+"""Of each byte that the kernel gives, only the lowest bit is defined."""
+
 
 class Residency:
     """Tells of ranges of one open file whether the page cache holds them.
@@ -39,6 +42,4 @@ class Residency:
         found = ctypes.create_string_buffer(pages)
         if self._mincore(self._address + first, min(pages * _PAGE_BYTES, len(self._map) - first), found) != 0:
             return True
-        # Of each byte only the lowest bit is defined.
-        held = sum(byte & 1 for byte in found.raw)
-        return 2 * held >= pages
+        return 2 * found.raw.translate(_LOWEST_BITS).count(1) >= pages

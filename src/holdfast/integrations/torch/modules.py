@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch import nn
 
+from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
 
@@ -32,6 +34,7 @@ class ModuleAdapter(Adapter):
     """The state of a module is what `state_dict` gives, under names that wrappers have no part in.
 
     Parameters and buffers are filled where they are: they keep their identity, `requires_grad`, `grad` and storage.
+    One that is expanded or overlaps itself cannot be filled; it keeps its identity and gets memory of its own.
     A module that loads in a way of its own (hooks, extra state, overridden methods, values that are not its
     parameters and buffers) is handed its state through `load_state_dict` as well.
     """
@@ -59,7 +62,7 @@ class ModuleAdapter(Adapter):
         special = _special_prefixes(obj)
         custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
         values: dict[str, Any] = {}
-        separated: list[tuple[torch.Tensor, torch.Tensor]] = []
+        new_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, value in live.items():
             node = nodes.get(key, _NOTHING)
             direct = id(value) in own and not key.startswith(special)
@@ -69,16 +72,22 @@ class ModuleAdapter(Adapter):
             else:
                 values[key] = loading.value(node, value, key, rules=OWNED if direct else HANDED_OVER)
                 if values[key] is not value and id(value) in own and not _BACKEND.fillable(value):
-                    separated.append((value, values[key]))
-                    values[key] = value
-        return lambda: _finish
+                    new_memory.append((value, values[key]))
+        return lambda: _finish(obj, values if custom else None, new_memory)
 
 
 _NOTHING: Final = object()
+_BACKEND: Final = TorchBackend()
 
 
-def _nothing_more() -> None:
-    """Does nothing: all of the module's tensors have been filled already."""
+def _finish(
+    module: nn.Module, values: dict[str, Any] | None, new_memory: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Does what is left when the module's own tensors have been filled."""
+    for tensor, filled in new_memory:
+        tensor.data = filled
+    if values is not None:
+        _load(module, values)
 
 
 def renaming(module: nn.Module) -> Callable[[str], str]:

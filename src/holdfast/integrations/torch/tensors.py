@@ -91,9 +91,10 @@ class TorchBackend:
             return None
         array = array.detach()
         _note_change(array)
-        # NumPy is quicker at changing shapes; a scalar has to have a dimension before it can be shown as bytes.
-        values = array.view(torch.uint8) if array.dim() else array.reshape(1).view(torch.uint8)
-        return memoryview(values.numpy().reshape(-1))
+        # NumPy is quicker at changing shapes. Scalars, and rows of one, which may have any stride, torch has to change.
+        if not array.dim() or array.stride(-1) != 1:
+            array = array.as_strided((array.numel(),), (1,))
+        return memoryview(array.view(torch.uint8).numpy().reshape(-1))
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills a tensor from bytes."""
