@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -44,16 +45,13 @@ def array_bytes(dtype: str, shape: Iterable[int]) -> int:
         ValueError: If the type is unknown, a length is negative, or the array would be larger than
             `MAX_ARRAY_BYTES`.
     """
-    total = ITEM_BYTES.get(dtype, 0)
-    if total == 0:
+    item_bytes = ITEM_BYTES.get(dtype)
+    if item_bytes is None:
         raise ValueError(f"unknown element type {dtype!r}")
     lengths = tuple(shape)
-    if any(length < 0 for length in lengths):
+    if lengths and min(lengths) < 0:
         raise ValueError(f"negative length in shape {list(lengths)}")
-    if 0 in lengths:
-        return 0
-    for length in lengths:
-        total *= length
-        if total > MAX_ARRAY_BYTES:
-            raise ValueError(f"shape {list(lengths)} of {dtype} is larger than {MAX_ARRAY_BYTES} bytes")
+    total = math.prod(lengths, start=item_bytes)
+    if total > MAX_ARRAY_BYTES:
+        raise ValueError(f"shape {list(lengths)} of {dtype} is larger than {MAX_ARRAY_BYTES} bytes")
     return total
