@@ -295,8 +295,9 @@ def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["save_evry", "kep", "begin_anw", "thread", "failure_allowed"])
 def test_a_misspelt_option_is_no_object(tmp_path: Path, name: str) -> None:
+    objects: dict[str, Any] = {"a": np.zeros(3), name: 1}
     with pytest.raises(UsageError, match=name):
-        hf.resumable(tmp_path, a=np.zeros(3), **{name: 1})
+        hf.resumable(tmp_path, **objects)
 
 
 def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:

@@ -120,6 +120,56 @@ def test_what_cannot_be_changed_comes_back_as_a_new_value() -> None:
     assert (objects["frozen"] == 1).all()
 
 
+def test_a_container_in_two_places_gets_two_where_the_values_differ() -> None:
+    @dataclasses.dataclass
+    class Point:
+        x: float
+
+    array = np.zeros(1)
+    pairs: list[tuple[Any, Any, Any]] = [
+        ([0], [1], [2]),
+        ({"n": [0]}, {"n": [1]}, {"n": [2]}),
+        ({"a": 0, "b": 0}, {"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({0}, {1}, {True}),
+        (collections.deque([0]), collections.deque([1]), collections.deque([2])),
+        (bytearray(b"0"), bytearray(b"1"), bytearray(b"2")),
+        (Point(0), Point(0.0), Point(-0.0)),
+        ([array], [array, 1], [array, 2]),
+    ]
+    for live, first, second in pairs:
+        tree: dict[str, Any] = {"a": live, "b": (live,)}
+        named: dict[str, Any] = {"a": copy.copy(live), "tree": tree}
+        named["b"] = named["a"]
+        bring_back(store(a=first, b=second, tree={"a": first, "b": (second,)}), named)
+        assert tree["a"] is live
+        for left, right in ((tree["a"], tree["b"][0]), (named["a"], named["b"])):
+            assert left is not right
+            assert (repr(left), repr(right)) == (repr(first), repr(second))
+
+
+def test_a_container_in_two_places_stays_one_where_the_values_agree() -> None:
+    @dataclasses.dataclass
+    class Point:
+        x: Any
+
+    array = np.zeros(2)
+    part = [{"n": (float("nan"), {1, "x"}, b"raw")}, Point(array), 10**5000, collections.deque([1], 3)]
+    live: list[Any] = [{}, Point(array), 0, collections.deque(maxlen=3)]
+    tree = {"a": live, "b": [live], "c": (live[0], live)}
+    bring_back(store(tree={"a": part, "b": [part], "c": (part[0], part)}), {"tree": tree})
+    assert tree["a"] is live
+    assert tree["b"][0] is live
+    assert tree["c"][0] is live[0]
+    assert live[2] == 10**5000
+
+
+def test_a_live_container_that_contains_itself_gets_what_is_stored() -> None:
+    live: dict[str, Any] = {}
+    live["self"] = live
+    bring_back(store(x={"self": {"self": 3}}), {"x": live})
+    assert live == {"self": {"self": 3}}
+
+
 def test_values_are_those_of_the_moment() -> None:
     log = [1]
     captured = capture_objects({"log": log, "c": Counter(log=log)})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+from holdfast.errors import FormatError
 from holdfast.state.rng import RNG
-from state_trip import bring_back, match, store
+from state_trip import Stored, bring_back, match, store
 from torch_models import model, same_state, train
 
 # Optimizers
@@ -286,6 +289,145 @@ def test_an_optimizer_with_a_form_of_its_own_comes_back() -> None:
         bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
         assert other.rounds == 4
         assert same_state(other.state_dict(), optimizer.state_dict())
+
+
+def _wide(features: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, features), nn.Linear(features, 2))
+
+
+def _without(stored: Stored, *entries: str) -> Stored:
+    """What a checkpoint from before these entries holds."""
+    objects = stored.objects
+    for entry in entries:
+        del objects["optimizer"]["v"][entry]
+    return dataclasses.replace(stored, text=json.dumps(objects))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("SGD", "LBFGS")])
+def test_state_of_a_parameter_of_another_shape_does_not_fit(name: str, stepped: bool) -> None:
+    source, live = _wide(16, 1), _wide(32, 2)
+    optimizer, other = OPTIMIZERS[name](source.parameters()), OPTIMIZERS[name](live.parameters())
+    train(source, optimizer)
+    if stepped:
+        train(live, other, steps=5)
+    before = copy.deepcopy(other.state.get(live[0].weight))
+    stored = store(model=source, optimizer=optimizer)
+    objects = {"model": live, "optimizer": other}
+    for select in (None, lambda path: path == "optimizer"):
+        shapes = match(stored, objects, select).differences.wrong_shape
+        assert [line for line in shapes if line.startswith("optimizer")] == [
+            "optimizer/state/model.0.weight: stored for a parameter of [16, 4], live [32, 4]",
+            "optimizer/state/model.0.bias: stored for a parameter of [16], live [32]",
+            "optimizer/state/model.1.weight: stored for a parameter of [2, 16], live [2, 32]",
+        ]
+    bring_back(stored, objects, strict=False)
+    assert same_state(other.state.get(live[0].weight), before)
+    assert same_state(other.state[live[1].bias], optimizer.state[source[1].bias])
+    train(live, other)
+
+
+def test_a_part_of_state_that_does_not_fit_is_a_difference_where_it_is_wanted() -> None:
+    source, live = _wide(16), _wide(32)
+    optimizer, other = torch.optim.AdamW(source.parameters()), torch.optim.AdamW(live.parameters())
+    train(source, optimizer)
+    stored, objects = store(model=source, optimizer=optimizer), {"model": live, "optimizer": other}
+    shapes = match(stored, objects, lambda path: path == "optimizer/state/model.0.bias/exp_avg").differences.wrong_shape
+    assert shapes == ["optimizer/state/model.0.bias: stored for a parameter of [16], live [32]"]
+    assert not match(stored, objects, lambda path: path == "optimizer/state/model.1.bias").differences
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_lbfgs_keeps_its_state_where_any_parameter_differs(stepped: bool) -> None:
+    source, live = _wide(16, 1), _wide(16, 2)
+    live.append(nn.Linear(2, 2))
+    live[1] = nn.Linear(16, 2, bias=False)
+    cut = _wide(16, 3)
+    cut[1] = nn.Linear(16, 3)
+    optimizer = torch.optim.LBFGS(source.parameters(), max_iter=2)
+    train(source, optimizer)
+    stored = store(model=source, optimizer=optimizer)
+    for net in (live, cut):
+        other = torch.optim.LBFGS(net.parameters(), max_iter=2)
+        if stepped:
+            train(net, other)
+        before = copy.deepcopy(other.state_dict()["state"])
+        assert bring_back(stored, {"model": net, "optimizer": other}, strict=False)
+        assert same_state(other.state_dict()["state"], before)
+        train(net, other)
+
+
+def test_parameters_without_state_may_change_their_shape() -> None:
+    source, live = _wide(16), _wide(32)
+    optimizer, other = torch.optim.SGD(source.parameters(), 0.1), torch.optim.SGD(live.parameters(), 0.2)
+    train(source, optimizer)
+    bring_back(
+        store(model=source, optimizer=optimizer), {"model": live, "optimizer": other}, lambda p: p == "optimizer"
+    )
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_parameters_that_have_no_shape_yet_are_taken_as_they_come() -> None:
+    source, live = nn.LazyLinear(2), nn.LazyLinear(2)
+    optimizer, other = torch.optim.Adam(source.parameters()), torch.optim.Adam(live.parameters())
+    before = store(optimizer=optimizer)
+    train(source, optimizer)
+    bring_back(store(optimizer=optimizer), {"optimizer": other})
+    train(live, other)
+    bring_back(before, {"optimizer": other})
+    assert not other.state
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.RMSprop, torch.optim.Adam]
+)
+def test_another_optimizer_is_a_difference(make: Callable[..., torch.optim.Optimizer]) -> None:
+    source, live = model(1), model(2)
+    optimizer, other = torch.optim.AdamW(source.parameters()), make(live.parameters())
+    train(source, optimizer)
+    train(live, other)
+    before = copy.deepcopy(other.state_dict())
+    stored, objects = store(model=source, optimizer=optimizer), {"model": live, "optimizer": other}
+    now = f"{type(other).__module__}.{type(other).__qualname__}"
+    for select in (None, lambda path: path == "optimizer/state/model.0.bias/step"):
+        kinds = match(stored, objects, select).differences.wrong_kind
+        assert kinds == [f"optimizer: stored from torch.optim.adamw.AdamW, live {now}"]
+    assert not match(stored, objects, lambda path: path == "model").differences
+    bring_back(stored, objects, strict=False)
+    assert same_state(other.state_dict(), before)
+    assert same_state(live.state_dict(), source.state_dict())
+    train(live, other)
+
+
+def test_a_class_that_moved_to_another_module_is_the_same() -> None:
+    moved = type("Adam", (torch.optim.Adam,), {"__module__": "elsewhere", "__qualname__": "Adam"})
+    source, live = model(1), model(2)
+    optimizer, other = torch.optim.Adam(source.parameters()), moved(live.parameters())
+    train(source, optimizer)
+    bring_back(store(model=source, optimizer=optimizer), {"model": live, "optimizer": other})
+    assert same_state(other.state_dict(), optimizer.state_dict())
+
+
+def test_checkpoints_without_classes_and_shapes_are_read() -> None:
+    source, live = model(1), model(2)
+    optimizer, other = torch.optim.Adam(source.parameters()), torch.optim.AdamW(live.parameters())
+    train(source, optimizer)
+    stored = _without(store(model=source, optimizer=optimizer), "class", "shapes")
+    bring_back(stored, {"model": live, "optimizer": other})
+    assert same_state(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "content"), [("class", 3), ("shapes", []), ("shapes", {"model.0.weight": 3}), ("shapes", {"x": ["y"]})]
+)
+def test_malformed_classes_and_shapes_are_refused(entry: str, content: Any) -> None:
+    net = model()
+    stored = store(optimizer=torch.optim.Adam(net.parameters()))
+    objects = stored.objects
+    objects["optimizer"]["v"][entry] = content
+    with pytest.raises(FormatError, match=f"optimizer/{entry}"):
+        match(dataclasses.replace(stored, text=json.dumps(objects)), {"optimizer": torch.optim.Adam(net.parameters())})
 
 
 # Schedulers, scalers, averages, generators

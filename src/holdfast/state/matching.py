@@ -16,7 +16,7 @@ from holdfast.format.encoding import escape
 from holdfast.state.collection import no_collection
 from holdfast.state.comparing import Comparison, Job
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.settling import settle
+from holdfast.state.settling import Settled, settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,9 @@ class Matching:
         for target in self.targets:
             _fill_copies(target)
         changed: dict[str, object] = {}
+        settled: Settled = {}
         for renewal in self._renewals:
-            stands = settle(renewal.live, renewal.value)
+            stands = settle(renewal.live, renewal.value, settled)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
         for job in sorted(self._jobs, key=lambda job: job.last):

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
+import json
+from typing import Any, TypeAlias
 
 from holdfast.format.codecs import is_plain_dataclass
+from holdfast.format.scalars import ENCODERS
+
+Settled: TypeAlias = dict[int, tuple[Any, Any]]
+"""The live containers that have been changed, by their ids, each with the value that it got."""
 
 
-def settle(live: Any, value: Any) -> Any:
+def settle(live: Any, value: Any, settled: Settled) -> Any:
     """Changes what can be changed of a live value where it is, so that it equals the new one.
+
+    A live container that stands in several places gets the value of the first of them. It stays in the others if they
+    are to hold the same; otherwise they get containers of their own.
 
     Args:
         live: What stands there now.
         value: What is to stand there.
+        settled: The containers that have been changed before; those changed now are added.
 
     Returns:
         What stands there now: `live` itself if it could be changed, otherwise the new value, within which live
@@ -22,26 +31,31 @@ def settle(live: Any, value: Any) -> Any:
     """
     if live is value or type(live) is not type(value):
         return value
+    if _is_changeable(value):
+        if id(live) in settled:
+            return live if _same(settled[id(live)][1], value) else value
+        # Noted before it is changed, for it may contain itself.
+        settled[id(live)] = (live, value)
     if isinstance(value, dict):
         if isinstance(value, collections.defaultdict):
             live.default_factory = value.default_factory
-        items = [(key, settle(live.get(key), part)) for key, part in value.items()]
+        items = [(key, settle(live.get(key), part, settled)) for key, part in value.items()]
         live.clear()
         for key, part in items:
             live[key] = part
         return live
     if isinstance(value, list):
-        live[:] = _settled_parts(live, value)
+        live[:] = _settled_parts(live, value, settled)
         return live
     if isinstance(value, tuple):
-        parts = _settled_parts(live, value)
+        parts = _settled_parts(live, value, settled)
         if len(parts) == len(live) and all(part is own for part, own in zip(parts, live, strict=True)):
             return live
         return tuple.__new__(type(value), parts)
     if isinstance(value, collections.deque):
         if live.maxlen != value.maxlen:
             return value
-        parts = _settled_parts(live, value)
+        parts = _settled_parts(live, value, settled)
         live.clear()
         live.extend(parts)
         return live
@@ -53,18 +67,49 @@ def settle(live: Any, value: Any) -> Any:
         live[:] = value
         return live
     if is_plain_dataclass(type(value)):
-        return _settle_dataclass(live, value)
+        return _settle_dataclass(live, value, settled)
     return value
 
 
-def _settled_parts(live: Any, value: Any) -> list[Any]:
+def _settled_parts(live: Any, value: Any, settled: Settled) -> list[Any]:
     own = list(live)
-    return [settle(own[index], part) if index < len(own) else part for index, part in enumerate(value)]
+    return [settle(own[index], part, settled) if index < len(own) else part for index, part in enumerate(value)]
 
 
-def _settle_dataclass(live: Any, value: Any) -> Any:
+def _settle_dataclass(live: Any, value: Any, settled: Settled) -> Any:
     frozen = type(value).__dataclass_params__.frozen
     for field in dataclasses.fields(value):
-        part = settle(getattr(live, field.name, None), getattr(value, field.name))
+        part = settle(getattr(live, field.name, None), getattr(value, field.name), settled)
         object.__setattr__(value if frozen else live, field.name, part)
     return value if frozen else live
+
+
+def _is_changeable(value: Any) -> bool:
+    if is_plain_dataclass(type(value)):
+        return not type(value).__dataclass_params__.frozen
+    return isinstance(value, (dict, list, collections.deque, set, bytearray))
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two decoded values are the same to the bit. Arrays and objects are if they are one."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        factories_agree = getattr(left, "default_factory", None) is getattr(right, "default_factory", None)
+        return factories_agree and _same(list(left.items()), list(right.items()))
+    if isinstance(left, (list, tuple, collections.deque)):
+        if isinstance(left, collections.deque) and left.maxlen != right.maxlen:
+            return False
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, (set, frozenset)):
+        # 1 and True are equal, but not the same.
+        others = {element: element for element in right}
+        return left == right and all(_same(element, others[element]) for element in left)
+    if is_plain_dataclass(type(left)):
+        names = [field.name for field in dataclasses.fields(left)]
+        return all(_same(getattr(left, name, None), getattr(right, name, None)) for name in names)
+    # What is written tells -0.0 from 0.0, and finds NaN the same as NaN.
+    encode = ENCODERS.get(type(left))
+    return encode is not None and json.dumps(encode(left)) == json.dumps(encode(right))

@@ -1,4 +1,4 @@
-"""Writes that pass by the page cache: whether a file can have them, and the memory that they need."""
+"""Writes and reads that pass by the page cache: whether a file can have them, and the memory that they need."""
 
 from __future__ import annotations
 

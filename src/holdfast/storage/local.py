@@ -43,7 +43,7 @@ class LocalStorage:
 
         Args:
             root: The directory. A relative one is taken from where the process stands now.
-            direct: Whether large files are written past the page cache where the file system can do that.
+            direct: Whether large files pass by the page cache where they can; at reads, if it does not hold them.
 
         Raises:
             UsageError: If the root is empty or holds NUL.

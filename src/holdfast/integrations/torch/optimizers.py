@@ -8,14 +8,15 @@ otherwise its place, as `group0.3`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from holdfast.format.decoding import malformed
+from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import renaming
 from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
@@ -37,6 +38,9 @@ class OptimizerAdapter(Adapter):
     parameters there are and how they are grouped is part of the program and has to agree. State comes and goes: an
     optimizer that has not stepped takes what is stored, and one that has stepped is filled where it is. An optimizer
     whose `state_dict` is not of torch's form is stored as it says, under `whole`.
+
+    Beside that stand `class`, the optimizer's, and `shapes`, those of its parameters by name. State goes only to an
+    optimizer of the same class, and only to a parameter of the same shape. Checkpoints may lack the two.
     """
 
     kind = "torch.optimizer"
@@ -45,7 +49,7 @@ class OptimizerAdapter(Adapter):
         """State by name."""
         raw = obj.state_dict()
         if not _is_of_torchs_form(raw, obj):
-            return {"whole": raw}
+            return {"whole": raw, "class": _class_of(obj)}
         layout = _layout_of(obj, scene)
         groups = zip(raw["param_groups"], layout.groups, strict=True)
         return {
@@ -53,21 +57,27 @@ class OptimizerAdapter(Adapter):
             "groups": [_hyperparameters(group) | {"params": names} for group, names in groups],
             "loose": _loose(raw),
             "rest": _rest(raw),
+            "class": _class_of(obj),
+            "shapes": _shapes_of(layout),
         }
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares parameters and groups."""
         raw = obj.state_dict()
-        tree = loading.children(stored)
+        tree = dict(loading.children(stored))
+        if not _same_class(tree.pop("class", None), obj, tree, loading):
+            return lambda: None
+        shapes = _stored_shapes(tree.pop("shapes", {}), loading)
         if tree.keys() == {"whole"}:
             whole = loading.value(tree["whole"], raw, "whole")
             return lambda: obj.load_state_dict(whole)
         if tree.keys() != {"state", "groups", "loose", "rest"}:
             raise malformed(loading.name(), "the state of an optimizer is malformed")
         if not _is_of_torchs_form(raw, obj):
-            loading.differences.wrong_kind.append(
-                f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
-            )
+            if _wanted(tree, loading):
+                loading.differences.wrong_kind.append(
+                    f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
+                )
             return lambda: None
         layout = _layout_of(obj, loading.scene)
         matched, known = _match_groups(tree["groups"], layout, loading)
@@ -77,7 +87,13 @@ class OptimizerAdapter(Adapter):
                 group.update({key: value for key, value in values.items() if key != "params"})
         rest = loading.value(tree["rest"], _rest(raw), "rest")
         loose = loading.value(tree["loose"], _loose(raw), "loose", rules=REPLACED)
-        state = _match_state(tree["state"], raw["state"], layout, known, loading)
+        nodes = loading.children(tree["state"], "state")
+        # What LBFGS keeps under its first parameter is about all of them.
+        together = isinstance(obj, torch.optim.LBFGS) and bool(nodes)
+        stays = _misfits(layout.names if together else nodes, nodes, shapes, layout, loading)
+        if together and (stays or known != set(layout.names)):
+            stays = set(layout.names)
+        state = _match_state(nodes, raw["state"], layout, known, stays, loading)
         ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
         return lambda: _load(obj, ready, layout)
 
@@ -123,6 +139,53 @@ def _given_names(group: dict[str, Any]) -> list[str] | None:
     if parts and all(name.startswith("module.") for name in parts):
         parts = [name.removeprefix("module.") for name in parts]
     return parts
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
+
+
+def _same_class(stored: Skeleton, optimizer: torch.optim.Optimizer, tree: Skeleton, loading: Loading) -> bool:
+    """Whether state was stored from a class of the same name, in whatever module; otherwise that is noted."""
+    if stored is None:
+        return True
+    if type(stored) is not str:
+        raise malformed(loading.name("class"), "the name of a class is expected")
+    if stored.rpartition(":")[2] == type(optimizer).__qualname__:
+        return True
+    if _wanted(tree, loading):
+        then, now = stored.replace(":", "."), _class_of(optimizer).replace(":", ".")
+        loading.differences.wrong_kind.append(f"{loading.name()}: stored from {then}, live {now}")
+    return False
+
+
+def _wanted(node: Skeleton, loading: Loading, *at: str) -> bool:
+    """Whether a stored part, or something at most three steps below the optimizer, is restored."""
+    if loading.wants(*at):
+        return True
+    parts: list[tuple[str, Skeleton]] = []
+    if type(node) is dict and "$" not in node:
+        parts = list(node.items())
+    elif type(node) is list:
+        parts = [(str(number), part) for number, part in enumerate(node)]
+    return len(at) < 3 and any(_wanted(part, loading, *at, name) for name, part in parts)
+
+
+def _shapes_of(layout: _Layout) -> dict[str, list[int]]:
+    """Of each parameter that has a shape yet."""
+    parameters = zip(layout.names, layout.parameters, strict=True)
+    return {name: list(parameter.shape) for name, parameter in parameters if not is_lazy(parameter)}
+
+
+def _stored_shapes(stored: Skeleton, loading: Loading) -> dict[str, list[int]]:
+    shapes = Decoder().decode(stored, path=loading.name("shapes"))
+    if type(shapes) is not dict or not all(type(name) is str and _is_shape(shapes[name]) for name in shapes):
+        raise malformed(loading.name("shapes"), "the shapes of parameters are expected")
+    return shapes
+
+
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is list and all(type(length) is int for length in shape)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -177,15 +240,40 @@ def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[
     return found, known
 
 
+def _misfits(
+    names: Collection[str],
+    nodes: Mapping[str, Skeleton],
+    shapes: Mapping[str, list[int]],
+    layout: _Layout,
+    loading: Loading,
+) -> set[str]:
+    """Those of the parameters named that had another shape when their state was stored; they are noted."""
+    found = set()
+    for name, shape in _shapes_of(layout).items():
+        if name in names and shapes.get(name, shape) != shape:
+            found.add(name)
+            if _wanted(nodes.get(name), loading, "state", name):
+                loading.differences.wrong_shape.append(
+                    f"{loading.name('state', name)}: stored for a parameter of {shapes[name]}, live {shape}"
+                )
+    return found
+
+
 def _match_state(
-    stored: Skeleton, present: dict[Any, Any], layout: _Layout, known: set[str], loading: Loading
+    nodes: dict[str, Skeleton],
+    present: dict[Any, Any],
+    layout: _Layout,
+    known: set[str],
+    stays: set[str],
+    loading: Loading,
 ) -> dict[int, Any]:
     """The state to load, by torch's numbers. A known parameter without stored state had none yet."""
-    nodes = loading.children(stored, "state")
     state: dict[int, Any] = {}
     for number, name in enumerate(layout.names):
         value = live = present.get(number)
-        if name in nodes:
+        if name in stays:
+            pass
+        elif name in nodes:
             # None where there is no state yet: what is stored comes as it is, and torch moves it to the device.
             value = loading.value(nodes[name], live, "state", name, rules=REPLACED)
         elif name in known and loading.wants("state", name):
