@@ -157,7 +157,8 @@ class PassedOver(Event, frozen=True):
             place += f" at byte {self.offset_bytes}"
         if self.tensor:
             place += f" ({self.tensor})"
-        return f"step {self.step} passed over, it is damaged: {place}: {self.error}"
+        # Most errors begin with the file's name, which then need not stand twice.
+        return f"step {self.step} passed over, it is damaged: {place}: {self.error.removeprefix(self.file + ': ')}"
 
 
 class Retained(Event, frozen=True):
