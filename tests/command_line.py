@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,17 @@ def run_program(*arguments: str | Path, **options: Any) -> subprocess.CompletedP
         check=False,
         stdin=subprocess.DEVNULL,
         **options,
+    )
+
+
+def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program text, which may be indented, in a Python process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

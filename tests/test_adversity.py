@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import run_python
 from holdfast.catalog import read_catalog
 from holdfast.errors import SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Event, Failed
@@ -35,16 +36,6 @@ class FullStorage(MemoryStorage):
         return super().open_writer(path, size_bytes)
 
 
-def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 FULL = """
 import sys, numpy as np, holdfast as hf
 from holdfast.errors import SaveFailedError, StorageFullError
@@ -60,7 +51,7 @@ storage = Full(sys.argv[1])
 
 
 def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path) -> None:
-    done = run_program(
+    done = run_python(
         """
         import random, signal, sys, numpy as np, holdfast as hf
 
@@ -109,7 +100,7 @@ def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, kind: str) -> N
         "manager": "with hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3))) as m:\n    m.save(1)",
         "resumable": "with hf.resumable(storage, a=np.zeros(3)) as run:\n    next(run.steps(9)); run.save()",
     }[kind]
-    done = run_program(textwrap.dedent(FULL) + begin + "\n    sys.exit(0)\n", str(tmp_path))
+    done = run_python(textwrap.dedent(FULL) + begin + "\n    sys.exit(0)\n", str(tmp_path))
     assert done.returncode == 74
     assert "was not saved: no room" in done.stderr
 
@@ -336,7 +327,7 @@ def test_a_run_directory_that_is_none_is_refused_at_once(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("way", ["fork", "multiprocessing"])
 def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, way: str) -> None:
-    done = run_program(
+    done = run_python(
         """
         import multiprocessing, os, sys, numpy as np, holdfast as hf
         def child():
@@ -360,7 +351,7 @@ def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, way: st
 
 
 def test_a_forked_child_leaves_its_parents_run_alone(tmp_path: Path) -> None:
-    done = run_program(
+    done = run_python(
         """
         import os, sys, threading, numpy as np, holdfast as hf
         from holdfast.errors import UsageError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError, StorageError
@@ -86,7 +86,7 @@ class Saver:
         self._buffer = HostBuffer()
         self._reports = reports
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._crew: Crew | None = None
         self._protected_since_at = time.monotonic()
         self._durable_seconds: float | None = None
         self._blocked_seconds: float | None = None
@@ -119,12 +119,11 @@ class Saver:
         """
         crew = Crew(self._threads, f"holdfast-save-{order.step}")
         inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._serve, args=(inbox,), name=f"holdfast-save-{order.step}", daemon=True)
         work: _Work | None = None
         try:
             # All threads are started while there is nothing to lose yet.
             crew.start()
-            has_thread = _try_start(thread)
+            is_handed_over = crew.try_hand_over(partial(self._serve, inbox))
             # The place is not known yet, only the step, which is all that the header tells.
             snapshot = stage(captured, StepName(order.step, 1), self._buffer, crew)
             handle.mark_staged()
@@ -135,11 +134,11 @@ class Saver:
                 size_bytes=snapshot.layout.size_bytes,
                 reason=order.reason,
             )
-            self._thread = thread if has_thread else None
+            self._crew = crew
             work = _Work(snapshot, order, handle, crew, staged)
             self._reports.mark_begun(handle)
             inbox.put(work)
-            if not has_thread:
+            if not is_handed_over:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
                 self._serve(inbox)
         except BaseException:
@@ -163,8 +162,8 @@ class Saver:
 
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_seconds)
+        if self._crew is not None:
+            self._crew.join(timeout_seconds)
         self._buffer.release()
 
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
@@ -300,12 +299,3 @@ class Saver:
     def _flush_events(self) -> None:
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
-
-
-def _try_start(thread: threading.Thread) -> bool:
-    """Starts a thread; False where none can be had any more."""
-    try:
-        thread.start()
-    except RuntimeError:
-        return False
-    return True

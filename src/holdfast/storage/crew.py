@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+
+from holdfast.storage.gate import Gate
 
 
 class Crew:
-    """A few threads that share out jobs, the calling thread among them.
+    """A few threads that share out jobs.
 
     They are started before there is work, since a thread cannot be started any more once the interpreter has begun to
     shut down, which is when a last save may still have to be written.
+
+    All of it may be interrupted at any point, by Ctrl-C say, as long as `close` comes in the end.
     """
 
     def __init__(self, size: int, name: str) -> None:
-        """Starts nothing yet; `start` comes next, and `close` in any case."""
-        self._rounds: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Starts nothing yet; `start` comes next, and `close` in any case.
+
+        Args:
+            size: How many threads there are, and how many work on the jobs of one `run`, its caller among them.
+            name: What the threads are called, for debuggers.
+        """
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(size)
+        ]
         self._size = size
-        self._name = name
-        self._threads: list[threading.Thread] = []
+        self._count = 0
+        self._started: Gate | None = None
 
     def start(self) -> None:
-        """Starts `size - 1` threads, or as many as can be had; the caller of `run` is the last of the crew."""
-        for number in range(1, self._size):
-            thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
-            # Noted before it is started: Ctrl-C may come when it runs but `start` has not returned.
-            self._threads.append(thread)
-            try:
-                thread.start()
-            except RuntimeError:
-                self._threads.pop()  # No more can be had: the others, or the caller alone, do the work.
-                return
+        """**Blocks.** Starts as many of the threads as can be had."""
+        started = Gate()
+        # `Thread.start` waits for the thread in Python code, and interrupted there it leaves a lock locked and the
+        # thread hanging. Signal handlers run in the main thread only, so another one does it.
+        try:
+            _thread.start_new_thread(self._start_all, (started,))
+        except RuntimeError:
+            started.open()  # None can be had any more: the callers of `run` do the work alone.
+        self._started = started
+        started.wait(threading.TIMEOUT_MAX)
 
     def run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """**Blocks.** Does all jobs, in about their order, and returns when each has ended.
+        """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
 
         The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
         """
-        share = _Round(iter(jobs), len(self._threads))
-        for _ in self._threads:
-            self._rounds.put(share.help)
+        helpers = min(self._count, self._size - 1)
+        share = _Round(iter(jobs), helpers)
+        for _ in range(helpers):
+            self._work.put(share.help)
         try:
             share.work()
             share.wait()
@@ -51,40 +66,72 @@ class Crew:
         if share.error is not None:
             raise share.error
 
+    def try_hand_over(self, work: Callable[[], None]) -> bool:
+        """Lets one of the threads do something that takes long, which may call `run` and, as its last act, `close`.
+
+        Returns:
+            False if there is no thread; then nothing is done.
+        """
+        if self._count:
+            self._work.put(work)
+        return self._count > 0
+
     def close(self) -> None:
-        """**Blocks.** Ends the threads; harmless twice."""
-        threads, self._threads = self._threads, []
-        for _ in threads:
-            self._rounds.put(None)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        """**Blocks.** Ends the threads, once they have done what was handed over before; harmless twice."""
+        for _ in range(self._size):
+            self._work.put(None)
+        self.join(threading.TIMEOUT_MAX)
+
+    def join(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits that long for the threads to end, which somebody closes."""
+        if self._started is None:
+            return  # They were not started, or `start` was interrupted: then they find that there is no work.
+        end_at = time.monotonic() + timeout_seconds
+        self._started.wait(timeout_seconds)
+        for thread in self._threads[: self._count]:
+            if thread is not threading.current_thread():
+                thread.join(max(min(end_at - time.monotonic(), threading.TIMEOUT_MAX), 0.0))
+
+    def _start_all(self, started: Gate) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+                self._count += 1
+        except RuntimeError:
+            pass  # No more can be had: fewer do the work.
+        finally:
+            started.open()
 
     def _serve(self) -> None:
-        while (work := self._rounds.get()) is not None:
+        while (work := self._work.get()) is not None:
             work()
 
 
 class _Round:
-    """One round of jobs; the lock guards the iterator, the error and the count of helpers that still work."""
+    """One round of jobs."""
 
     def __init__(self, jobs: Iterator[Callable[[], None]], helpers: int) -> None:
         self.error: BaseException | None = None
         self._jobs = jobs
         self._helpers = helpers
-        self._changed = threading.Condition()
+        # Guards the iterator, the error and the count of helpers that still work.
+        self._lock = threading.Lock()
+        self._helped = Gate()
+        if not helpers:
+            self._helped.open()
 
     def help(self) -> None:
         try:
             self.work()
         finally:
-            with self._changed:
+            with self._lock:
                 self._helpers -= 1
-                self._changed.notify_all()
+                if not self._helpers:
+                    self._helped.open()
 
     def work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 job = next(self._jobs, None) if self.error is None else None
             if job is None:
                 return
@@ -94,10 +141,9 @@ class _Round:
                 self.end(error)
 
     def end(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self.error = self.error or error
 
     def wait(self) -> None:
         """Waits for helpers in the middle of a job; each job is one bounded piece of I/O."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._helpers == 0)
+        self._helped.wait(threading.TIMEOUT_MAX)

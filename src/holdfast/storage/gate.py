@@ -1,0 +1,32 @@
+"""A gate between threads that survives an interrupt."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Gate:
+    """**Thread-safe.** Shut until it is opened, once and for good.
+
+    `threading.Event` and `Condition` take their lock in Python code, so that Ctrl-C (or any signal handler that raises)
+    in a thread that waits may leave it locked, and whoever opens it hangs. A plain lock is taken within one
+    instruction, and what is true stays true here: an interrupted wait takes nothing away.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._barred = threading.Lock()
+        self._barred.acquire()
+
+    def open(self) -> None:
+        """Lets all through that wait or will come; harmless twice in one thread."""
+        if not self.is_open:
+            self.is_open = True
+            self._barred.release()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """**Blocks.** Waits until the gate is open; False if it was not within that time."""
+        if not self.is_open and self._barred.acquire(timeout=min(max(timeout_seconds, 0.0), threading.TIMEOUT_MAX)):
+            # Another thread may wait as well.
+            self._barred.release()
+        return self.is_open
