@@ -28,25 +28,18 @@ class Stored:
 def store(**objects: Any) -> Stored:
     """Captures objects and copies their arrays, one after the other without gaps, into one image."""
     captured = capture_objects(objects)
-    image = memoryview(bytearray(sum(leaf.spec.size_bytes for leaf in captured.arrays)))
-    offsets = []
-    offset = 0
-    for leaf in captured.arrays:
-        offsets.append(offset)
-        offset += leaf.spec.size_bytes
-    for backend in {leaf.backend.name: leaf.backend for leaf in captured.arrays}.values():
-        own = [
-            (leaf.array, at)
-            for leaf, at in zip(captured.arrays, offsets, strict=True)
-            if leaf.backend.name == backend.name
-        ]
-        backend.copy_out([array for array, _ in own], image, [at for _, at in own])
+    sizes = [spec.size_bytes for spec in captured.specs]
+    offsets = [sum(sizes[:place]) for place in range(len(sizes))]
+    image = memoryview(bytearray(sum(sizes)))
+    for backend in {backend.name: backend for backend in captured.backends}.values():
+        own = [place for place, other in enumerate(captured.backends) if other.name == backend.name]
+        backend.copy_out([captured.arrays[place] for place in own], image, [offsets[place] for place in own])
     return Stored(
         json.dumps(captured.objects),
-        {leaf.name: leaf.spec for leaf in captured.arrays},
+        dict(zip(captured.names, captured.specs, strict=True)),
         {
-            leaf.name: bytes(image[at : at + leaf.spec.size_bytes])
-            for leaf, at in zip(captured.arrays, offsets, strict=True)
+            name: bytes(image[at : at + size_bytes])
+            for name, at, size_bytes in zip(captured.names, offsets, sizes, strict=True)
         },
     )
 

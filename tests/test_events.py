@@ -20,6 +20,7 @@ from holdfast.events import (
     Failed,
     Fanout,
     GenerationOpened,
+    Held,
     JsonLinesSink,
     LoggingSink,
     PassedOver,
@@ -39,6 +40,7 @@ from holdfast.events import (
 ONE_OF_EACH: list[Event] = [
     GenerationOpened(generation=3, base_step=400),
     Staged(step=500, generation=3, blocked_seconds=0.25, size_bytes=1_500_000_000),
+    Held(step=500, blocked_seconds=0.125),
     Written(step=500, generation=3, background_seconds=2.0, size_bytes=1_500_000_000),
     Committed(
         step=500,
@@ -95,12 +97,13 @@ def test_the_lines_for_people() -> None:
     lines = [str(event) for event in ONE_OF_EACH]
     assert lines[0] == "generation 3 opened, from step 400"
     assert lines[1] == "step 500 staged: 1.5 GB, training held up 250 ms"
-    assert lines[2] == "step 500 written: 1.5 GB in 2 s (750 MB/s)"
-    assert lines[5] == (
+    assert lines[2] == "step 500: the optimizer waited 125 ms for the copy"
+    assert lines[3] == "step 500 written: 1.5 GB in 2 s (750 MB/s)"
+    assert lines[6] == (
         "step 450 passed over, it is damaged: step-000000450.g0002/data-00000-of-00001.safetensors at byte 4096 "
         "(model/head.weight): digest differs"
     )
-    assert lines[7] == "write of step 600 failed: no space left on device"
+    assert lines[8] == "write of step 600 failed: no space left on device"
 
 
 @given(st.floats(0, 1e7), st.integers(0, 10**15))
@@ -249,7 +252,7 @@ class TestTotals:
         for event in ONE_OF_EACH * 2:
             totals(event)
         assert totals.sums == Sums(
-            blocked_seconds=0.5,
+            blocked_seconds=0.75,
             background_seconds=5.0,
             training_saved_seconds=180.0,
             written_bytes=3_000_000_000,

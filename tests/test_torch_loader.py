@@ -73,13 +73,12 @@ def run(loader: ResumableDataLoader, epochs: int, taken: int | None = None) -> l
 def through_checkpoint(before: dict[str, Any], after: dict[str, Any]) -> None:
     """State goes the way that it goes into a checkpoint and back."""
     stored = capture_objects(before)
-    arrays = {leaf.name: leaf for leaf in stored.arrays}
-    matching = match_objects(after, stored.objects, {name: leaf.spec for name, leaf in arrays.items()})
+    matching = match_objects(after, stored.objects, dict(zip(stored.names, stored.specs, strict=True)))
     assert not matching.differences, matching.differences
     for target in matching.targets:
         image = memoryview(bytearray(target.spec.size_bytes))
-        leaf = arrays[target.leaf]
-        leaf.backend.copy_out([leaf.array], image, [0])
+        place = stored.names.index(target.leaf)
+        stored.backends[place].copy_out([stored.arrays[place]], image, [0])
         target.backend.copy_in(target.array, image)
     matching.apply()
 
@@ -335,6 +334,6 @@ class TestStatefulDataLoader:
         matching = match_objects({"data": stateful(Augmented(), batch_size=BATCH)}, stored.objects, {})
         assert len(matching.differences.wrong_kind) == 1
         other = capture_objects({"data": stateful(Augmented(), batch_size=BATCH)})
-        specs = {leaf.name: leaf.spec for leaf in other.arrays}
+        specs = dict(zip(other.names, other.specs, strict=True))
         matching = match_objects({"data": ResumableDataLoader(Augmented(), batch_size=BATCH)}, other.objects, specs)
         assert len(matching.differences.wrong_kind) == 1

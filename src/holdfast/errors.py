@@ -154,6 +154,18 @@ class SaveFailedError(HoldfastError):
         self.next_save = next_save
 
 
+class ChangedError(HoldfastError):
+    """State changed while it was copied, though it was to stay as it is until a step that waits.
+
+    Attributes:
+        leaves: The names of the arrays that changed.
+    """
+
+    def __init__(self, message: str, *, leaves: tuple[str, ...] = (), hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.leaves = leaves
+
+
 class FencedError(HoldfastError):
     """Another job has opened a newer generation of this run; this one can commit no more."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace as replace_fields
@@ -17,16 +15,16 @@ from holdfast.errors import ClosedError, HoldfastError, StepExistsError, UsageEr
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.names import MAX_STEP
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
+from holdfast.save.arguments import check_directory, check_numbers, check_policies, check_step
 from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
+from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
-from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
@@ -60,6 +58,8 @@ class CheckpointManager:
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
+        overlap_copy: bool = False,
+        reserve_bytes: int | Literal["auto"] | None = None,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
@@ -76,6 +76,12 @@ class CheckpointManager:
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write, and read at a restore.
+            overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
+                while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
+                by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
+                does not see it (`.data`, NumPy).
+            reserve_bytes: Host memory to make ready now, behind the caller, which otherwise the first save does; "auto"
+                to reckon it from the objects.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -83,10 +89,13 @@ class CheckpointManager:
         """
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
-        _check_arguments(checkpoint, save_every, keep, failures_allowed, timeout_seconds, threads)
+        if not isinstance(checkpoint, Checkpoint):
+            raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+        check_policies(save_every, keep)
+        check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
-        _check_directory(self._storage)
+        check_directory(self._storage)
         self._save_every = save_every
         self._when_busy = when_busy
         self._timeout_seconds = timeout_seconds
@@ -96,7 +105,15 @@ class CheckpointManager:
         journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
         self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
-        self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads)
+        self._saver = Saver(
+            self._storage,
+            keep or All(),
+            self._emit,
+            self._reports,
+            threads=threads,
+            overlap_copy=overlap_copy,
+            timeout_seconds=timeout_seconds,
+        )
         living = () if begin_anew else read_catalog(self._storage).living
         self._origin = Origin(base=living[-1] if living else None)
         self._living = {name.step for name in living}
@@ -105,6 +122,8 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
+        if reserve_bytes is not None:
+            self._saver.prepare(reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes)
 
     @property
     def url(self) -> str:
@@ -199,7 +218,7 @@ class CheckpointManager:
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
-            step=None if step is None else _check_step(step),
+            step=None if step is None else check_step(step),
             select=make_selection(only),
             strict=strict,
             threads=self._threads,
@@ -288,7 +307,7 @@ class CheckpointManager:
         asked_at = time.monotonic()
         self._check_open()
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
-        step = _check_step(step)
+        step = check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
         busy = self._in_flight
         if busy is not None and not busy.ended and self._when_busy == "skip":
@@ -299,7 +318,7 @@ class CheckpointManager:
         self._settle(None)
         waited_seconds = time.monotonic() - asked_at
         self._check_place(step, replace)
-        captured = capture_objects(self.checkpoint.objects)
+        captured = self._saver.capture(self.checkpoint.objects)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds, reason)
         untold = self._reports.take(last=False)
         self._in_flight = handle
@@ -351,39 +370,3 @@ class CheckpointManager:
             f"step {step} lies before step {newest}, which {self.url} has already",
             hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
         )
-
-
-def _check_step(step: int) -> int:
-    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
-    if not 0 <= number <= MAX_STEP:
-        raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
-    return number
-
-
-def _check_arguments(
-    checkpoint: Checkpoint,
-    save_every: SavePolicy | None,
-    keep: RetentionPolicy | None,
-    failures_allowed: int,
-    timeout_seconds: float,
-    threads: int,
-) -> None:
-    if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
-    if save_every is not None and not callable(getattr(save_every, "decide_save", None)):
-        raise UsageError(f"save_every={save_every!r} is no policy for saving", hint="Such are Steps, Seconds and Auto.")
-    if keep is not None and not callable(getattr(keep, "choose_kept", None)):
-        raise UsageError(
-            f"keep={keep!r} is no policy for keeping", hint="Such are Latest, EveryN, Best, Newer and All."
-        )
-    for name, value, least in (("failures_allowed", failures_allowed, 0), ("threads", threads, 1)):
-        if not isinstance(value, int) or value < least:
-            raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
-    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
-
-
-def _check_directory(storage: Storage) -> None:
-    """A run's directory need not be there yet, but nothing else may stand in its place."""
-    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
-        raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")

@@ -39,6 +39,8 @@ def resumable(
     sinks: Iterable[Sink] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     threads: int = 3,
+    overlap_copy: bool = False,
+    reserve_bytes: int | Literal["auto"] | None = None,
     **objects: object,
 ) -> Run:
     """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
@@ -63,6 +65,8 @@ def resumable(
         sinks: Functions that are told of each event.
         timeout_seconds: The deadline of each wait.
         threads: How many threads write, and read at a restore.
+        overlap_copy: True to copy parameters and optimizer state while training goes on; `CheckpointManager` says when.
+        reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
             `CheckpointManager` take any.
 
@@ -86,6 +90,8 @@ def resumable(
         sinks=sinks,
         timeout_seconds=timeout_seconds,
         threads=threads,
+        overlap_copy=overlap_copy,
+        reserve_bytes=reserve_bytes,
     )
     return Run(manager, strict=strict, begin_anew=begin_anew)
 

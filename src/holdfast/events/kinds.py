@@ -65,6 +65,21 @@ class Staged(Event, frozen=True):
         )
 
 
+class Held(Event, frozen=True):
+    """A step of the optimizer came while the state was still being copied, and waited for the copy.
+
+    Attributes:
+        step: The step being saved.
+        blocked_seconds: How long training was held up.
+    """
+
+    step: int
+    blocked_seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: the optimizer waited {_time(self.blocked_seconds)} for the copy"
+
+
 class Written(Event, frozen=True):
     """The bytes of a step last, but are not committed yet.
 
@@ -235,7 +250,17 @@ class Warned(Event, frozen=True):
 
 
 AnyEvent: TypeAlias = (
-    GenerationOpened | Staged | Written | Committed | Restored | PassedOver | Retained | Failed | Skipped | Warned
+    GenerationOpened
+    | Staged
+    | Held
+    | Written
+    | Committed
+    | Restored
+    | PassedOver
+    | Retained
+    | Failed
+    | Skipped
+    | Warned
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""
 

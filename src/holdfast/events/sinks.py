@@ -13,6 +13,7 @@ from holdfast.events.kinds import (
     Event,
     Failed,
     GenerationOpened,
+    Held,
     PassedOver,
     Restored,
     Retained,
@@ -31,6 +32,7 @@ logger = logging.getLogger("holdfast")
 _LEVELS: dict[type[Event], int] = {
     GenerationOpened: logging.INFO,
     Staged: logging.DEBUG,
+    Held: logging.DEBUG,
     Written: logging.DEBUG,
     Committed: logging.INFO,
     Restored: logging.INFO,
@@ -125,7 +127,7 @@ class Totals:
 def add_event(sums: Sums, event: Event) -> Sums:
     """**Pure.** The sums with one more event."""
     match event:
-        case Staged():
+        case Staged() | Held():
             return replace(sums, blocked_seconds=sums.blocked_seconds + event.blocked_seconds)
         case Written():
             return replace(sums, written_bytes=sums.written_bytes + event.size_bytes)

@@ -106,6 +106,14 @@ class Encoder:
         finally:
             self._written = outer
 
+    def count(self, values: int, path: str) -> None:
+        """Counts values that are written in some other way.
+
+        Raises:
+            UnsupportedValueError: If there are too many in all.
+        """
+        self._tally.add(values, path)
+
     def plain(self) -> Encoder:
         """An encoder for what stands where no array or object may be: keys and elements of sets."""
         return _Plain(self)

@@ -8,7 +8,7 @@ elements come first, so that each array is aligned to its own elements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -45,11 +45,13 @@ class Layout:
         header: The file's first bytes, up to the first array.
         places: The arrays in the order of the file.
         size_bytes: The size of the whole file.
+        entries: The part of the header that names the arrays, behind the metadata.
     """
 
     header: bytes
     places: tuple[Place, ...]
     size_bytes: int
+    entries: bytes = field(repr=False, compare=False)
 
     @property
     def padded_bytes(self) -> int:
@@ -82,15 +84,34 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
         spans.append((offset, end))
         offset = end
     encoded = msgspec.json.encode(header)
+    entries = encoded[len(_opening(metadata)) :]
     data_begin = round_up(8 + len(encoded))
     if data_begin - 8 > MAX_HEADER_BYTES:
         raise UsageError(
             f"{len(ordered)} arrays make a header of {len(encoded)} bytes; readers refuse more than {MAX_HEADER_BYTES}",
             hint="Stack small arrays into larger ones.",
         )
-    padded = encoded.ljust(data_begin - 8)
     places = tuple(
         Place(name, dtype, shape, data_begin + begin, data_begin + end)
         for (name, dtype, shape), (begin, end) in zip(ordered, spans, strict=True)
     )
-    return Layout(len(padded).to_bytes(8, "little") + padded, places, data_begin + offset)
+    return Layout(_frame(encoded, data_begin), places, data_begin + offset, entries)
+
+
+def relabel(layout: Layout, metadata: Mapping[str, str]) -> Layout | None:
+    """**Pure.** The same file with other metadata; None if that takes more blocks or fewer."""
+    encoded = _opening(metadata) + layout.entries
+    if round_up(8 + len(encoded)) != len(layout.header):
+        return None
+    return replace(layout, header=_frame(encoded, len(layout.header)))
+
+
+def _opening(metadata: Mapping[str, str]) -> bytes:
+    """A header's first bytes: up to the end of the metadata."""
+    return msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
+
+
+def _frame(encoded: bytes, data_begin: int) -> bytes:
+    """A header with its length, padded."""
+    padded = encoded.ljust(data_begin - 8)
+    return len(padded).to_bytes(8, "little") + padded

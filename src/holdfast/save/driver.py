@@ -5,20 +5,23 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.errors import FencedError, HoldfastError, SaveFailedError, StorageError
-from holdfast.events import Committed, Event, Failed, GenerationOpened, Retained, Sink, Staged, Warned, Written
+from holdfast.errors import ChangedError, FencedError, HoldfastError, SaveFailedError, StorageError
+from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Retained, Sink, Staged, Warned, Written
 from holdfast.format.names import StepName
 from holdfast.policies import RetentionPolicy
+from holdfast.save.buffer import HostBuffer
 from holdfast.save.handle import SaveHandle
-from holdfast.save.handoffs import Snapshot
 from holdfast.save.line import Line
+from holdfast.save.overlap import StepHold
+from holdfast.save.prepare import Preparation
 from holdfast.save.reports import SaveReports
-from holdfast.save.stage import HostBuffer, stage
-from holdfast.state import Captured
+from holdfast.save.stage import Stager, Staging
+from holdfast.state import Captured, Captures, capture_objects
+from holdfast.state.leaves import Transfer
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 
@@ -62,9 +65,9 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is handed over to the background: one save whose state has been copied."""
+    """What is handed over to the background: one save whose state has been copied, or is held until it is."""
 
-    snapshot: Snapshot
+    staging: Staging
     order: SaveOrder
     handle: SaveHandle
     crew: Crew
@@ -78,12 +81,29 @@ class Saver:
     the reports and the queue of events alone; the rest is handed over when a save begins, and back when it has ended.
     """
 
-    def __init__(self, storage: Storage, keep: RetentionPolicy, emit: Sink, reports: SaveReports, threads: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        keep: RetentionPolicy,
+        emit: Sink,
+        reports: SaveReports,
+        *,
+        threads: int,
+        overlap_copy: bool,
+        timeout_seconds: float,
+    ) -> None:
         self._storage = storage
         self._line = Line(storage, keep)
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
+        self._preparation: Preparation | None = None
+        self._stager = Stager(self._buffer)
+        self._captures = Captures()
+        self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
+        self._held_seconds = 0.0
+        # Leaves that changed although they were held: from then on they are copied at once.
+        self._unsteady: set[str] = set()
         self._reports = reports
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._crew: Crew | None = None
@@ -108,8 +128,29 @@ class Saver:
         """What the newest committed save cost: seconds of training held up, and seconds until it was durable."""
         return self._blocked_seconds, self._durable_seconds
 
+    def prepare(self, size_bytes: int) -> None:
+        """Makes memory for a state of that size ready, behind the calling thread."""
+        self._preparation = Preparation(self._buffer, size_bytes)
+
+    def capture(self, objects: Mapping[str, object]) -> Captured:
+        """Takes the state of the live objects, all but the arrays' values; see `capture_objects`.
+
+        Raises:
+            UnsupportedValueError: If something cannot be stored.
+        """
+        if self._hold is None:
+            return capture_objects(objects, self._captures)
+        captured = capture_objects(objects, self._captures, self._hold.try_hold)
+        steady = (
+            place
+            for place in captured.held
+            if captured.names[place] not in self._unsteady
+            and captured.backends[place].version(captured.arrays[place]) is not None
+        )
+        return replace(captured, held=frozenset(steady))
+
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
-        """**Blocks** while the state is copied. The save before must have ended.
+        """**Blocks** while the state is copied, but for what is held. The save before must have ended.
 
         Whatever interrupts this call (Ctrl-C, say), afterwards the save either goes on or never will: `handle.begun`
         tells which.
@@ -124,18 +165,23 @@ class Saver:
             # All threads are started while there is nothing to lose yet.
             crew.start()
             is_handed_over = crew.try_hand_over(partial(self._serve, inbox))
-            # The place is not known yet, only the step, which is all that the header tells.
-            snapshot = stage(captured, StepName(order.step, 1), self._buffer, crew)
-            handle.mark_staged()
+            self._end_preparation()
+            staging = self._stager.stage(captured, order.step)
+            staging.copy_now(crew)
+            self._held_seconds = 0.0
+            if not captured.held:
+                handle.mark_staged()
+            elif self._hold is not None:
+                self._hold.begin(order.step)
             staged = Staged(
                 step=order.step,
                 generation=self._line.generation or 0,
                 blocked_seconds=time.monotonic() - order.asked_at,
-                size_bytes=snapshot.layout.size_bytes,
+                size_bytes=staging.snapshot.layout.size_bytes,
                 reason=order.reason,
             )
             self._crew = crew
-            work = _Work(snapshot, order, handle, crew, staged)
+            work = _Work(staging, order, handle, crew, staged)
             self._reports.mark_begun(handle)
             inbox.put(work)
             if not is_handed_over:
@@ -144,6 +190,7 @@ class Saver:
         except BaseException:
             if work is None or handle.try_cancel():
                 inbox.put(None)
+                self._let_go([])
                 self._reports.mark_cancelled(handle)
                 crew.close()
             raise
@@ -164,6 +211,10 @@ class Saver:
         """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
         if self._crew is not None:
             self._crew.join(timeout_seconds)
+        self._end_preparation()
+        if self._hold is not None:
+            self._hold.end()
+        self._flush_events()
         self._buffer.release()
 
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
@@ -174,6 +225,10 @@ class Saver:
         begun_at = time.monotonic()
         try:
             self._emit(work.staged)
+            try:
+                self._copy_later(work)
+            finally:
+                self._let_go([])
             name = self._save(work, begun_at)
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
             self._fail(work, error, time.monotonic() - begun_at)
@@ -185,6 +240,30 @@ class Saver:
             # Not before: from here on the program may end, or the next save begin.
             self._reports.mark_ended(work.handle)
 
+    def _end_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
+
+    def _copy_later(self, work: _Work) -> None:
+        """Copies what is held, and lets go of it."""
+        if work.staging.captured.held:
+            try:
+                work.staging.copy_later(work.crew, self._let_go)
+            except ChangedError as error:
+                self._unsteady.update(error.leaves)
+                raise
+            work.handle.mark_staged()
+
+    def _let_go(self, transfers: list[Transfer]) -> None:
+        if self._hold is not None:
+            self._hold.release(transfers)
+
+    def _note_held(self, step: int, seconds: float) -> None:
+        """Called on the training thread when a step has been held up."""
+        self._held_seconds = seconds
+        self.emit_soon(Held(step=step, blocked_seconds=seconds))
+
     def _save(self, work: _Work, begun_at: float) -> StepName:
         order = work.order
         base = self._line.open(order.origin.base)
@@ -193,7 +272,7 @@ class Saver:
         name = self._line.name(order.step)
         work.handle.mark_named(name)
         try:
-            receipts = self._line.write(work.snapshot, name, work.crew)
+            receipts = self._line.write(work.staging.snapshot, name, work.crew)
             self._emit(
                 Written(
                     step=order.step,
@@ -210,7 +289,7 @@ class Saver:
         training_saved_seconds = max(order.asked_at - self._protected_since_at, 0.0)
         self._newest = name
         self._durable_seconds = durable_seconds
-        self._blocked_seconds = work.staged.blocked_seconds - order.waited_seconds
+        self._blocked_seconds = work.staged.blocked_seconds - order.waited_seconds + self._held_seconds
         self._protected_since_at = order.asked_at
         self._reports.mark_committed()
         work.handle.mark_committed(manifest)

@@ -1,100 +1,258 @@
-"""Leaves to a snapshot: copies live arrays into host memory that is laid out as the data file."""
+"""Captured state to a snapshot: copies live arrays into host memory that is laid out as the data file."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from holdfast.format.layout import Layout, plan_layout, round_up
-from holdfast.format.names import StepName
+from holdfast.errors import ChangedError
+from holdfast.format.layout import Layout, plan_layout, relabel
+from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
-from holdfast.state.leaves import ArrayBackend, Captured
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Transfer
 from holdfast.storage.crew import Crew
 
-_BATCH_BYTES: Final = 16 << 20
-"""What one thread copies at a time: small enough to be shared out evenly, large enough for many small arrays."""
+Job: TypeAlias = Callable[[], object]
+
+_LARGE_BYTES: Final = 128 << 10
+"""Arrays from this size on are copied with the interpreter's lock released. For smaller ones, to give it up and get it
+back takes longer than the copy."""
+
+_PART_BYTES: Final = 16 << 20
+"""What one thread copies of a large array at a time, so that the work is shared out evenly."""
+
+_BATCH_BYTES: Final = 2 << 20
+"""What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
+
+_move_held = ctypes.PyDLL(None).memmove
+_move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_held.restype = None
 
 
-class HostBuffer:
-    """Host memory for one snapshot, used again by the next.
+class Stager:
+    """Makes snapshots, one at a time, in one buffer. What stays the same from save to save is planned once."""
 
-    Memory that was touched before takes a copy about ten times faster than fresh memory, so it is kept between saves
-    and only ever grows. Not thread-safe: one save uses it at a time.
-    """
+    def __init__(self, buffer: HostBuffer) -> None:
+        self._buffer = buffer
+        self._plan: _Plan | None = None
 
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+    def stage(self, captured: Captured, step: int) -> Staging:
+        """Lays the arrays out; nothing is copied yet.
 
-    @property
-    def size_bytes(self) -> int:
-        """How much memory is held."""
-        return len(self._memory) if self._memory is not None else 0
+        Raises:
+            UsageError: If there are more arrays than a header can name.
+        """
+        plan = self._plan_for(captured, {"format": "holdfast", "step": str(step)})
+        layout = plan.layout
+        image = self._buffer.take(layout.padded_bytes)
+        image[: len(layout.header)] = layout.header
+        # The buffer may hold an older snapshot behind the end of this one.
+        image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(image))
+        moves = plan.moves
+        if moves is None or not moves.fits(captured, base):
+            moves = plan.moves = _plan_moves(plan, captured, base)
+        staging = Staging(Snapshot(layout, image, captured.objects), captured)
+        staging.now += moves.now
+        staging.later += moves.later
+        self._add_others(staging, moves, plan, captured)
+        staging.versions = [captured.backends[place].version(captured.arrays[place]) for place in staging.held]
+        return staging
 
-    def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page; what it held before stays in it."""
-        if self._memory is None or len(self._memory) < size_bytes:
-            # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
-            # keeps it alive, and it goes with the view.
-            self._memory = None
-            self._memory = mmap.mmap(-1, max(round_up(size_bytes), mmap.PAGESIZE))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        return memoryview(self._memory)[:size_bytes]
+    def _plan_for(self, captured: Captured, metadata: dict[str, str]) -> _Plan:
+        plan = self._plan
+        if plan is not None and plan.names == captured.names and plan.specs == captured.specs:
+            layout = relabel(plan.layout, metadata)
+            if layout is not None:
+                plan.layout = layout
+                return plan
+        arrays = [(name, spec.dtype, spec.shape) for name, spec in zip(captured.names, captured.specs, strict=True)]
+        layout = plan_layout(arrays, metadata)
+        places = {name: place for place, name in enumerate(captured.names)}
+        self._plan = _Plan(
+            captured.names,
+            captured.specs,
+            layout,
+            [places[place.name] for place in layout.places],
+            [place.begin for place in layout.places],
+            [place.end - place.begin for place in layout.places],
+        )
+        return self._plan
 
-    def release(self) -> None:
-        """Gives the memory back as soon as no view of it is left."""
-        self._memory = None
-
-
-def stage(captured: Captured, name: StepName, buffer: HostBuffer, crew: Crew) -> Snapshot:
-    """**Blocks.** Copies all arrays; when this returns, the snapshot holds the values of this moment.
-
-    Args:
-        captured: What to copy.
-        name: The checkpoint that is being made; its step is noted in the file's header.
-        buffer: The memory to copy into; the snapshot uses it until the save has ended.
-        crew: The threads that copy, the calling one among them.
-
-    Raises:
-        UsageError: If there are more arrays than a header can name.
-    """
-    layout = plan_layout(
-        [(leaf.name, leaf.spec.dtype, leaf.spec.shape) for leaf in captured.arrays],
-        {"format": "holdfast", "step": str(name.step)},
-    )
-    image = buffer.take(layout.padded_bytes)
-    image[: len(layout.header)] = layout.header
-    # The buffer may hold an older snapshot behind the end of this one.
-    image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
-    crew.run(_copies(captured, layout, image))
-    return Snapshot(layout, image, captured.objects)
-
-
-def _copies(captured: Captured, layout: Layout, image: memoryview) -> Iterator[Callable[[], None]]:
-    """One job for each batch of neighbouring arrays of one library."""
-    leaves = {leaf.name: leaf for leaf in captured.arrays}
-    batches: dict[str, _Batch] = {}
-    for place in layout.places:
-        leaf = leaves[place.name]
-        batch = batches.setdefault(leaf.backend.name, _Batch(leaf.backend))
-        batch.arrays.append(leaf.array)
-        batch.offsets.append(place.begin)
-        batch.size_bytes += place.end - place.begin
-        if batch.size_bytes >= _BATCH_BYTES:
-            del batches[leaf.backend.name]
-            yield partial(batch.backend.copy_out, batch.arrays, image, batch.offsets)
-    for batch in batches.values():
-        yield partial(batch.backend.copy_out, batch.arrays, image, batch.offsets)
+    def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> None:
+        """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library."""
+        for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
+            by_backend: dict[str, list[int]] = {}
+            for place in places:
+                by_backend.setdefault(captured.backends[plan.order[place]].name, []).append(place)
+            for own in by_backend.values():
+                backend = captured.backends[plan.order[own[0]]]
+                devices, moment = backend.devices, None
+                if devices is not None:
+                    self._buffer.pin(devices.pin)
+                    moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
+                for batch in _batches(own, plan.sizes):
+                    arrays = [captured.arrays[plan.order[place]] for place in batch]
+                    offsets = [plan.begins[place] for place in batch]
+                    jobs.append(partial(staging.transfer, backend, arrays, offsets, moment))
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Arrays of one library that are copied in one call."""
+class Staging:
+    """A snapshot in the making.
 
-    backend: ArrayBackend
-    arrays: list[Any] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    size_bytes: int = 0
+    Attributes:
+        snapshot: What it becomes.
+        captured: What is copied, kept until it is.
+        now: Copies that have to be made before anything goes on.
+        later: Copies of what is held: what nothing but a step changes, which waits for them.
+        versions: Of what is held, how often it had been changed when it was captured.
+    """
+
+    snapshot: Snapshot
+    captured: Captured
+    now: list[Job] = field(default_factory=list)
+    later: list[Job] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    _transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[int]:
+        """The places of what is held, in order."""
+        return sorted(self.captured.held)
+
+    def copy_now(self, crew: Crew) -> None:
+        """**Blocks.** Makes the copies that training waits for."""
+        crew.run(self.now)
+        self._finish_transfers()
+
+    def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
+        """**Blocks.** Makes the other copies, and makes sure that nothing has changed under them.
+
+        Args:
+            crew: The threads that copy.
+            started: Called when all copies are made, or made by devices that can be told to wait for them.
+
+        Raises:
+            ChangedError: If something has changed.
+        """
+        crew.run(self.later)
+        self._check_versions()
+        started(list(self._transfers))
+        self._finish_transfers()
+
+    def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
+        """**Thread-safe.** Copies arrays by means of their library."""
+        if backend.devices is None:
+            backend.copy_out(arrays, self.snapshot.image, offsets)
+        elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
+            self._transfers.append(transfer)
+
+    def _finish_transfers(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
+
+    def _check_versions(self) -> None:
+        captured = self.captured
+        changed = [
+            captured.names[place]
+            for place, version in zip(self.held, self.versions, strict=True)
+            if captured.backends[place].version(captured.arrays[place]) != version
+        ]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise ChangedError(
+                f"{', '.join(changed[:3])}{more} changed while being copied, and not by a step of the optimizer",
+                leaves=tuple(changed),
+                hint="From now on they are copied before save() returns. With overlap_copy=False everything is.",
+            )
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What follows from names, types and shapes alone.
+
+    Attributes:
+        names: The leaves' names.
+        specs: What they are.
+        layout: The data file.
+        order: For each array in the order of the file, its place in the columns.
+        begins: Where it begins in the file.
+        sizes: Its size in bytes.
+        moves: The moves of the last save.
+    """
+
+    names: list[str]
+    specs: list[ArraySpec]
+    layout: Layout
+    order: list[int]
+    begins: list[int]
+    sizes: list[int]
+    moves: _Moves | None = None
+
+
+@dataclass(slots=True)
+class _Moves:
+    """Copies between addresses of this process, and the arrays (by their number in the file) that need others."""
+
+    base: int
+    addresses: list[int | None]
+    held: frozenset[int]
+    now: list[Job] = field(default_factory=list)
+    later: list[Job] = field(default_factory=list)
+    others_now: list[int] = field(default_factory=list)
+    others_later: list[int] = field(default_factory=list)
+
+    def fits(self, captured: Captured, base: int) -> bool:
+        return self.base == base and self.held == captured.held and self.addresses == captured.addresses
+
+
+def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
+    moves = _Moves(base, captured.addresses, captured.held)
+    for is_held, jobs, others in (
+        (False, moves.now, moves.others_now),
+        (True, moves.later, moves.others_later),
+    ):
+        small: list[tuple[int, int, int]] = []
+        for number, place in enumerate(plan.order):
+            if (place in captured.held) is not is_held:
+                continue
+            address, size_bytes = captured.addresses[place], plan.sizes[number]
+            target = base + plan.begins[number]
+            if address is None:
+                others += [number] if size_bytes else []
+            elif size_bytes < _LARGE_BYTES:
+                small.append((target, address, size_bytes))
+            else:
+                for begin in range(0, size_bytes, _PART_BYTES):
+                    part_bytes = min(_PART_BYTES, size_bytes - begin)
+                    jobs.append(partial(ctypes.memmove, target + begin, address + begin, part_bytes))
+        # Last, so that the other threads have something to do meanwhile.
+        jobs += [
+            partial(_move_small, *map(list, zip(*(small[one] for one in batch), strict=True)))
+            for batch in _batches(range(len(small)), [size_bytes for _, _, size_bytes in small], _BATCH_BYTES)
+        ]
+    return moves
+
+
+def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:
+    deque(map(_move_held, targets, sources, sizes), maxlen=0)
+
+
+def _batches(numbers: Iterable[int], sizes: list[int], limit_bytes: int = _PART_BYTES) -> Iterator[list[int]]:
+    """Cuts a sequence of numbers into runs of about so many bytes; `sizes` holds the size of each number."""
+    batch: list[int] = []
+    batch_bytes = 0
+    for number in numbers:
+        batch.append(number)
+        batch_bytes += sizes[number]
+        if batch_bytes >= limit_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch

@@ -1,17 +1,17 @@
 """What is saved: live objects to named leaves, and back."""
 
 from holdfast.format.codecs import register_codec, register_type
-from holdfast.state.capture import capture_objects
-from holdfast.state.leaves import ArrayLeaf, ArraySpec, Captured, Differences, Target
+from holdfast.state.capture import Captures, capture_objects
+from holdfast.state.leaves import ArraySpec, Captured, Differences, Target
 from holdfast.state.matching import Matching, match_objects
 from holdfast.state.rng import RNG
 from holdfast.state.sampler import ResumableSampler
 
 __all__ = [
     "RNG",
-    "ArrayLeaf",
     "ArraySpec",
     "Captured",
+    "Captures",
     "Differences",
     "Matching",
     "ResumableSampler",

@@ -134,6 +134,22 @@ class Adapter:
         """The state, as a tree of values. It changes nothing."""
         raise NotImplementedError
 
+    def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
+        """Has `call` called before each step of the object, which must not begin before it returns.
+
+        Returns:
+            What ends that, or None for an object that has no steps which could wait.
+        """
+        return None
+
+    def stepped_arrays(self, obj: Any) -> list[Any]:
+        """The live arrays that nothing but the object's own step changes; only asked where `before_step` works."""
+        return []
+
+    def awaited_bytes(self, obj: Any) -> int:
+        """By how much the object's state will have grown once the object has been used, as far as can be told."""
+        return 0
+
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares what is stored with the object, which is not changed.
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
-from holdfast.format.encoding import Encoder, escape, unsupported
+from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made
+from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, keys_of, try_glance
 from holdfast.state.collection import no_collection
 from holdfast.state.finding import find_stateful
-from holdfast.state.leaves import ArrayBackend, ArrayLeaf, Captured
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
 from holdfast.state.registry import adapter_of, backend_of
 
 
@@ -42,12 +43,29 @@ class Cast:
         return cast(Made, self._made[key])
 
 
-def capture_objects(objects: Mapping[str, object]) -> Captured:
+class Captures:
+    """What one capture leaves for the next, so that what has not changed is not looked at again one by one."""
+
+    def __init__(self) -> None:
+        self.banks: dict[str, Bank] = {}
+
+
+def capture_objects(
+    objects: Mapping[str, object],
+    captures: Captures | None = None,
+    hold: Callable[[object, Adapter], bool] | None = None,
+) -> Captured:
     """Takes the state of all objects, as it is now.
 
     First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples
     and dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
     seen. Arrays are only named: copy them before anything changes them.
+
+    Args:
+        objects: The objects by name.
+        captures: What earlier captures of the same objects have left.
+        hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
+            that step changes are noted as held.
 
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
@@ -56,9 +74,15 @@ def capture_objects(objects: Mapping[str, object]) -> Captured:
         for name, root in objects.items():
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
-        capturing = _Capturing(Cast(objects))
+        scene = Cast(objects)
+        capturing = _Capturing(scene, captures or Captures())
         skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
-        return Captured(tuple(capturing.leaves), skeletons)
+        held: set[int] = set()
+        for _, obj in scene.members if hold is not None else ():
+            adapter = adapter_of(obj)
+            if hold is not None and adapter is not None and hold(obj, adapter):
+                held.update(capturing.places_of(adapter.stepped_arrays(obj)))
+        return capturing.captured(skeletons, frozenset(held))
 
 
 _ANY = Adapter()
@@ -67,21 +91,47 @@ _ANY = Adapter()
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, scene: Cast) -> None:
+    def __init__(self, scene: Cast, captures: Captures) -> None:
         super().__init__()
-        self.leaves: list[ArrayLeaf] = []
         self._scene = scene
+        self._captures = captures
+        self._columns = Captured([], [], [], [], [], {})
         self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
-        self._by_memory: dict[str, dict[Hashable, str]] = {}
+        # By library: for each memory, the place of its leaf in the columns.
+        self._by_memory: dict[str, dict[Hashable, int]] = {}
+        self._memories: list[Hashable] = []
+        self._addresses: set[int | None] = set()
+        # Banks that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
+        self._banks: list[tuple[int, Bank]] = []
+
+    def captured(self, skeletons: dict[str, Node], held: frozenset[int]) -> Captured:
+        """All that was taken."""
+        columns = self._columns
+        return Captured(
+            columns.names, columns.specs, columns.arrays, columns.addresses, columns.backends, skeletons, held
+        )
+
+    def places_of(self, arrays: list[Any]) -> list[int]:
+        """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
+        places = []
+        for array in arrays:
+            backend = backend_of(array)
+            if backend is not None:
+                place = self._place(backend, backend.alias_key(array), backend.address(array))
+                places += [] if place is None else [place]
+        return places
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """The node of a value; arrays are looked for first, since there may be very many."""
-        backend = self._backends.get(type(value))
+        cls = type(value)
+        backend = self._backends.get(cls)
         if backend is None:
-            if type(value) in ENCODERS or (backend := backend_of(value)) is None:
+            if (cls is dict or cls is list) and len(value) >= LEAST_ARRAYS and depth <= MAX_DEPTH:
+                return self._encode_bank(value, path, depth)
+            if cls in ENCODERS or (backend := backend_of(value)) is None:
                 return super().encode(value, path, depth)
-            self._backends[type(value)] = backend
+            self._backends[cls] = backend
         return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
@@ -101,12 +151,64 @@ class _Capturing(Encoder):
             ) from error
         return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
 
+    def _encode_bank(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
+        """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
+        columns = self._columns
+        bank = self._captures.banks.get(path)
+        arrays = bank.try_arrays(value) if bank is not None else None
+        if (
+            bank is not None
+            and arrays is not None
+            and self._addresses.isdisjoint(bank.addresses)
+            and self._names.isdisjoint(bank.names)
+        ):
+            self.count(len(arrays), path)
+            self._banks.append((len(columns.names), bank))
+            self._names.update(bank.names)
+            self._addresses.update(bank.addresses)
+            self._memories += bank.memories
+            columns.names.extend(bank.names)
+            columns.specs.extend(bank.specs)
+            columns.arrays.extend(arrays)
+            columns.addresses.extend(bank.addresses)
+            columns.backends.extend([bank.backend] * len(arrays))
+            return bank.node
+        first = len(columns.names)
+        node = super().encode(value, path, depth)
+        self._note_bank(value, path, first, node)
+        return node
+
+    def _note_bank(self, value: dict[Any, Any] | list[Any], path: str, first: int, node: Node) -> None:
+        """Remembers a container if it holds plain arrays of one library, and each of them has a leaf of its own."""
+        columns = self._columns
+        addresses = [address for address in columns.addresses[first:] if address is not None]
+        self._captures.banks.pop(path, None)
+        if len(addresses) != len(value) or len(columns.names) - first != len(value) or "$" in node:
+            return
+        arrays = arrays_of(value)
+        backends = columns.backends[first:]
+        if any(map(_differ, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
+            return
+        glance = try_glance(backends[0], arrays)
+        if glance is not None:
+            self._captures.banks[path] = Bank(
+                keys_of(value),
+                frozenset(map(type, arrays)),
+                backends[0],
+                glance,
+                columns.names[first:],
+                columns.specs[first:],
+                addresses,
+                self._memories[first:],
+                node,
+            )
+
     def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
         spec = backend.spec(array, path)
         memory = backend.alias_key(array)
-        by_memory = self._by_memory.setdefault(backend.name, {})
-        name = by_memory.get(memory)
-        if name is None:
+        address = backend.address(array)
+        place = self._place(backend, memory, address)
+        if place is None:
             name = path
             number = 2
             # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
@@ -115,7 +217,34 @@ class _Capturing(Encoder):
                 number += 1
             if name == "__metadata__":
                 raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
-            self._names.add(name)
-            by_memory[memory] = name
-            self.leaves.append(ArrayLeaf(name, spec, array, backend))
-        return name
+            self._add(name, spec, array, address, backend, memory)
+            return name
+        return self._columns.names[place]
+
+    def _add(
+        self, name: str, spec: ArraySpec, array: Any, address: int | None, backend: ArrayBackend, memory: Hashable
+    ) -> None:
+        columns = self._columns
+        self._names.add(name)
+        self._addresses.add(address)
+        self._by_memory.setdefault(backend.name, {})[memory] = len(columns.names)
+        self._memories.append(memory)
+        columns.names.append(name)
+        columns.specs.append(spec)
+        columns.arrays.append(array)
+        columns.addresses.append(address)
+        columns.backends.append(backend)
+
+    def _place(self, backend: ArrayBackend, memory: Hashable, address: int | None) -> int | None:
+        """Where in the columns the leaf of that memory stands, if it has one."""
+        if self._banks and address is not None and address in self._addresses:
+            # It may be one of a bank's: those are entered one by one only now, since that is seldom needed.
+            for first, bank in self._banks:
+                places = range(first, first + len(bank.memories))
+                self._by_memory.setdefault(bank.backend.name, {}).update(zip(bank.memories, places, strict=True))
+            self._banks.clear()
+        return self._by_memory.get(backend.name, {}).get(memory)
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other

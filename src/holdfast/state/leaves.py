@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -30,11 +30,58 @@ class ArraySpec:
         return array_bytes(self.dtype, self.shape)
 
 
+class Transfer(Protocol):
+    """Copies that a device is making."""
+
+    def hold(self) -> None:
+        """Makes what the calling thread does with the arrays from now on come after the copies, without waiting."""
+        ...
+
+    def wait(self) -> None:
+        """**Blocks.** Waits until the copies are made."""
+        ...
+
+
+class DeviceCopier(Protocol):
+    """How arrays come from the devices of one library, behind the thread that asks for it."""
+
+    def moment(self, arrays: Sequence[Any]) -> object:
+        """What copies of these arrays have to wait for, so that they hold the values that the calling thread sees."""
+        ...
+
+    def start(
+        self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int], moment: object
+    ) -> Transfer | None:
+        """Begins what `ArrayBackend.copy_out` does, from any thread.
+
+        Args:
+            arrays: The arrays.
+            image: Where to.
+            offsets_bytes: Where each begins in the image.
+            moment: What `moment` returned in the thread that changes the arrays.
+
+        Returns:
+            What is still under way, or None if all is copied.
+        """
+        ...
+
+    def pin(self, image: memoryview) -> Callable[[], None] | None:
+        """Makes memory quick to copy to.
+
+        Returns:
+            What undoes it, or None if nothing was done.
+        """
+        ...
+
+
 class ArrayBackend(Protocol):
     """How the arrays of one library are looked at, copied out, and filled."""
 
     name: str
     """The library, such as `numpy` or `torch`."""
+
+    devices: DeviceCopier | None
+    """For libraries whose arrays may lie elsewhere than in host memory."""
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is.
@@ -51,8 +98,26 @@ class ArrayBackend(Protocol):
         """
         ...
 
+    def address(self, array: Any) -> int | None:
+        """Where the bytes of its values lie, just as they are stored: contiguous, little-endian, in host memory.
+
+        None if they lie otherwise, or there are none.
+        """
+        ...
+
+    def glance(self, arrays: Sequence[Any]) -> object:
+        """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
+
+        It is quicker than looking at each. It may raise anything for arrays that have no `address`.
+        """
+        ...
+
+    def version(self, array: Any) -> int | None:
+        """A number that grows whenever the values change; None if changes are not counted."""
+        ...
+
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
-        """Copies the values of many arrays, each contiguous and little-endian, into one writable image.
+        """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.
 
         When this returns, the image holds the values of the moment of the call. `image` has format `B`.
         """
@@ -88,26 +153,34 @@ class ArrayBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayLeaf:
-    """One named array of the live objects, not copied yet."""
-
-    name: str
-    spec: ArraySpec
-    array: Any
-    backend: ArrayBackend
-
-
-@dataclass(frozen=True, slots=True)
 class Captured:
     """The state of all named objects at one moment: plain values already taken, arrays still live.
 
+    The arrays stand in columns, since there may be very many. Each distinct array is there once; arrays that share
+    their memory have one leaf.
+
     Attributes:
-        arrays: Each distinct array once; arrays that share their memory have one leaf.
+        names: Their leaves' names.
+        specs: What they are.
+        arrays: The arrays themselves.
+        addresses: Where their bytes lie; see `ArrayBackend.address`.
+        backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
+        held: The places, in the columns, of arrays that stay as they are until a step that waits.
     """
 
-    arrays: tuple[ArrayLeaf, ...]
+    names: list[str]
+    specs: list[ArraySpec]
+    arrays: list[Any]
+    addresses: list[int | None]
+    backends: list[ArrayBackend]
     objects: dict[str, Skeleton]
+    held: frozenset[int] = frozenset()
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(spec.size_bytes for spec in self.specs)
 
 
 @dataclass(slots=True)

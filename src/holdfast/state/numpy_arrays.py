@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.state.adapters import StateAdapter
-from holdfast.state.leaves import ArraySpec
+from holdfast.state.leaves import ArraySpec, DeviceCopier
 from holdfast.state.registry import register_adapter, register_backend
 from holdfast.state.strides import may_share_elements
 
@@ -35,6 +35,7 @@ class NumpyBackend:
     """Arrays of NumPy. Other byte orders are stored little-endian, and come back so where an array is made anew."""
 
     name = "numpy"
+    devices: DeviceCopier | None = None
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""
@@ -59,6 +60,20 @@ class NumpyBackend:
             return id(array)
         address = array.__array_interface__["data"][0]
         return (address, array.dtype.str, array.shape, array.strides)
+
+    def address(self, array: Any) -> int | None:
+        """The address of what lies as it is stored."""
+        if not (array.size and array.flags.c_contiguous and array.dtype.newbyteorder("<") == array.dtype):
+            return None
+        return int(array.__array_interface__["data"][0])
+
+    def glance(self, arrays: Sequence[Any]) -> object:
+        """Address, type, byte order, shape and strides of each."""
+        return [(array.__array_interface__["data"][0], array.dtype, array.shape, array.strides) for array in arrays]
+
+    def version(self, array: Any) -> int | None:
+        """NumPy counts no changes."""
+        return None
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """Copies the values of many arrays into one image."""

@@ -47,7 +47,7 @@ class Crew:
         self._started = started
         started.wait(threading.TIMEOUT_MAX)
 
-    def run(self, jobs: Iterable[Callable[[], None]]) -> None:
+    def run(self, jobs: Iterable[Callable[[], object]]) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
 
         The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
@@ -110,7 +110,7 @@ class Crew:
 class _Round:
     """One round of jobs."""
 
-    def __init__(self, jobs: Iterator[Callable[[], None]], helpers: int) -> None:
+    def __init__(self, jobs: Iterator[Callable[[], object]], helpers: int) -> None:
         self.error: BaseException | None = None
         self._jobs = jobs
         self._helpers = helpers

@@ -61,6 +61,29 @@ class OptimizerAdapter(Adapter):
             "shapes": _shapes_of(layout),
         }
 
+    def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
+        """A hook of the optimizer's own."""
+        register = getattr(obj, "register_step_pre_hook", None)
+        if register is None:
+            return None  # A wrapper, say, that passes on little of what it wraps.
+        remove: Callable[[], None] = register(lambda *_: call()).remove
+        return remove
+
+    def stepped_arrays(self, obj: Any) -> list[Any]:
+        """The parameters, and the tensors that stand in their state."""
+        parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
+        values = [value for state in obj.state.values() if isinstance(state, dict) for value in state.values()]
+        return [tensor for tensor in (*parameters, *values) if isinstance(tensor, torch.Tensor)]
+
+    def awaited_bytes(self, obj: Any) -> int:
+        """Two moments for each parameter without state, as Adam has; three or one where the options say so."""
+        total_bytes = 0
+        for group in obj.param_groups:
+            moments = 1 if "momentum" in group and "betas" not in group else 2 + bool(group.get("amsgrad"))
+            waiting = [one for one in group["params"] if one.requires_grad and not obj.state.get(one)]
+            total_bytes += moments * sum(one.nbytes for one in waiting if not is_lazy(one))
+        return total_bytes
+
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares parameters and groups."""
         raw = obj.state_dict()

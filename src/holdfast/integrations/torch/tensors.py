@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.state.leaves import ArraySpec
+from holdfast.integrations.torch.devices import TorchDevices, tensor_over
+from holdfast.state.leaves import ArraySpec, DeviceCopier
 from holdfast.state.strides import may_share_elements
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -37,14 +38,20 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
-_GATHERED_BYTES: Final = 1 << 16
-"""Tensors on an accelerator that are smaller are gathered there and copied to the host together."""
+_DEVICES: Final = TorchDevices()
+_address = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_is_conj = torch.Tensor.is_conj
+_is_neg = torch.Tensor.is_neg
+_shape = attrgetter("shape")
+_dtype = attrgetter("dtype")
 
 
 class TorchBackend:
     """Tensors of torch, on any device."""
 
     name = "torch"
+    devices: DeviceCopier | None = _DEVICES
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the tensor is."""
@@ -69,21 +76,33 @@ class TorchBackend:
             return (address, array.dtype, array.shape, array.is_neg(), array.is_conj())
         return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
 
+    def address(self, array: Any) -> int | None:
+        """The address of what lies contiguous in host memory."""
+        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
+            return None
+        return array.data_ptr() or None
+
+    def glance(self, arrays: Sequence[Any]) -> object:
+        """Address, shape and type of each, if all lie as they are stored."""
+        dtypes = list(map(_dtype, arrays))
+        is_complex = any(dtype.is_complex for dtype in set(dtypes))
+        if (
+            not all(map(_is_contiguous, arrays))
+            or any(map(_is_neg, arrays))
+            or (is_complex and any(map(_is_conj, arrays)))
+        ):
+            return None
+        return (list(map(_address, arrays)), list(map(_shape, arrays)), dtypes)
+
+    def version(self, array: Any) -> int | None:
+        """What autograd counts for the tensor and all its views."""
+        return None if array.is_inference() else int(array._version)
+
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
-        """**Thread-safe.** Copies the values of many tensors into one image."""
-        if not image.nbytes:
-            return
-        base = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        move = ctypes.memmove
-        others: list[tuple[Any, int]] = []
-        for array, offset in zip(arrays, offsets_bytes, strict=True):
-            # A plain move lets other threads run, and costs a small tensor least.
-            if array.is_cpu and array.is_contiguous() and not (array.is_conj() or array.is_neg()):
-                move(base + offset, array.data_ptr(), array.nbytes)
-            else:
-                others.append((array, offset))
-        if others:
-            _copy_others(others, image, base)
+        """**Thread-safe.** **Blocks.** Copies the values of many tensors into one image."""
+        transfer = _DEVICES.start(arrays, image, offsets_bytes, _DEVICES.moment(arrays))
+        if transfer is not None:
+            transfer.wait()
 
     def writable_view(self, array: Any) -> memoryview | None:
         """The tensor's bytes, if they lie contiguous in host memory."""
@@ -101,7 +120,7 @@ class TorchBackend:
         if array.numel() == 0:
             return
         with torch.no_grad():
-            array.detach().copy_(_tensor_over(data, array.dtype, array.shape))
+            array.detach().copy_(tensor_over(data, array.dtype, array.shape))
 
     def new(self, spec: ArraySpec) -> Any:
         """A new tensor in host memory."""
@@ -146,45 +165,6 @@ def _why_not(array: Any) -> tuple[str, str]:
     if array.dtype is torch.complex128:
         return "a tensor of dtype torch.complex128", "Store torch.view_as_real(...) of it."
     return f"a tensor of dtype {array.dtype}", "Convert it to a type that safetensors has."
-
-
-def _copy_others(items: list[tuple[Any, int]], image: memoryview, base: int) -> None:
-    """Copies tensors that are not plain memory of the host."""
-    small: dict[torch.device, list[tuple[Any, int]]] = {}
-    devices: set[torch.device] = set()
-    with torch.no_grad():
-        for array, offset in items:
-            array = array.detach()
-            if array.numel() == 0:
-                continue
-            if not array.is_cpu:
-                devices.add(array.device)
-                if array.nbytes <= _GATHERED_BYTES:
-                    small.setdefault(array.device, []).append((array, offset))
-                    continue
-            part = image[offset : offset + array.nbytes]
-            _tensor_over(part, array.dtype, array.shape).copy_(array, non_blocking=True)
-        for gathered in small.values():
-            _copy_gathered(gathered, base)
-    for device in devices:
-        torch.accelerator.synchronize(device)
-
-
-def _copy_gathered(items: list[tuple[Any, int]], base: int) -> None:
-    """Copies many small tensors of one device in a single transfer."""
-    pieces = [array.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for array, _ in items]
-    host = torch.cat(pieces).cpu()
-    address = host.data_ptr()
-    for piece, (_, offset) in zip(pieces, items, strict=True):
-        ctypes.memmove(base + offset, address, piece.numel())
-        address += piece.numel()
-
-
-def _tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor that shows contiguous bytes; those of a view that is read-only are copied."""
-    if data.readonly:
-        data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape))
 
 
 def _note_change(array: torch.Tensor) -> None:

@@ -1,0 +1,63 @@
+"""What a manager is given, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+
+from holdfast.errors import UsageError
+from holdfast.format.names import MAX_STEP
+from holdfast.storage import LocalStorage, Storage
+
+
+def check_step(step: int) -> int:
+    """**Pure.** The step as a plain number.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
+    return number
+
+
+def check_policies(save_every: object, keep: object) -> None:
+    """**Pure.** Policies, or None.
+
+    Raises:
+        UsageError: If one is something else.
+    """
+    if save_every is not None and not callable(getattr(save_every, "decide_save", None)):
+        raise UsageError(f"save_every={save_every!r} is no policy for saving", hint="Such are Steps, Seconds and Auto.")
+    if keep is not None and not callable(getattr(keep, "choose_kept", None)):
+        raise UsageError(
+            f"keep={keep!r} is no policy for keeping", hint="Such are Latest, EveryN, Best, Newer and All."
+        )
+
+
+def check_numbers(failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object) -> None:
+    """**Pure.** Counts and times.
+
+    Raises:
+        UsageError: If one is wrong.
+    """
+    for name, value, least in (("failures_allowed", failures_allowed, 0), ("threads", threads, 1)):
+        if not isinstance(value, int) or value < least:
+            raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
+    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
+    is_size = isinstance(reserve_bytes, int) and not isinstance(reserve_bytes, bool) and reserve_bytes >= 0
+    if reserve_bytes not in (None, "auto") and not is_size:
+        raise UsageError(f"reserve_bytes={reserve_bytes!r} is no number of bytes", hint='Or it is "auto", or None.')
+
+
+def check_directory(storage: Storage) -> None:
+    """A run's directory need not be there yet, but nothing else may stand in its place.
+
+    Raises:
+        UsageError: If something does.
+    """
+    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
+        raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")

@@ -1,0 +1,53 @@
+"""Memory for the first save, made ready before it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from holdfast.save.buffer import HostBuffer
+from holdfast.state import capture_objects
+from holdfast.state.registry import adapter_of
+from holdfast.storage.crew import Crew
+
+_THREADS: Final = 2
+
+
+class Preparation:
+    """Touches the pages of a buffer behind the calling thread, until that needs the buffer."""
+
+    def __init__(self, buffer: HostBuffer, size_bytes: int) -> None:
+        """Begins; memory that cannot be had is left to the save, which says so."""
+        self._wanted = True
+        self._crew = Crew(_THREADS, "holdfast-prepare")
+        self._crew.start()
+        buffer.take(size_bytes)
+        self._crew.try_hand_over(lambda: self._touch(buffer))
+
+    def end(self) -> None:
+        """**Blocks** for some milliseconds. What has not been touched by now is left as it is."""
+        self._wanted = False
+        self._crew.close()
+
+    def _touch(self, buffer: HostBuffer) -> None:
+        self._crew.run(self._while_wanted(buffer.touch()))
+
+    def _while_wanted(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+        for job in jobs:
+            if not self._wanted:
+                return
+            yield job
+
+
+def reckon_bytes(objects: Mapping[str, object]) -> int:
+    """The memory that the state of the objects takes, and will take when all have been used once.
+
+    Raises:
+        UnsupportedValueError: If something cannot be stored.
+    """
+    captured = capture_objects(objects)
+    awaited_bytes = sum(
+        adapter.awaited_bytes(obj) for obj in objects.values() if (adapter := adapter_of(obj)) is not None
+    )
+    # And a header, of about so many bytes for each leaf.
+    return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)

@@ -1,0 +1,155 @@
+"""What is remembered from capture to capture, and from snapshot to snapshot, against doing all of it anew."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.save.buffer import HostBuffer
+from holdfast.save.stage import Stager
+from holdfast.state import Captured, Captures, capture_objects
+from holdfast.storage.crew import Crew
+
+COUNT = 40
+
+
+def fresh(kind: str, number: int) -> Any:
+    if kind == "numpy":
+        return np.full(3 + number % 3, number, np.float32)
+    return torch.full((3 + number % 3,), float(number))
+
+
+def change(draw: Any, objects: dict[str, Any], kind: str) -> None:
+    """Changes the live state in one of the ways in which programs do."""
+    bank: dict[str, Any] = objects["bank"]
+    name = draw(st.sampled_from(sorted(bank)))
+    what = draw(st.sampled_from(CHANGES))
+    array = bank[name]
+    if what == "values":
+        array[...] = draw(st.integers(0, 9))
+    elif what == "another":
+        bank[name] = fresh(kind, draw(st.integers(0, 9)))
+    elif what == "no array":
+        bank[name] = draw(st.integers(0, 9))
+    elif what == "of the other library":
+        bank[name] = fresh("torch" if kind == "numpy" else "numpy", 1)
+    elif what == "alias within":
+        bank[name] = bank[draw(st.sampled_from(sorted(bank)))]
+    elif what == "alias before":
+        objects["before"] = array
+    elif what == "alias behind":
+        objects["list"][0] = array
+    elif what == "strided":
+        bank[name] = fresh(kind, 2)[::2]
+    elif what == "empty":
+        bank[name] = fresh(kind, 2)[:0]
+    elif what == "remove and add":
+        bank["new"] = bank.pop(name)
+    elif what == "other order":
+        objects["bank"] = dict(sorted(bank.items(), key=lambda item: hash((item[0], 7))))
+    elif what == "an object's name taken":
+        objects["bank/" + name] = fresh(kind, 4)
+    elif what == "other memory" and isinstance(array, torch.Tensor):
+        array.data = array.data.clone()
+    elif what == "other type in place" and isinstance(array, torch.Tensor):
+        array.data = array.data.to(torch.float64)
+    elif what == "other shape in place" and isinstance(array, torch.Tensor):
+        array.unsqueeze_(0)
+    elif what == "conjugate" and isinstance(array, torch.Tensor):
+        bank[name] = torch.tensor([1 + 2j]).conj()
+
+
+CHANGES = [
+    "nothing",
+    "values",
+    "another",
+    "no array",
+    "of the other library",
+    "alias within",
+    "alias before",
+    "alias behind",
+    "strided",
+    "empty",
+    "remove and add",
+    "other order",
+    "an object's name taken",
+    "other memory",
+    "other type in place",
+    "other shape in place",
+    "conjugate",
+]
+
+
+def assert_same_capture(found: Captured, expected: Captured) -> None:
+    assert found.names == expected.names
+    assert found.specs == expected.specs
+    assert found.addresses == expected.addresses
+    assert found.backends == expected.backends
+    assert found.objects == expected.objects
+    assert [id(array) for array in found.arrays] == [id(array) for array in expected.arrays]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.sampled_from(["numpy", "torch"]))
+def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataObject, kind: str) -> None:
+    objects: dict[str, Any] = {
+        "before": fresh(kind, 1),
+        "bank": {f"a{number}": fresh(kind, number) for number in range(COUNT)},
+        "list": [fresh(kind, number) for number in range(COUNT)],
+    }
+    captures = Captures()
+    stager = Stager(HostBuffer())
+    crew = Crew(2, "stage")
+    crew.start()
+    try:
+        for step in range(data.draw(st.integers(2, 6))):
+            found = capture_objects(objects, captures)
+            expected = capture_objects(objects)
+            assert_same_capture(found, expected)
+            staging = stager.stage(found, 10**step)
+            staging.copy_now(crew)
+            anew = Stager(HostBuffer()).stage(expected, 10**step)
+            anew.copy_now(crew)
+            assert staging.snapshot.layout == anew.snapshot.layout
+            assert bytes(staging.snapshot.image) == bytes(anew.snapshot.image)
+            change(data.draw, objects, kind)
+    finally:
+        crew.close()
+
+
+def test_the_image_holds_what_each_array_says_of_itself() -> None:
+    """Plain moves against what the library itself makes of an array."""
+    arrays = {f"t{n}": torch.randn(n * 7000 + 1) for n in range(8)} | {"big": torch.randn(6_000_000)}
+    arrays |= {"strided": torch.randn(40, 50).t(), "half": torch.randn(9).to(torch.bfloat16), "none": torch.empty(0, 3)}
+    captured = capture_objects({"x": arrays})
+    crew = Crew(3, "stage")
+    crew.start()
+    staging = Stager(HostBuffer()).stage(captured, 1)
+    staging.copy_now(crew)
+    crew.close()
+    image = staging.snapshot.image
+    for place in staging.snapshot.layout.places:
+        array = arrays[place.name.removeprefix("x/")]
+        assert bytes(image[place.begin : place.end]) == array.contiguous().view(torch.uint8).numpy().tobytes()
+    assert not any(image[staging.snapshot.layout.size_bytes :])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_nothing_is_kept_alive(kind: str) -> None:
+    arrays = {f"a{number}": fresh(kind, number) for number in range(COUNT)}
+    gone = weakref.ref(arrays["a0"])
+    captures = Captures()
+    stager = Stager(HostBuffer())
+    crew = Crew(1, "stage")
+    stager.stage(capture_objects({"x": arrays}, captures), 1).copy_now(crew)
+    assert captures.banks
+    del arrays
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,294 @@
+"""Copies that go on while training computes: never torn, waited for by the step, and given up where that fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+from holdfast.errors import ChangedError, DeadlineError, SaveFailedError
+from holdfast.events import Event, Held
+from holdfast.save.overlap import StepHold
+from holdfast.state.registry import adapter_of
+from holdfast.storage import MemoryStorage
+from holdfast.storage.memory import MemoryWriter
+
+
+class Net(nn.Module):
+    """Parameters that the optimizer changes, and buffers that the forward pass changes."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+        self.big = nn.Parameter(torch.zeros(3_000_000))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(batch)
+        return out.sum() + self.big.sum() * 1e-6
+
+
+class Job:
+    """A model in training."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.generator = torch.Generator().manual_seed(2)
+
+    def forward_and_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 64, generator=self.generator)).backward()
+
+    def train(self) -> None:
+        self.forward_and_backward()
+        self.optimizer.step()
+
+    def checkpoint(self) -> hf.Checkpoint:
+        return hf.Checkpoint(model=self.model, optimizer=self.optimizer, generator=self.generator)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        state = dict(self.model.state_dict())
+        for number, own in self.optimizer.state_dict()["state"].items():
+            state |= {f"{number}.{key}": value for key, value in own.items()}
+        return {name: value.clone() for name, value in state.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def restored(directory: Any, step: int) -> dict[str, torch.Tensor]:
+    job = Job()
+    job.train()
+    with hf.CheckpointManager(directory, job.checkpoint()) as manager:
+        assert manager.restore(step) is not None
+    return job.values()
+
+
+def test_saves_hold_the_values_of_the_call_whatever_training_does_next(tmp_path: Path) -> None:
+    job = Job()
+    expected: dict[int, dict[str, torch.Tensor]] = {}
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, threads=2) as manager:
+        for step in range(1, 13):
+            job.train()
+            expected[step] = job.values()
+            manager.save(step)
+            # BatchNorm's buffers change in the forward pass, all else in the step, which waits.
+            job.train()
+    for step, values in expected.items():
+        assert_same(restored(tmp_path, step), values)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_both_ways_of_copying_store_the_same(tmp_path: Path, overlap: bool) -> None:
+    job = Job()
+    job.train()
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=overlap) as manager:
+        manager.save(1).wait_committed(60)
+    assert_same(restored(tmp_path, 1), job.values())
+
+
+class BlockedStorage(MemoryStorage):
+    """A storage whose writers wait until they may go on, so that a save stays in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        assert self.may_write.wait(60)
+        return super().open_writer(path, size_bytes)
+
+
+def test_the_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path) -> None:
+    job = Job()
+    job.train()
+    storage = BlockedStorage()
+    events: list[Event] = []
+    with hf.CheckpointManager(storage, job.checkpoint(), overlap_copy=True, sinks=[events.append]) as manager:
+        handle = manager.save(1)
+        expected = job.values()
+        job.train()  # The write cannot begin yet: were it waited for, this would hang.
+        handle.wait_staged(60)
+        assert not handle.committed
+        storage.may_write.set()
+        handle.wait_committed(60)
+    assert [event.step for event in events if isinstance(event, Held)] == [1]
+    assert manager.totals.blocked_seconds > 0
+    fresh = Job()
+    fresh.train()
+    with hf.CheckpointManager(storage, fresh.checkpoint()) as again:
+        again.restore()
+    assert_same(fresh.values(), expected)
+
+
+def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends() -> None:
+    """The hold by itself, with the copy in the test's hand."""
+    seen: list[tuple[int, float]] = []
+    hold = StepHold(60.0, lambda step, seconds: seen.append((step, seconds)))
+    job = Job()
+    job.forward_and_backward()
+    adapter = adapter_of(job.optimizer)
+    assert adapter is not None
+    assert hold.try_hold(job.optimizer, adapter)
+    before = job.values()
+    hold.begin(7)
+    at_the_step = threading.Event()
+    job.optimizer.register_step_pre_hook(lambda *_: at_the_step.set())  # Comes behind the one that waits.
+    trainer = threading.Thread(target=job.optimizer.step)
+    trainer.start()
+    assert not at_the_step.wait(0.05)
+    assert_same(job.values(), before)
+    hold.release([])
+    trainer.join(60)
+    assert at_the_step.is_set()
+    assert [step for step, _ in seen] == [7]
+    hold.end()
+    assert len(job.optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() -> None:
+    hold = StepHold(0.01, lambda step, seconds: None)
+    job = Job()
+    job.forward_and_backward()
+    adapter = adapter_of(job.optimizer)
+    assert adapter is not None
+    hold.try_hold(job.optimizer, adapter)
+    hold.begin(7)
+    before = job.values()
+    with pytest.raises(DeadlineError, match="step 7"):
+        job.optimizer.step()
+    assert_same(job.values(), before)
+
+
+def changing(tensor: torch.Tensor, stop: threading.Event) -> None:
+    while not stop.is_set():
+        with torch.no_grad():
+            tensor.add_(1.0)
+
+
+@pytest.fixture
+def restless() -> Iterator[Job]:
+    job = Job()
+    job.train()
+    stop = threading.Event()
+    thread = threading.Thread(target=changing, args=(job.model.big, stop))
+    thread.start()
+    yield job
+    stop.set()
+    thread.join(60)
+
+
+def test_what_changes_under_the_copy_is_never_committed_and_copied_at_once_from_then_on(
+    restless: Job, tmp_path: Path
+) -> None:
+    with hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True, failures_allowed=1) as manager:
+        first = manager.save(1)
+        with pytest.raises(SaveFailedError, match=r"model/big.*changed while being copied") as caught:
+            first.wait_committed(60)
+        cause = caught.value.__cause__
+        assert isinstance(cause, ChangedError)
+        assert cause.leaves == ("model/big",)
+        assert manager.latest_step() is None
+        manager.save(2).wait_committed(60)
+        assert manager.latest_step() == 2
+
+
+def test_frozen_parameters_and_those_of_no_optimizer_are_copied_before_save_returns(tmp_path: Path) -> None:
+    job = Job()
+    average = Net()
+    job.train()
+    checkpoint = job.checkpoint()
+    checkpoint["average"] = average
+    storage = BlockedStorage()
+    with hf.CheckpointManager(storage, checkpoint, overlap_copy=True) as manager:
+        expected = {name: value.clone() for name, value in average.state_dict().items()}
+        manager.save(1)
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.fill_(9.0)
+        storage.may_write.set()
+    again = Net()
+    with hf.CheckpointManager(storage, hf.Checkpoint(average=again)) as manager:
+        manager.restore(only="average")
+    assert_same(dict(again.state_dict()), expected)
+
+
+def test_a_manager_that_is_gone_holds_up_no_step_and_is_kept_alive_by_none(tmp_path: Path) -> None:
+    job = Job()
+    job.train()
+    manager = hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True)
+    manager.save(1)
+    manager.wait(60)
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    job.train()
+
+
+def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
+    job = Job()
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True) as manager:
+        manager.save(1)
+        assert len(job.optimizer._optimizer_step_pre_hooks) == 1
+        manager.wait(60)
+        manager.save(2)
+        assert len(job.optimizer._optimizer_step_pre_hooks) == 1
+    assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
+    hold = StepHold(0.01, lambda step, seconds: None)
+    hold.begin(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            hold.wait()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(DeadlineError):
+        hold.wait()
+
+
+@pytest.mark.parametrize("reserve_bytes", [0, 1 << 20, 64 << 20, "auto"])
+def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes: Any) -> None:
+    job = Job()
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), reserve_bytes=reserve_bytes) as manager:
+        job.train()
+        manager.save(1)
+        expected = job.values()
+    assert_same(restored(tmp_path, 1), expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "all", True])
+def test_a_reserve_that_is_no_size_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(hf.errors.UsageError, match="reserve_bytes"):
+        hf.CheckpointManager(tmp_path, hf.Checkpoint(a=1), reserve_bytes=wrong)
+
+
+def test_what_is_reckoned_is_what_a_save_takes_once_the_optimizer_has_stepped() -> None:
+    from holdfast.save.prepare import reckon_bytes
+    from holdfast.state import capture_objects
+
+    for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adagrad):
+        job = Job()
+        job.optimizer = make(job.model.parameters())  # type: ignore[assignment]
+        reckoned_bytes = reckon_bytes(job.checkpoint().objects)
+        job.train()
+        size_bytes = capture_objects(job.checkpoint().objects).size_bytes
+        assert size_bytes <= reckoned_bytes <= size_bytes * 1.01 + 8192
