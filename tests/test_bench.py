@@ -180,6 +180,10 @@ def test_known_advice() -> None:
     assert [other.interval_seconds for other in slow.others] == [3600.0]
     dear = advise(stall_seconds=30.0, durable_seconds=60.0, restore_seconds=1.0, mtbf_seconds=6 * 3600.0)
     assert (repr(dear.policy), dear.bound) == ("Seconds(3000)", "overhead")
+    # Young's is sqrt(2 * 30 * 21600) = 1138.4; it can be compared with.
+    assert dear.optimum_seconds == pytest.approx(1138.4, rel=0.02)
+    assert [other.interval_seconds for other in dear.others] == [60.0, 600.0, dear.optimum_seconds, 3600.0]
+    assert min(dear.others, key=lambda other: other.losses.lost_share).interval_seconds == dear.optimum_seconds
 
 
 def test_advice_in_steps() -> None:

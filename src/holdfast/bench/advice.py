@@ -8,7 +8,7 @@ from typing import Final
 
 from holdfast.policies import Auto, SaveMoment, Seconds, Steps
 from holdfast.policies.expectation import ExpectedLosses, expect_losses
-from holdfast.policies.saving import Bound
+from holdfast.policies.saving import Bound, daly_interval_seconds
 
 _USUAL_SECONDS: Final = (60.0, 600.0, 3600.0)
 """Intervals that people choose, to compare with."""
@@ -36,13 +36,16 @@ class Advice:
         auto: The policy that finds the interval by itself.
         choice: The interval that `policy` comes to.
         bound: What sets it, as for `Auto`.
-        others: Usual intervals, to compare with; those that are too short for a save to become durable are left out.
+        optimum_seconds: The interval of Young and Daly, whatever `bound` is.
+        others: Usual intervals, and that one where it was passed over for the overhead, to compare with; those that are
+            too short for a save to become durable are left out.
     """
 
     policy: Seconds | Steps
     auto: Auto
     choice: Choice
     bound: Bound
+    optimum_seconds: float
     others: tuple[Choice, ...]
 
 
@@ -90,8 +93,10 @@ def advise(
     else:
         policy = Steps(int(plain_figure(chosen.steps)))
         interval_seconds = policy.n * step_seconds
-    others = tuple(choose(usual) for usual in _USUAL_SECONDS if usual >= durable_seconds)
-    return Advice(policy, auto, choose(interval_seconds), chosen.bound, others)
+    optimum_seconds = daly_interval_seconds(stall_seconds, mtbf_seconds)
+    compared = {*_USUAL_SECONDS, optimum_seconds} if chosen.bound == "overhead" else {*_USUAL_SECONDS}
+    others = tuple(choose(usual) for usual in sorted(compared) if usual >= durable_seconds)
+    return Advice(policy, auto, choose(interval_seconds), chosen.bound, optimum_seconds, others)
 
 
 def plain_figure(figure: float) -> float:

@@ -28,8 +28,8 @@ _COSTS: Final[dict[Work, str]] = {
 }
 _BOUNDS: Final[dict[Bound, str]] = {
     "optimum": "At this interval saves and failures cost least together (Young and Daly).",
-    "overhead": "Young and Daly's interval is shorter; but saves are kept to one percent of the time.",
-    "durable": "Young and Daly's interval is shorter; but a save takes this long to be durable.",
+    "overhead": "Young and Daly's interval is {optimum}; but Auto keeps saves to {overhead} of the time.",
+    "durable": "Young and Daly's interval is {optimum}; but a save takes longer to be durable.",
     "unmeasured": "",
 }
 _BAR_WIDTH: Final = 20
@@ -117,7 +117,8 @@ class BenchPage:
         say(Styled(f"how often to save, with a failure every {rough_text(report.mtbf_seconds)}", FAINT))
         about = f"   every {rough_text(choice.interval_seconds)}" if report.step_seconds is not None else ""
         say("  ", Styled(f"save_every={report.save_every}", f"bold {GOOD}"), Styled(about, FAINT))
-        say(f"  {_BOUNDS[report.advice.bound]}")
+        optimum, overhead = rough_text(report.advice.optimum_seconds), share_text(report.advice.auto.overhead)
+        say("  ", _BOUNDS[report.advice.bound].format(optimum=optimum, overhead=overhead))
         undone = rough_text(choice.losses.per_failure_seconds)
         say(f"  A failure then costs {undone} on average: what was trained since the last durable save, and a restore.")
         if choice.losses.lost_share > _MOST:

@@ -106,6 +106,7 @@ class BenchReport:
                 "save_every": self.save_every,
                 "auto": self.auto,
                 "bound": self.advice.bound,
+                "optimum_seconds": self.advice.optimum_seconds,
                 **_choice_fields(self.advice.choice),
                 "others": [_choice_fields(other) for other in self.advice.others],
             },
