@@ -121,8 +121,10 @@ class BenchPage:
         say("  ", _BOUNDS[report.advice.bound].format(optimum=optimum, overhead=overhead))
         undone = rough_text(choice.losses.per_failure_seconds)
         say(f"  A failure then costs {undone} on average: what was trained since the last durable save, and a restore.")
-        if choice.losses.lost_share > _MOST:
-            say("  ", Styled("Even so most of the time is lost: failures come too often for this disk.", BAD))
+        if min(one.losses.lost_share for one in (choice, *report.advice.others)) > _MOST:
+            say("  ", Styled("Most of the time is lost at any interval: failures come too often for this disk.", BAD))
+        elif choice.losses.lost_share > _MOST:
+            say("  ", Styled("Most of the time is lost; with another interval, below, less is.", BAD))
         by_default = ", as hf.resumable does by default" if report.auto == "hf.Auto()" else ""
         say("  ", Styled(report.auto, STRONG), f" measures while training and chooses by itself{by_default}.")
         rows: list[list[Words]] = []
