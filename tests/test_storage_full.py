@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES
+from mounts import mounted
 
 PRELUDE = """
 import resource, sys
@@ -75,20 +74,6 @@ storage.remove("data")
     )
 
 
-@contextmanager
-def _mounted(directory: Path, *arguments: str) -> Iterator[Path]:
-    directory.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount")
-    done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
 def _fill(storage: LocalStorage) -> int:
     """Writes files until there is no room for more; how many."""
     number = 0
@@ -117,7 +102,7 @@ def _check_full_disk(root: Path) -> None:
 
 
 def test_full_memory_disk(tmp_path: Path) -> None:
-    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs") as root:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k", "tmpfs") as root:
         _check_full_disk(root)
 
 
@@ -128,11 +113,11 @@ def test_full_ext4(tmp_path: Path) -> None:
     with image.open("wb") as file:
         file.truncate(4 << 20)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    with _mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
         _check_full_disk(root)
 
 
 def test_read_only(tmp_path: Path) -> None:
-    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k,ro", "tmpfs") as root:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k,ro", "tmpfs") as root:
         with pytest.raises(StorageError, match="mounted read-only"):
             LocalStorage(root).publish("manifest", b"")

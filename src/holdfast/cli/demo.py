@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import click
 
+from holdfast.cli.signals import ending_on
 from holdfast.demo.settings import FORGETTABLE, Settings
 
 _EXIT_INTERRUPTED: Final = 130
@@ -64,7 +64,7 @@ def command(
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("the demo trains with torch, which is not installed: pip install 'holdfast[torch]'")
     try:
-        with _ending_on_sigterm(), _place(directory, keep) as files:
+        with ending_on(signal.SIGTERM), _place(directory, keep) as files:
             passed = _run(seed, kills, steps, forget, quick, files)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
@@ -114,17 +114,3 @@ def _place(directory: Path | None, keep: bool) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as temporary:
             yield Path(temporary)
-
-
-@contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end the block as an exception does, so that the processes and files of the demo go as well."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

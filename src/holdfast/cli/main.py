@@ -18,6 +18,7 @@ VERBS: Final = {
     "show": "Show what one checkpoint holds.",
     "verify": "Read every byte and say whether it is what was written.",
     "prune": "Remove steps that are no longer wanted, and what unfinished saves left.",
+    "bench": "Measure what a disk gives, what a save costs, and how often to save.",
     "demo": "Train a small model, kill it again and again, and compare.",
 }
 """Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 _UNITS: Final = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_ROUGH_UNITS: Final = ((86400, 2 * 86400, "days"), (3600, 3600, "h"), (60, 120, "min"), (1, 0.0995, "s"))
 _AGES: Final = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -43,6 +44,14 @@ def duration_text(seconds: float) -> str:
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+
+
+def rough_text(seconds: float) -> str:
+    """**Pure.** A duration to three digits, such as `2.1 ms`, `0.83 s` or `14.2 min`."""
+    for unit_seconds, least_seconds, unit in _ROUGH_UNITS:
+        if seconds >= least_seconds:
+            return f"{seconds / unit_seconds:.3g} {unit}"
+    return f"{seconds * 1000:.2g} ms"
 
 
 def age_text(age_seconds: float) -> str:

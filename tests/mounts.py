@@ -1,0 +1,26 @@
+"""File systems that are mounted for a test."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(directory: Path, *arguments: str) -> Iterator[Path]:
+    """Mounts something on a new directory while the body runs; skips the test where that is not allowed."""
+    directory.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount")
+    done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
