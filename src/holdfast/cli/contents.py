@@ -13,9 +13,9 @@ from holdfast.cli.values import count_values, find_nodes
 from holdfast.errors import NoCheckpointError, NotFoundError
 from holdfast.format.index import LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
-from holdfast.restore.handoffs import OpenedStep, join
+from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.verify import open_step
 
 

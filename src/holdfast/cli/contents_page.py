@@ -13,8 +13,8 @@ from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, St
 from holdfast.cli.survey import State
 from holdfast.cli.values import count_values, describe, list_values
 from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
+from holdfast.format.names import join
 from holdfast.format.scalars import Node
-from holdfast.restore.handoffs import join
 
 _LARGEST: Final = 10
 _MAX_NOTE_CHARACTERS: Final = 400
