@@ -57,6 +57,7 @@ class CheckpointManager:
         when_busy: Literal["wait", "skip"] = "wait",
         failures_allowed: int = 0,
         begin_anew: bool = False,
+        incremental: bool = False,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
@@ -73,6 +74,8 @@ class CheckpointManager:
                 the same, and the last save of a job is never allowed to fail silently.
             begin_anew: True to begin from nothing although the run may have checkpoints; they stay, off the living
                 line, until a person prunes them.
+            incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
+                These steps stay then, whatever `keep` says.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write, and read at a restore.
@@ -83,7 +86,7 @@ class CheckpointManager:
         """
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
-        _check_arguments(checkpoint, save_every, keep, failures_allowed, timeout_seconds, threads)
+        _check_arguments(checkpoint, save_every, keep, incremental, failures_allowed, timeout_seconds, threads)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         _check_directory(self._storage)
@@ -96,7 +99,7 @@ class CheckpointManager:
         journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
         self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
-        self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads)
+        self._saver = Saver(self._storage, keep or All(), self._emit, self._reports, threads, incremental=incremental)
         living = () if begin_anew else read_catalog(self._storage).living
         self._origin = Origin(base=living[-1] if living else None)
         self._living = {name.step for name in living}
@@ -364,6 +367,7 @@ def _check_arguments(
     checkpoint: Checkpoint,
     save_every: SavePolicy | None,
     keep: RetentionPolicy | None,
+    incremental: bool,
     failures_allowed: int,
     timeout_seconds: float,
     threads: int,
@@ -376,6 +380,8 @@ def _check_arguments(
         raise UsageError(
             f"keep={keep!r} is no policy for keeping", hint="Such are Latest, EveryN, Best, Newer and All."
         )
+    if not isinstance(incremental, bool):
+        raise UsageError(f"incremental={incremental!r} is neither True nor False")
     for name, value, least in (("failures_allowed", failures_allowed, 0), ("threads", threads, 1)):
         if not isinstance(value, int) or value < least:
             raise UsageError(f"{name}={value!r} is not a whole number from {least} on")

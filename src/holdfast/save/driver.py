@@ -78,9 +78,18 @@ class Saver:
     the reports and the queue of events alone; the rest is handed over when a save begins, and back when it has ended.
     """
 
-    def __init__(self, storage: Storage, keep: RetentionPolicy, emit: Sink, reports: SaveReports, threads: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        keep: RetentionPolicy,
+        emit: Sink,
+        reports: SaveReports,
+        threads: int,
+        *,
+        incremental: bool = False,
+    ) -> None:
         self._storage = storage
-        self._line = Line(storage, keep)
+        self._line = Line(storage, keep, incremental=incremental)
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -193,7 +202,7 @@ class Saver:
         name = self._line.name(order.step)
         work.handle.mark_named(name)
         try:
-            receipts = self._line.write(work.snapshot, name, work.crew)
+            receipts = self._line.write(work.snapshot, name, work.crew, order.metrics)
             self._emit(
                 Written(
                     step=order.step,
@@ -221,6 +230,7 @@ class Saver:
                 blocked_seconds=work.staged.blocked_seconds,
                 background_seconds=durable_seconds,
                 size_bytes=receipts.size_bytes,
+                referred_bytes=receipts.referred_bytes,
                 training_saved_seconds=training_saved_seconds,
             )
         )
@@ -251,7 +261,7 @@ class Saver:
             self._warn_of_absent(cleaning.absent)
             self._emit(
                 Retained(
-                    kept={kept.step: reason for kept, reason in cleaning.kept.items()},
+                    kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
                     removed=tuple(removed.step for removed in cleaning.removed),
                     background_seconds=time.monotonic() - begun_at,
                 )
