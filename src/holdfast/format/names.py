@@ -9,6 +9,7 @@ from typing import Final
 GENERATIONS_DIRECTORY: Final = "generations"
 MANIFEST_NAME: Final = "manifest.json"
 TRASH_PREFIX: Final = ".trash-"
+DATA_SUFFIX: Final = ".safetensors"
 
 MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
@@ -105,7 +106,7 @@ def parse_generation_temporary(name: str) -> int | None:
 
 def data_name(rank: int, world_size: int) -> str:
     """**Pure.** The name of a worker's data file."""
-    return f"data-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"data-{rank:05d}-of-{world_size:05d}{DATA_SUFFIX}"
 
 
 def index_name(rank: int, world_size: int) -> str:

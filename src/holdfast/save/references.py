@@ -17,7 +17,7 @@ MAX_SHARE: Final = 2
 """How many times as large as what is referred to all that is kept for it may be."""
 
 SMALL_BYTES: Final = 1 << 20
-"""What is kept on the disk for so few bytes is not weighed."""
+"""What may be kept beyond that: so few bytes are not weighed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
 
     A step that is referred to stays on the disk, with all that it refers to itself, whatever the retention policy
     says. So that this does not add up without bound, they are looked at one by one, what holds most first, and one is
-    chosen only if what it adds to the steps that the policy would give up is no more than `MAX_SHARE` times what is
-    referred to there, and if they are no more than `MAX_KEPT_STEPS` then.
+    chosen only if what it adds to the steps that the policy would give up takes no more than `MAX_SHARE` times what is
+    referred to there and `SMALL_BYTES`, and if they are no more than `MAX_KEPT_STEPS` then.
 
     Args:
         offers: The steps that could be referred to.
@@ -97,7 +97,7 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
     for offer in sorted(offers, key=lambda offer: (-offer.held_bytes, offer.name)):
         added = {name: size_bytes for name, size_bytes in offer.kept_bytes.items() if name not in kept | set(wanted)}
         cost_bytes = sum(added.values())
-        is_cheap = cost_bytes <= max(MAX_SHARE * offer.held_bytes, SMALL_BYTES)
+        is_cheap = cost_bytes <= MAX_SHARE * offer.held_bytes + SMALL_BYTES
         if is_cheap and len(chosen) < MAX_KEPT_STEPS and len(kept) + len(added) <= MAX_KEPT_STEPS:
             chosen.add(offer.name)
             kept |= added.keys()
