@@ -225,7 +225,7 @@ def _find_referred_problem(index: Index, names: set[str]) -> str:
         problem = _find_leaf_problem(leaf, index.span_bytes, names)
         if problem:
             return problem
-        if leaf.source not in (number, number + 1) or leaf.source >= len(index.sources):
+        if not 0 <= leaf.source < len(index.sources) or leaf.source not in (number, number + 1):
             return f"{leaf.name!r} refers to source {leaf.source} of {len(index.sources)}, out of order"
         if leaf.source != number:
             number, offset = leaf.source, 0
