@@ -51,6 +51,7 @@ def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
         marks = ["newest"] if one is survey.newest else []
         marks += ["damaged"] if one.damages else []
         marks += ["may_be_in_progress"] if one.may_be_in_progress else []
+        marks += ["referred_to"] if one.referred_by else []
         marks += [f"refers_to:{name.directory}" for name in one.refers_to]
         for metric, (lowest, highest) in extremes.items():
             marks += [f"lowest:{metric}"] if manifest and one.name == lowest else []
@@ -120,7 +121,7 @@ def _mark(survey: Survey, one: Found) -> Styled:
         return Styled("newest", GOOD)
     if one.may_be_in_progress:
         return Styled("being written?", NOTABLE)
-    return Styled(_STATE_MARKS.get(one.state, ""), FAINT)
+    return Styled(_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
 
 
 def _add_metrics(
