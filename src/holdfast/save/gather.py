@@ -14,8 +14,11 @@ from holdfast.format.layout import ALIGNMENT_BYTES, Layout
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter
 
-PIECE_BYTES: Final = 8 << 20
+_PIECE_BYTES: Final = 8 << 20
 """One write."""
+
+_GATHERED_BYTES: Final = 2 << 20
+"""One write of what has to be gathered: the memory for it is fresh with each save, and there is less of it to touch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,15 @@ def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer:
     Raises:
         StorageError: If the place fails.
     """
-    crew.run(_pieces(_Gathering(image, layout, writer), moves))
+    piece_bytes = _PIECE_BYTES if len(moves) == 1 else _GATHERED_BYTES
+    crew.run(_pieces(_Gathering(image, layout, writer, piece_bytes), moves, piece_bytes))
 
 
-def _pieces(gathering: _Gathering, moves: list[Move]) -> Iterator[Callable[[], None]]:
+def _pieces(gathering: _Gathering, moves: list[Move], piece_bytes: int) -> Iterator[Callable[[], None]]:
     size_bytes = gathering.layout.size_bytes
     ahead = 0
-    for begin in range(0, size_bytes, PIECE_BYTES):
-        end = min(begin + PIECE_BYTES, size_bytes)
+    for begin in range(0, size_bytes, piece_bytes):
+        end = min(begin + piece_bytes, size_bytes)
         while ahead < len(moves) and moves[ahead].end <= begin:
             ahead += 1
         last = ahead
@@ -88,12 +92,12 @@ def _pieces(gathering: _Gathering, moves: list[Move]) -> Iterator[Callable[[], N
 class _Gathering:
     """**Thread-safe.** One file in the making."""
 
-    def __init__(self, image: memoryview, layout: Layout, writer: FileWriter) -> None:
+    def __init__(self, image: memoryview, layout: Layout, writer: FileWriter, piece_bytes: int) -> None:
         self.layout = layout
         self._image = image
         self._image_address = _address_of(image)
         self._writer = writer
-        self._scratch_bytes = min(PIECE_BYTES, layout.padded_bytes)
+        self._scratch_bytes = min(piece_bytes, layout.padded_bytes)
         self._scratches: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
 
     def write_piece(self, begin: int, end: int, moves: list[Move]) -> None:
