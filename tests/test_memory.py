@@ -23,11 +23,14 @@ state = {}
 for number in range(12):
     state[f"a{number}"] = np.full(2_000_000, float(number))
     state_bytes += state[f"a{number}"].nbytes
-manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state), keep=hf.Latest(1))
-if sys.argv[2] == "save":
+incremental = sys.argv[2] == "save incrementally"
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state), keep=hf.Latest(1), incremental=incremental)
+if sys.argv[2] != "restore":
     reset_peak()
     before = peak_bytes()
     for step in range(1, 6):
+        for number in range(1, 12, 2):
+            state[f"a{number}"][:] = step
         manager.save(step)
     manager.close()
 else:
@@ -56,6 +59,10 @@ def measure(directory: Path, mode: str) -> float:
 
 def test_saves_take_one_copy_of_the_state_however_many_there_are(tmp_path: Path) -> None:
     assert measure(tmp_path, "save") < 1.05
+
+
+def test_incremental_saves_take_a_few_mebibytes_more(tmp_path: Path) -> None:
+    assert measure(tmp_path, "save incrementally") < 1.10
 
 
 def test_a_restore_in_place_takes_almost_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, StorageError
+from holdfast.errors import DamageError, FormatError, NoCheckpointError, NotFoundError, StorageError
+from holdfast.format.digests import digest
 from holdfast.format.generation import (
     MAX_GENERATION_BYTES,
     Base,
@@ -18,7 +19,8 @@ from holdfast.format.generation import (
     encode_base,
     encode_opening,
 )
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, decode_references
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
@@ -27,6 +29,8 @@ from holdfast.format.names import (
     StepName,
     base_path,
     generation_path,
+    index_name,
+    join,
     parse_generation_file,
     parse_step_directory,
 )
@@ -145,6 +149,45 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
     """
     path = name.manifest_path
     return decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+
+
+def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
+    """**Blocks.** The steps that a committed step needs beside its own; also of one that a newer holdfast wrote.
+
+    Raises:
+        NotFoundError: If the step is not committed.
+        FormatError: If its manifest is damaged or another step's.
+    """
+    path = name.manifest_path
+    return decode_references(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+
+
+def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
+    """**Blocks.** The index of one worker, as the manifest vouches for it.
+
+    Args:
+        storage: Where it lies.
+        directory: The path of the step's directory; empty if the storage's root is that directory.
+        manifest: The step's manifest.
+        rank: The worker.
+
+    Raises:
+        NotFoundError: If it is missing.
+        DamageError: If it is not the index that was written.
+    """
+    worker = manifest.workers[rank]
+    path = join(directory, index_name(rank, manifest.world_size))
+    step = manifest.step
+    if worker.index_bytes > MAX_INDEX_BYTES:
+        raise DamageError(f"{path} is said to have {worker.index_bytes} bytes", step=step, path=path)
+    data = storage.read(path, worker.index_bytes)
+    if len(data) != worker.index_bytes or digest(data) != worker.index_digest:
+        raise DamageError(f"{path} is not the index that the manifest vouches for", step=step, path=path)
+    index = decode_index(data, path=path, step=step)
+    stands_for = (index.name, index.rank, index.world_size, index.data_bytes)
+    if stands_for != (manifest.name, rank, manifest.world_size, worker.data_bytes):
+        raise DamageError(f"{path} belongs to another checkpoint or worker", step=step, path=path)
+    return index
 
 
 def open_generation(storage: Storage) -> int:

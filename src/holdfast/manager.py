@@ -18,7 +18,7 @@ from holdfast.events.sinks import LoggingSink
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
-from holdfast.save.arguments import check_directory, check_numbers, check_policies, check_step
+from holdfast.save.arguments import check_directory, check_numbers, check_policies, check_step, check_switches
 from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_notes
@@ -55,6 +55,7 @@ class CheckpointManager:
         when_busy: Literal["wait", "skip"] = "wait",
         failures_allowed: int = 0,
         begin_anew: bool = False,
+        incremental: bool = False,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
@@ -73,6 +74,8 @@ class CheckpointManager:
                 the same, and the last save of a job is never allowed to fail silently.
             begin_anew: True to begin from nothing although the run may have checkpoints; they stay, off the living
                 line, until a person prunes them.
+            incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
+                These steps stay then, whatever `keep` says.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write, and read at a restore.
@@ -92,6 +95,7 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
         check_policies(save_every, keep)
+        check_switches(overlap_copy=overlap_copy, incremental=incremental)
         check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
@@ -112,6 +116,7 @@ class CheckpointManager:
             self._reports,
             threads=threads,
             overlap_copy=overlap_copy,
+            incremental=incremental,
             timeout_seconds=timeout_seconds,
         )
         living = () if begin_anew else read_catalog(self._storage).living

@@ -34,6 +34,7 @@ def resumable(
     keep: RetentionPolicy | None = None,
     strict: bool = True,
     begin_anew: bool = False,
+    incremental: bool = False,
     failures_allowed: int = 0,
     when_busy: Literal["wait", "skip"] = "wait",
     sinks: Iterable[Sink] = (),
@@ -60,6 +61,7 @@ def resumable(
         keep: What to keep; None for `Latest(3)`.
         strict: False to take from the checkpoint what fits, if objects have changed since.
         begin_anew: True to begin from nothing although there may be checkpoints.
+        incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
         failures_allowed: How many saves in a row may fail before the loop ends with an error.
         when_busy: What a save does while the one before is in flight: wait for it, or be left out.
         sinks: Functions that are told of each event.
@@ -87,6 +89,7 @@ def resumable(
         when_busy=when_busy,
         failures_allowed=failures_allowed,
         begin_anew=begin_anew,
+        incremental=incremental,
         sinks=sinks,
         timeout_seconds=timeout_seconds,
         threads=threads,

@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.errors import UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.layout import round_up
-from holdfast.save.stage import HostBuffer
+from holdfast.save.buffer import HostBuffer
 from holdfast.save.write import PIECE_BYTES
 from holdfast.storage.crew import Crew
 

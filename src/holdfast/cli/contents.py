@@ -13,9 +13,9 @@ from holdfast.cli.values import count_values, find_nodes
 from holdfast.errors import NoCheckpointError, NotFoundError
 from holdfast.format.index import LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
-from holdfast.restore.handoffs import OpenedStep, join
+from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.verify import open_step
 
 
@@ -55,11 +55,13 @@ class Array:
         record: What it is and where it lies.
         rank: The worker that wrote it.
         file: The data file.
+        source: The directory of the step in which the file lies, if that is another one; else empty.
     """
 
     record: LeafRecord
     rank: int
     file: str
+    source: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -118,12 +120,13 @@ class Contents:
     def arrays(self, select: Callable[[str], bool] | None = None) -> list[Array]:
         """The arrays that are asked for, in the order of the files; all of them by default."""
         world_size = len(self.opened.indexes)
-        return [
-            Array(record, index.rank, data_name(index.rank, world_size))
-            for index in self.opened.indexes
-            for record in index.leaves
-            if select is None or select(record.name)
-        ]
+        arrays: list[Array] = []
+        for index in self.opened.indexes:
+            own = data_name(index.rank, world_size)
+            arrays += (Array(record, index.rank, own) for record in index.leaves)
+            sources = [(source.file_name, source.name.directory) for source in index.sources]
+            arrays += (Array(record, index.rank, *sources[record.source]) for record in index.referred)
+        return [array for array in arrays if select is None or select(array.record.name)]
 
     def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
         """The nodes that are asked for, by their path; all objects by default."""
@@ -177,6 +180,7 @@ class Contents:
                     "size_bytes": array.size_bytes,
                     "rank": array.rank,
                     "file": array.file,
+                    "source": array.source or None,
                     "offset_bytes": array.record.begin,
                 }
                 for array in self.arrays(select)

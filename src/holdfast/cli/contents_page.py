@@ -13,8 +13,8 @@ from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, St
 from holdfast.cli.survey import State
 from holdfast.cli.values import count_values, describe, list_values
 from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
+from holdfast.format.names import join
 from holdfast.format.scalars import Node
-from holdfast.restore.handoffs import join
 
 _LARGEST: Final = 10
 _MAX_NOTE_CHARACTERS: Final = 400
@@ -46,7 +46,11 @@ class ContentsPage:
             "committed": committed,
             "generation": f"{manifest.generation}{attempt}",
             "workers": str(manifest.world_size),
-            "size": self._size(heading.size_bytes) + ("" if self._screen.is_terminal else " bytes"),
+            "size": self._exact_size(heading.size_bytes),
+            "refers to": ", ".join(
+                f"{reference.name.directory} for {self._exact_size(reference.size_bytes)}"
+                for reference in manifest.references
+            ),
             "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
             "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
             "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
@@ -74,10 +78,11 @@ class ContentsPage:
         if arrays:
             columns = self._columns("leaf", "dtype", "shape", "size", "offset", "file")
             array_rows = [self._array_row(array) for array in arrays]
-            if self._screen.is_terminal and len({array.file for array in arrays}) == 1:
+            if self._screen.is_terminal and len({(array.source, array.file) for array in arrays}) == 1:
                 # The same name in every line says little and takes much room.
                 self._screen.table(columns[:-1], [row[:-1] for row in array_rows])
-                self._screen.say(Styled(f"in {join(contents.heading.directory, arrays[0].file)}", FAINT))
+                directory = arrays[0].source or contents.heading.directory
+                self._screen.say(Styled(f"in {join(directory, arrays[0].file)}", FAINT))
             else:
                 self._screen.table(columns, array_rows)
         rows: list[list[Words]] = [
@@ -120,7 +125,7 @@ class ContentsPage:
             "[" + ",".join(map(str, record.shape)) + "]",
             self._size(array.size_bytes),
             str(record.begin),
-            Styled(array.file, FAINT),
+            Styled(join(array.source, array.file), FAINT),
         ]
 
     def _columns(self, *titles: str) -> list[Column]:
@@ -131,6 +136,9 @@ class ContentsPage:
         if self._screen.is_terminal:
             return title
         return "BYTES" if title == "size" else title.upper()
+
+    def _exact_size(self, size_bytes: int) -> str:
+        return self._size(size_bytes) + ("" if self._screen.is_terminal else " bytes")
 
     def _size(self, size_bytes: int) -> str:
         return size_text(size_bytes) if self._screen.is_terminal else str(size_bytes)

@@ -108,6 +108,8 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
         screen.table(columns, rows)
     what = counted(len(plan.remove), "directory", "directories")
     screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
+    for one, reason in plan.kept:
+        screen.say(Styled("kept: ", NOTABLE), f"{one.directory}, since {reason}")
     for one in plan.left_alone:
         screen.say(
             Styled("left alone: ", NOTABLE),
@@ -142,6 +144,7 @@ def _document(target: Target, plan: RemovalPlan, done: Sequence[Removed], dry_ru
         "size_bytes": plan.size_bytes,
         "remove": [{**found_fields(one), "outcome": outcomes.get(one.directory)} for one in plan.remove],
         "left_alone": [found_fields(one) for one in plan.left_alone],
+        "kept": [{**found_fields(one), "reason": reason} for one, reason in plan.kept],
     }
 
 

@@ -10,7 +10,9 @@ from holdfast.cli.survey import Found, State, Survey
 from holdfast.cli.verdicts import Outcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import StepName, parse_step_directory
-from holdfast.save.discard import discard_committed, discard_trash, discard_unfinished
+from holdfast.policies import spare_referred
+from holdfast.save.discard import discard_trash, discard_unfinished, remove_own_files, withdraw
+from holdfast.save.ledger import Ledger
 from holdfast.storage import Storage
 
 
@@ -39,10 +41,12 @@ class RemovalPlan:
     Attributes:
         remove: What is to be removed, in the order in which that is done.
         left_alone: What was asked for in general and is not removed, since a job may be writing it.
+        kept: What was asked for and stays, since a step that stays refers to it; each with that reason.
     """
 
     remove: tuple[Found, ...]
     left_alone: tuple[Found, ...]
+    kept: tuple[tuple[Found, str], ...] = ()
 
     @property
     def committed(self) -> list[Found]:
@@ -72,7 +76,12 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
                 left_alone.append(one)
             else:
                 chosen.add(one.directory)
-    plan = RemovalPlan(tuple(one for one in survey.found if one.directory in chosen), tuple(left_alone))
+    spared = spare_referred(chosen, survey.referrers)
+    plan = RemovalPlan(
+        tuple(one for one in survey.found if one.directory in chosen and one.directory not in spared),
+        tuple(left_alone),
+        tuple((one, spared[one.directory]) for one in survey.found if one.directory in spared),
+    )
     if plan.committed and survey.catalog.faults:
         raise UsageError(
             f"which steps are on the living line is not known: {survey.catalog.faults[0].message}",
@@ -143,11 +152,13 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
     """**Blocks.** Makes sure that the run still is what the plan was made from.
 
     Raises:
-        StorageError: If a job has begun there, or what is to go stands elsewhere now; or if the place fails.
+        StorageError: If a job has begun there, or what is to go stands elsewhere now, or is needed; or if the place
+            fails.
     """
     now = read_catalog(storage)
     moved = any(_place_in(now, one) is not one.state for one in plan.remove)
-    if moved or now.generation != before.generation:
+    needed = _find_needed(storage, plan)
+    if moved or any(one.name in needed for one in plan.remove) or now.generation != before.generation:
         raise StorageError(
             f"{storage.url} has changed since it was looked at; nothing was removed",
             hint="A job is at work there. Look again, and decide anew.",
@@ -164,20 +175,11 @@ def _place_in(catalog: Catalog, one: Found) -> State | None:
     return State.UNFINISHED if one.name in catalog.unfinished else None
 
 
-def remove(storage: Storage, one: Found) -> bool:
-    """**Blocks.** Removes one directory; a crash in the middle leaves something that `--unfinished` removes.
-
-    Returns:
-        True if all of it is gone, False if files that are not holdfast's keep the directory.
-
-    Raises:
-        StorageError: If the place fails.
-    """
-    if one.name is None:
-        return discard_trash(storage, one.directory)
-    if one.state is State.UNFINISHED:
-        return discard_unfinished(storage, one.name)
-    return discard_committed(storage, one.name)
+def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
+    """**Blocks.** What the steps refer to that are committed at this moment and are to stay."""
+    going = {one.name for one in plan.remove}
+    staying = (name for name in read_catalog(storage).committed if name not in going)
+    return {name for referrer in Ledger(storage).referrers(staying) for name in referrer.refers_to}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +198,43 @@ class Removed:
 
 
 def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
-    """**Blocks.** Removes all that is planned; what fails does not keep the rest."""
-    done = []
-    for one in plan.remove:
+    """**Blocks.** Removes all that is planned; what fails keeps only what it refers to itself.
+
+    A crash in the middle leaves something that `--unfinished` removes.
+    """
+    failures: dict[str, HoldfastError] = {}
+    held: dict[StepName, str] = {}
+    # The newest first: what refers to others goes before them.
+    for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
         try:
-            done.append(Removed(one, remove(storage, one)))
+            if one.name in held:
+                raise StorageError(f"{held[one.name]} could not be removed, and refers to it", path=one.directory)
+            if one.name is not None:
+                withdraw(storage, one.name)
         except HoldfastError as error:
-            done.append(Removed(one, False, error))
-    return done
+            failures[one.directory] = error
+            held |= dict.fromkeys(one.refers_to, one.directory)
+    try:
+        # A job that runs beside this may have committed a step by now that refers to one of them.
+        needed = _find_needed(storage, plan)
+    except HoldfastError as error:
+        failures |= {one.directory: error for one in plan.committed if one.directory not in failures}
+        needed = set()
+    for one in plan.remove:
+        if one.name in needed:
+            text = "a save that has ended just now refers to it; its data stay"
+            failures.setdefault(one.directory, StorageError(text, path=one.directory))
+    return [_remove(storage, one, failures.get(one.directory)) for one in plan.remove]
+
+
+def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Removed:
+    if error is not None:
+        return Removed(one, False, error)
+    try:
+        if one.name is None:
+            return Removed(one, discard_trash(storage, one.directory))
+        if one.state is State.UNFINISHED:
+            return Removed(one, discard_unfinished(storage, one.name))
+        return Removed(one, remove_own_files(storage, one.directory))
+    except HoldfastError as failure:
+        return Removed(one, False, failure)

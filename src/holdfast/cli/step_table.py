@@ -51,6 +51,8 @@ def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
         marks = ["newest"] if one is survey.newest else []
         marks += ["damaged"] if one.damages else []
         marks += ["may_be_in_progress"] if one.may_be_in_progress else []
+        marks += ["referred_to"] if one.referred_by else []
+        marks += [f"refers_to:{name.directory}" for name in one.refers_to]
         for metric, (lowest, highest) in extremes.items():
             marks += [f"lowest:{metric}"] if manifest and one.name == lowest else []
             marks += [f"highest:{metric}"] if manifest and one.name == highest else []
@@ -82,17 +84,18 @@ def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_un
     with_generation = len({one.name.generation for one in shown if one.name}) > 1
     columns = [Column("step", is_figure=True)]
     columns += [Column("gen", is_figure=True)] if with_generation else []
-    columns += [Column("committed"), Column("size", is_figure=True), Column("workers", is_figure=True)]
+    with_references = any(one.refers_to for one in shown)
+    columns += [Column("committed"), Column("size", is_figure=True)]
+    columns += [Column("referred", is_figure=True)] if with_references else []
+    columns += [Column("workers", is_figure=True)]
     rows: list[list[Words]] = []
     for one in shown:
         style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
         row: list[Words] = [Styled(str(one.name.step) if one.name else "-", style)]
         row += [Styled(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
-        row += [
-            _when(one, now_unix_seconds),
-            size_text(one.size_bytes),
-            Styled(str(one.manifest.world_size) if one.manifest else "-", FAINT),
-        ]
+        row += [_when(one, now_unix_seconds), size_text(one.size_bytes)]
+        row += [Styled(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
+        row.append(Styled(str(one.manifest.world_size) if one.manifest else "-", FAINT))
         rows.append(row)
     left_out = _add_metrics(columns, rows, survey, shown, width)
     columns.append(Column(""))
@@ -118,7 +121,7 @@ def _mark(survey: Survey, one: Found) -> Styled:
         return Styled("newest", GOOD)
     if one.may_be_in_progress:
         return Styled("being written?", NOTABLE)
-    return Styled(_STATE_MARKS.get(one.state, ""), FAINT)
+    return Styled(_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
 
 
 def _add_metrics(

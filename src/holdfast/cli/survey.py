@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.catalog import Catalog, read_catalog, read_manifest, read_opening
+from holdfast.catalog import Catalog, read_catalog, read_manifest, read_opening, read_references
 from holdfast.cli.wording import iso_text
 from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import StepName, data_name, index_name
+from holdfast.format.names import DATA_SUFFIX, StepName, data_name, index_name
+from holdfast.policies import Referrer
 from holdfast.storage import Storage
 
 
@@ -41,6 +42,8 @@ class Found:
         manifest: Its manifest; None if it has none or that is damaged.
         damages: What can be seen to be wrong without reading the arrays.
         may_be_in_progress: Whether a job may be writing it at this moment.
+        refers_to: The steps in whose directories a part of its bytes lies.
+        referred_by: The directories of the steps a part of whose bytes lies in it.
     """
 
     directory: str
@@ -50,6 +53,13 @@ class Found:
     manifest: Manifest | None = None
     damages: tuple[DamageError, ...] = ()
     may_be_in_progress: bool = False
+    refers_to: tuple[StepName, ...] = ()
+    referred_by: tuple[str, ...] = ()
+
+    @property
+    def referred_bytes(self) -> int:
+        """What of it lies in the directories of other steps."""
+        return self.manifest.referred_bytes if self.manifest else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,15 @@ class Survey:
         living = self.of(State.LIVING)
         return living[-1] if living else None
 
+    @property
+    def referrers(self) -> list[Referrer[str]]:
+        """The committed steps that refer to others, by their directories."""
+        return [
+            Referrer(one.directory, one.name.step, tuple(name.directory for name in one.refers_to))
+            for one in self.found
+            if one.name is not None and one.refers_to
+        ]
+
 
 def survey_run(storage: Storage) -> Survey:
     """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays.
@@ -101,8 +120,39 @@ def survey_run(storage: Storage) -> Survey:
         for name in catalog.unfinished
     )
     trash = (Found(name, State.SET_ASIDE, None, _size_bytes(storage, name)) for name in catalog.trash)
-    found = (*(one for one in committed if one is not None), *unfinished, *trash)
+    found = _connect([*(one for one in committed if one is not None), *unfinished, *trash])
     return Survey(catalog, found, _read_opening(storage, catalog.generation))
+
+
+def _connect(found: Sequence[Found]) -> tuple[Found, ...]:
+    """Tells each directory which steps refer to it, and each of these what of it is missing or too short."""
+    by_directory = {one.directory: one for one in found}
+    referred_by: dict[str, list[str]] = {}
+    for one in found:
+        for name in one.refers_to:
+            referred_by.setdefault(name.directory, []).append(one.directory)
+    return tuple(
+        replace(
+            one,
+            damages=(*one.damages, *_find_lacking(one, by_directory)),
+            referred_by=tuple(referred_by.get(one.directory, ())),
+        )
+        for one in found
+    )
+
+
+def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[DamageError]:
+    step = one.name.step if one.name else None
+    for name in one.refers_to:
+        source = by_directory.get(name.directory)
+        if source is None:
+            yield DamageError(
+                f"{name.directory} is missing; {one.directory} refers to it", step=step, path=name.directory
+            )
+            continue
+        for damage in source.damages:
+            if damage.path.endswith(DATA_SUFFIX):
+                yield DamageError(f"{damage.message}; {one.directory} refers to it", step=step, path=damage.path)
 
 
 def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
@@ -119,10 +169,17 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
     except NotFoundError:
         return None
     except FormatError as damage:
-        return Found(directory, state, name, _size_bytes(storage, directory), damages=(damage,))
+        # One that a newer holdfast wrote says nevertheless what it needs.
+        try:
+            refers_to = read_references(storage, name)
+        except (FormatError, NotFoundError):
+            refers_to = ()
+        size_bytes = _size_bytes(storage, directory)
+        return Found(directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
     sizes = {entry.name: entry.size_bytes for entry in storage.list(directory) if not entry.is_directory}
     misfits = tuple(_find_misfits(directory, manifest, sizes))
-    return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits)
+    refers_to = tuple(reference.name for reference in manifest.references)
+    return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits, refers_to=refers_to)
 
 
 def checkpoint_bytes(manifest: Manifest) -> int:
@@ -190,6 +247,7 @@ def found_fields(found: Found) -> dict[str, Any]:
         "directory": found.directory,
         "state": found.state.value,
         "size_bytes": found.size_bytes,
+        "referred_by": list(found.referred_by),
     }
     if found.state is State.UNFINISHED:
         fields["may_be_in_progress"] = found.may_be_in_progress
@@ -203,13 +261,23 @@ def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
     """**Pure.** What a manifest says, in a JSON document; all null where it is damaged."""
     if manifest is None:
         absent = ("committed_at_unix_seconds", "committed_at", "workers", "metrics", "metadata", "versions")
-        return dict.fromkeys(absent)
+        return dict.fromkeys((*absent, "referred_bytes", "references"))
     return {
         **time_fields("committed_at", manifest.committed_at_unix_seconds),
         "workers": manifest.world_size,
         "metrics": manifest.metrics,
         "metadata": manifest.metadata,
         "versions": manifest.versions,
+        "referred_bytes": manifest.referred_bytes,
+        "references": [
+            {
+                **name_fields(reference.name),
+                "directory": reference.name.directory,
+                "leaves": reference.leaves,
+                "size_bytes": reference.size_bytes,
+            }
+            for reference in manifest.references
+        ],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from holdfast.catalog import Catalog
@@ -36,6 +37,14 @@ class Target:
     location: str
     step: int | None
     is_step: bool
+
+    @property
+    def beside(self) -> Storage | None:
+        """Where the steps lie that a step may refer to: the run, or what is around a single step's directory."""
+        if not self.is_step:
+            return self.storage
+        # Of a link to a step's directory, what is around that directory itself.
+        return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
 
 
 def find_target(text: str) -> Target:

@@ -14,7 +14,7 @@ from typing import Final, TextIO
 from holdfast.catalog import read_catalog
 from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.names import StepName
-from holdfast.restore.verify import open_step, verify_data
+from holdfast.restore.verify import Checked, count_unread, open_step, verify_data
 from holdfast.storage import Storage
 
 _THREADS: Final = max(2, min(4, os.cpu_count() or 1))
@@ -54,7 +54,15 @@ class Verdict:
     seconds: float
 
 
-def judge_step(storage: Storage, directory: str, name: StepName | None, label: str = "reading") -> Verdict:
+def judge_step(
+    storage: Storage,
+    directory: str,
+    name: StepName | None,
+    label: str = "reading",
+    *,
+    beside: Storage | None = None,
+    checked: Checked | None = None,
+) -> Verdict:
     """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
 
     Args:
@@ -62,6 +70,8 @@ def judge_step(storage: Storage, directory: str, name: StepName | None, label: s
         directory: Its directory; empty for the root.
         name: Which checkpoint it should be; None where its directory may have any name.
         label: What the bar says.
+        beside: Where the steps lie that it refers to; None if that is `storage` too, or not known.
+        checked: What was read of other steps, and is not read again.
 
     Raises:
         StorageError: If not even the directory can be looked at.
@@ -70,21 +80,23 @@ def judge_step(storage: Storage, directory: str, name: StepName | None, label: s
     read_bytes = 0
     problems: list[HoldfastError] = []
     outcome = Outcome.WHOLE
-    total_bytes = sum(entry.size_bytes for entry in storage.list(directory) if entry.name.endswith(".safetensors"))
-    with reading_bar(sys.stderr, label, total_bytes) as advance:
+    checked = checked or Checked()
+    try:
+        opened = open_step(storage, directory, name)
+        name = opened.name
+        with reading_bar(sys.stderr, label, count_unread(opened, checked)) as advance:
 
-        def count(just_read_bytes: int) -> None:
-            # Called from several threads; should two of them collide, a figure for people is a little too small.
-            nonlocal read_bytes
-            read_bytes += just_read_bytes
-            advance(just_read_bytes)
+            def count(just_read_bytes: int) -> None:
+                # Called from several threads; should two of them collide, a figure for people is a little too small.
+                nonlocal read_bytes
+                read_bytes += just_read_bytes
+                advance(just_read_bytes)
 
-        try:
-            opened = open_step(storage, directory, name)
-            name = opened.name
-            problems.extend(verify_data(storage, opened, threads=_THREADS, progress=count))
-        except (DamageError, StorageError) as error:
-            problems.append(error)
+            problems.extend(
+                verify_data(storage, opened, threads=_THREADS, progress=count, beside=beside, checked=checked)
+            )
+    except (DamageError, StorageError) as error:
+        problems.append(error)
     if problems:
         is_failure = isinstance(problems[-1], StorageError)
         outcome = Outcome.UNREADABLE if is_failure else Outcome.DAMAGED

@@ -88,8 +88,11 @@ def _find_damaged_records(target: Target, catalog: Catalog | None, verify_all: b
 
 def _judge(target: Target, names: Sequence[StepName | None]) -> Iterator[Verdict]:
     from holdfast.cli.verdicts import judge_step
+    from holdfast.restore.verify import Checked
 
+    checked = Checked()
     for number, name in enumerate(names, start=1):
         label = f"step {name.step}" if name else "reading"
         label += f" ({number} of {len(names)})" if len(names) > 1 else ""
-        yield judge_step(target.storage, name.directory if name else "", name, label)
+        directory = name.directory if name else ""
+        yield judge_step(target.storage, directory, name, label, beside=target.beside, checked=checked)

@@ -111,6 +111,7 @@ class Committed(Event, frozen=True):
         size_bytes: What was written.
         training_saved_seconds: The training time between the commit before and this one, which a crash can no
             longer take away.
+        referred_bytes: What was not written, since it lies in earlier steps and has not changed.
     """
 
     step: int
@@ -119,10 +120,12 @@ class Committed(Event, frozen=True):
     background_seconds: float
     size_bytes: int
     training_saved_seconds: float
+    referred_bytes: int = 0
 
     def __str__(self) -> str:
+        referred = f", {_size(self.referred_bytes)} referred to" if self.referred_bytes else ""
         return (
-            f"step {self.step} committed: {_size(self.size_bytes)}, training held up "
+            f"step {self.step} committed: {_size(self.size_bytes)}{referred}, training held up "
             f"{_time(self.blocked_seconds)}, {_time(self.background_seconds)} in the background, "
             f"{_time(self.training_saved_seconds)} of training saved"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -11,10 +12,14 @@ from holdfast.format.digests import is_digest, span_count
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.envelope import seal, unseal
 from holdfast.format.layout import MAX_HEADER_BYTES
+from holdfast.format.names import MAX_WORKERS, StepName, data_name, find_order_problem
 
 KIND: Final = "index"
 MAX_INDEX_BYTES: Final = 1 << 30
 MAX_DIMENSIONS: Final = 64
+
+MAX_SOURCES: Final = 64
+"""How many files of other steps an index may refer to: a reader has them all open at once."""
 
 
 class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +42,47 @@ class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
     spans: str
 
 
-class Index(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True, order=True):
+    """A data file of an earlier step of the same run. It is never named by a path.
+
+    Attributes:
+        step: The step whose directory it lies in.
+        generation: The generation that saved that step.
+        attempt: Which attempt of that generation.
+        rank: The worker that wrote the file.
+        world_size: How many workers there were.
+        data_bytes: The file's size.
+    """
+
+    step: int
+    generation: int
+    attempt: int
+    rank: int
+    world_size: int
+    data_bytes: int
+
+    @property
+    def name(self) -> StepName:
+        """The checkpoint that it belongs to."""
+        return StepName(self.step, self.generation, self.attempt)
+
+    @property
+    def file_name(self) -> str:
+        """The file's name in that checkpoint's directory."""
+        return data_name(self.rank, self.world_size)
+
+
+class ReferredRecord(LeafRecord, frozen=True, array_like=True):
+    """One array whose bytes lie in a data file of an earlier step.
+
+    Attributes:
+        source: The number of that file among the index's sources; `begin` and `end` are places in it.
+    """
+
+    source: int
+
+
+class Index(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker wrote.
 
     Attributes:
@@ -52,6 +97,8 @@ class Index(msgspec.Struct, frozen=True):
         span_bytes: The length of a span.
         leaves: The arrays, in the order of the file.
         objects: For each named object, its state with references in place of arrays.
+        sources: The files of earlier steps that arrays are referred to in; left out if there are none.
+        referred: Those arrays, in the order of the sources and of their places there; left out if there are none.
     """
 
     step: int
@@ -65,6 +112,32 @@ class Index(msgspec.Struct, frozen=True):
     span_bytes: int
     leaves: tuple[LeafRecord, ...]
     objects: dict[str, Any]
+    sources: tuple[Source, ...] = ()
+    referred: tuple[ReferredRecord, ...] = ()
+
+    @property
+    def name(self) -> StepName:
+        """The checkpoint that it belongs to."""
+        return StepName(self.step, self.generation, self.attempt)
+
+    @property
+    def own_source(self) -> Source:
+        """The data file that it describes, as later steps refer to it."""
+        return Source(self.step, self.generation, self.attempt, self.rank, self.world_size, self.data_bytes)
+
+    def all_leaves(self) -> Iterator[LeafRecord]:
+        """All arrays, wherever they lie."""
+        yield from self.leaves
+        yield from self.referred
+
+    def refers_to(self) -> dict[StepName, tuple[int, int]]:
+        """For each step that it refers to, how many arrays and how many of their bytes lie there; in order of step."""
+        counts: dict[StepName, tuple[int, int]] = {}
+        for leaf in self.referred:
+            name = self.sources[leaf.source].name
+            count, size_bytes = counts.get(name, (0, 0))
+            counts[name] = (count + 1, size_bytes + leaf.end - leaf.begin)
+        return counts
 
 
 def encode_index(index: Index) -> bytes:
@@ -98,24 +171,73 @@ def _find_problem(index: Index) -> str:
     names: set[str] = set()
     offset = index.header_bytes
     for leaf in index.leaves:
-        if len(leaf.shape) > MAX_DIMENSIONS:
-            return f"{leaf.name!r} has {len(leaf.shape)} dimensions"
-        try:
-            size_bytes = array_bytes(leaf.dtype, leaf.shape)
-        except ValueError as error:
-            return f"{leaf.name!r}: {error}"
-        if leaf.begin != offset or leaf.end != offset + size_bytes:
-            return (
-                f"{leaf.name!r} should lie at bytes {offset} to {offset + size_bytes}, not {leaf.begin} to {leaf.end}"
-            )
-        if len(leaf.spans) != 32 * span_count(size_bytes, index.span_bytes) or not _is_hexadecimal(leaf.spans):
-            return f"{leaf.name!r}: the digests of its spans are malformed"
-        if leaf.name in names:
-            return f"{leaf.name!r} stands twice"
-        names.add(leaf.name)
+        if leaf.begin != offset:
+            return f"{leaf.name!r} should begin at byte {offset}, not {leaf.begin}"
+        problem = _find_leaf_problem(leaf, index.span_bytes, names)
+        if problem:
+            return problem
         offset = leaf.end
     if index.data_bytes != offset:
         return f"the data file should have {offset} bytes, not {index.data_bytes}"
+    if index.sources or index.referred:
+        return _find_source_problem(index) or _find_referred_problem(index, names)
+    return ""
+
+
+def _find_leaf_problem(leaf: LeafRecord, span_bytes: int, names: set[str]) -> str:
+    """What is wrong with a leaf, wherever it begins; its name is added to the names that stand already."""
+    if len(leaf.shape) > MAX_DIMENSIONS:
+        return f"{leaf.name!r} has {len(leaf.shape)} dimensions"
+    try:
+        size_bytes = array_bytes(leaf.dtype, leaf.shape)
+    except ValueError as error:
+        return f"{leaf.name!r}: {error}"
+    if leaf.end != leaf.begin + size_bytes:
+        return f"{leaf.name!r} should lie at bytes {leaf.begin} to {leaf.begin + size_bytes}, not to {leaf.end}"
+    if len(leaf.spans) != 32 * span_count(size_bytes, span_bytes) or not _is_hexadecimal(leaf.spans):
+        return f"{leaf.name!r}: the digests of its spans are malformed"
+    if leaf.name in names:
+        return f"{leaf.name!r} stands twice"
+    names.add(leaf.name)
+    return ""
+
+
+def _find_source_problem(index: Index) -> str:
+    if len(index.sources) > MAX_SOURCES:
+        return f"{len(index.sources)} sources are more than the {MAX_SOURCES} that may be"
+    before: Source | None = None
+    for source in index.sources:
+        problem = find_order_problem(source.name, index.name)
+        if problem:
+            return problem
+        if not 0 <= source.rank < source.world_size <= MAX_WORKERS:
+            return f"a source of rank {source.rank} of {source.world_size} workers cannot be"
+        # One file that stood twice could be claimed twice, and so take more memory than lies on the disk.
+        if before is not None and (before.name, before.rank) >= (source.name, source.rank):
+            return f"the source {source.name.directory} stands twice, or not in its place"
+        before = source
+    return ""
+
+
+def _find_referred_problem(index: Index, names: set[str]) -> str:
+    number, offset = -1, 0
+    for leaf in index.referred:
+        problem = _find_leaf_problem(leaf, index.span_bytes, names)
+        if problem:
+            return problem
+        if not 0 <= leaf.source < len(index.sources) or leaf.source not in (number, number + 1):
+            return f"{leaf.name!r} refers to source {leaf.source} of {len(index.sources)}, out of order"
+        if leaf.source != number:
+            number, offset = leaf.source, 0
+        # Arrays that shared bytes could claim more memory than lies on the disk.
+        if not offset <= leaf.begin <= leaf.end <= index.sources[number].data_bytes:
+            return (
+                f"{leaf.name!r} cannot lie at bytes {leaf.begin} to {leaf.end} of a source of "
+                f"{index.sources[number].data_bytes} bytes whose bytes before {offset} are taken"
+            )
+        offset = leaf.end
+    if number + 1 != len(index.sources):
+        return f"nothing refers to source {number + 1} of {len(index.sources)}"
     return ""
 
 

@@ -10,10 +10,16 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.digests import is_digest
 from holdfast.format.envelope import seal, unseal
-from holdfast.format.names import MAX_WORKERS, StepName
+from holdfast.format.index import MAX_SOURCES
+from holdfast.format.names import MAX_WORKERS, StepName, find_order_problem
 
 KIND: Final = "manifest"
 MAX_MANIFEST_BYTES: Final = 256 << 20
+
+REFERENCES: Final = "references"
+"""The feature of a step some of whose arrays lie in data files of earlier steps."""
+
+KNOWN_FEATURES: Final = frozenset({REFERENCES})
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -30,7 +36,30 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     data_bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Reference(msgspec.Struct, frozen=True):
+    """An earlier step whose directory a step needs beside its own.
+
+    Attributes:
+        step: That step.
+        generation: The generation that saved it.
+        attempt: Which attempt of that generation.
+        leaves: How many arrays are referred to there.
+        size_bytes: How many bytes of them lie there.
+    """
+
+    step: int
+    generation: int
+    attempt: int
+    leaves: int
+    size_bytes: int
+
+    @property
+    def name(self) -> StepName:
+        """Which checkpoint that is."""
+        return StepName(self.step, self.generation, self.attempt)
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One committed step.
 
     Attributes:
@@ -44,6 +73,7 @@ class Manifest(msgspec.Struct, frozen=True):
         metadata: What else the user gave with the save: any JSON.
         versions: Which software wrote it.
         features: What a reader has to understand beyond version 1 to read the step rightly.
+        references: The earlier steps whose directories it needs, in order; left out if there are none.
     """
 
     step: int
@@ -55,7 +85,9 @@ class Manifest(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     metadata: dict[str, Any]
     versions: dict[str, str]
-    features: tuple[str, ...] = ()
+    # A factory's value is written also where it is empty: every manifest has this field.
+    features: tuple[str, ...] = msgspec.field(default_factory=lambda: ())
+    references: tuple[Reference, ...] = ()
 
     @property
     def name(self) -> StepName:
@@ -71,6 +103,11 @@ class Manifest(msgspec.Struct, frozen=True):
     def data_bytes(self) -> int:
         """The sizes of all data files together."""
         return sum(worker.data_bytes for worker in self.workers)
+
+    @property
+    def referred_bytes(self) -> int:
+        """The bytes of arrays that lie in the data files of earlier steps."""
+        return sum(reference.size_bytes for reference in self.references)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -91,9 +128,10 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
     """
     step = expected.step if expected else None
     manifest = unseal(KIND, Manifest, data, path=path, step=step)
-    if manifest.features:
+    unknown = [feature for feature in manifest.features if feature not in KNOWN_FEATURES]
+    if unknown:
         raise FormatError(
-            f"{path}: needs a reader that knows {', '.join(map(repr, manifest.features))}",
+            f"{path}: needs a reader that knows {', '.join(map(repr, unknown))}",
             path=path,
             step=step,
             hint="Read it with the version of holdfast that wrote it, or a newer one.",
@@ -102,6 +140,19 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return manifest
+
+
+def decode_references(data: bytes, *, path: str, expected: StepName) -> tuple[StepName, ...]:
+    """**Pure.** The steps that a step needs beside its own, though it may need more of a reader than is known here.
+
+    Raises:
+        FormatError: If the manifest is damaged or another step's.
+    """
+    manifest = unseal(KIND, Manifest, data, path=path, step=expected.step)
+    problem = _find_problem(manifest, expected)
+    if problem:
+        raise FormatError(f"{path}: {problem}", path=path, step=expected.step)
+    return tuple(reference.name for reference in manifest.references)
 
 
 def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
@@ -114,4 +165,22 @@ def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
             return f"the record of worker {rank} is malformed"
     if not math.isfinite(manifest.committed_at_unix_seconds):
         return "the time of the commit is not a number"
+    return _find_reference_problem(manifest)
+
+
+def _find_reference_problem(manifest: Manifest) -> str:
+    if manifest.references and REFERENCES not in manifest.features:
+        return f"it refers to other steps without the feature {REFERENCES!r}"
+    if len(manifest.references) > MAX_SOURCES * len(manifest.workers):
+        return f"{len(manifest.references)} references are more than may be"
+    before: StepName | None = None
+    for reference in manifest.references:
+        problem = find_order_problem(reference.name, manifest.name)
+        if problem:
+            return problem
+        if before is not None and before >= reference.name:
+            return f"{reference.name.directory} stands twice among the references, or not in its place"
+        if reference.leaves < 1 or reference.size_bytes < 0:
+            return f"the reference to {reference.name.directory} is malformed"
+        before = reference.name
     return ""

@@ -9,6 +9,7 @@ from typing import Final
 GENERATIONS_DIRECTORY: Final = "generations"
 MANIFEST_NAME: Final = "manifest.json"
 TRASH_PREFIX: Final = ".trash-"
+DATA_SUFFIX: Final = ".safetensors"
 
 MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
@@ -64,6 +65,19 @@ def parse_step_directory(name: str) -> StepName | None:
     return parsed if in_range and parsed.directory == name else None
 
 
+def find_order_problem(source: StepName, name: StepName) -> str:
+    """**Pure.** Why one step cannot refer to another; empty if it can.
+
+    A step refers only to what came before it. So no two steps can refer to each other, and of two that go at the same
+    time the one that refers to the other can go first.
+    """
+    if not (0 <= source.step <= MAX_STEP and source.generation >= 1 and 1 <= source.attempt <= MAX_ATTEMPT):
+        return f"a source in step {source.step}, generation {source.generation}, attempt {source.attempt} cannot be"
+    if source.generation > name.generation or source >= name:
+        return f"{source.directory} does not come before {name.directory}, which refers to it"
+    return ""
+
+
 def generation_path(generation: int) -> str:
     """**Pure.** The path of the record that opens a generation."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.json"
@@ -92,12 +106,17 @@ def parse_generation_temporary(name: str) -> int | None:
 
 def data_name(rank: int, world_size: int) -> str:
     """**Pure.** The name of a worker's data file."""
-    return f"data-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"data-{rank:05d}-of-{world_size:05d}{DATA_SUFFIX}"
 
 
 def index_name(rank: int, world_size: int) -> str:
     """**Pure.** The name of a worker's index."""
     return f"index-{rank:05d}-of-{world_size:05d}.json"
+
+
+def join(directory: str, name: str) -> str:
+    """**Pure.** The path of a file in a directory, which may be the root."""
+    return f"{directory}/{name}" if directory else name
 
 
 def is_own_file(name: str) -> bool:

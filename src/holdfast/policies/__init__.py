@@ -18,10 +18,12 @@ from holdfast.policies.retention import (
     KeptCandidate,
     Latest,
     Newer,
+    Referrer,
     RetentionPlan,
     RetentionPolicy,
     absent_metrics,
     plan_retention,
+    spare_referred,
 )
 from holdfast.policies.saving import (
     AnySave,
@@ -45,6 +47,7 @@ __all__ = [
     "KeptCandidate",
     "Latest",
     "Newer",
+    "Referrer",
     "RetentionPlan",
     "RetentionPolicy",
     "SaveDecision",
@@ -54,4 +57,5 @@ __all__ = [
     "Steps",
     "absent_metrics",
     "plan_retention",
+    "spare_referred",
 ]

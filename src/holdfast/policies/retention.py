@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -196,6 +196,53 @@ class All(_CombinableRetentionPolicy):
 
 
 @dataclass(frozen=True, slots=True)
+class Referrer(Generic[Key]):
+    """A checkpoint some of whose bytes lie with others.
+
+    Attributes:
+        key: Which one; it may be none of those that the question is about.
+        step: Its step.
+        refers_to: Those others.
+    """
+
+    key: Key
+    step: int
+    refers_to: tuple[Key, ...]
+
+
+def spare_referred(going: Collection[Key], referrers: Sequence[Referrer[Key]]) -> dict[Key, str]:
+    """**Pure.** What of that which is to go has to stay, each with the reason: what stays refers to it.
+
+    A checkpoint that stays only for that reason stays whole, and so does what it refers to itself.
+
+    Args:
+        going: What is to go.
+        referrers: All checkpoints that refer to others, those that are to go among them.
+    """
+    leaving = set(going)
+    reasons: dict[Key, list[int]] = {}
+    by_key = {referrer.key: referrer for referrer in referrers}
+    staying = [referrer for referrer in referrers if referrer.key not in leaving]
+    while staying:
+        referrer = staying.pop()
+        for key in referrer.refers_to:
+            if key in leaving:
+                leaving.remove(key)
+                reasons[key] = []
+                staying += [by_key[key]] if key in by_key else []
+            if key in reasons:
+                reasons[key].append(referrer.step)
+    return {key: _name_referrers(reasons[key]) for key in going if key in reasons}
+
+
+def _name_referrers(steps: list[int]) -> str:
+    others = len(steps) - 1
+    if others == 0:
+        return f"step {steps[0]} refers to it"
+    return f"step {max(steps)} and {others} more refer to it"
+
+
+@dataclass(frozen=True, slots=True)
 class RetentionPlan(Generic[Key]):
     """What stays, each with the reason, and what goes; both oldest first."""
 
@@ -208,14 +255,20 @@ def plan_retention(
     committed: Sequence[KeptCandidate[Key]],
     protected: Mapping[Key, str],
     now_seconds: float,
+    referrers: Sequence[Referrer[Key]] = (),
+    replaced: Collection[Key] = (),
 ) -> RetentionPlan[Key]:
-    """**Pure.** What to remove, so that no policy can lose the job: the newest and the protected always stay.
+    """**Pure.** What to remove, so that no policy can lose the job.
+
+    The newest and the protected always stay, and so does what is referred to by one that stays.
 
     Args:
         policy: What the user wants kept.
         committed: All whole checkpoints, the newest last.
         protected: Further keys that must stay, such as the one restored from, each with the reason.
         now_seconds: Seconds since 1970.
+        referrers: All checkpoints that refer to others, whether they are to choose from or stay in any case.
+        replaced: Further keys that go, if nothing that stays refers to them.
 
     Raises:
         UsageError: If two candidates have the same key.
@@ -229,8 +282,11 @@ def plan_retention(
         for key, reason in chosen.items():
             if key in reasons:
                 reasons[key].append(reason)
-    keep = {key: "; ".join(of_key) for key, of_key in reasons.items() if of_key}
-    return RetentionPlan(keep, tuple(key for key in reasons if key not in keep))
+    going = [*(key for key, of_key in reasons.items() if not of_key), *replaced]
+    spared = spare_referred(going, referrers)
+    keep = {key: "; ".join(of_key) or spared[key] for key, of_key in reasons.items() if of_key or key in spared}
+    keep |= {key: spared[key] for key in replaced if key in spared}
+    return RetentionPlan(keep, tuple(key for key in going if key not in spared))
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +14,9 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
-from holdfast.restore.read import read_targets
 from holdfast.restore.selection import Selection
-from holdfast.restore.verify import open_data, open_step
+from holdfast.restore.sources import open_parts, read_parts
+from holdfast.restore.verify import open_step
 from holdfast.state import ArraySpec, Differences, Matching, match_objects
 from holdfast.storage import Storage
 
@@ -99,12 +98,12 @@ def restore_objects(
     for name in candidates:
         try:
             opened = open_step(storage, name.directory, name)
-            # The file is opened first: memory is taken for what really lies there, not for what an index claims.
-            with closing(open_data(storage, opened, 0)) as reader:
+            # The files are opened first: memory is taken for what really lies there, not for what an index claims.
+            with open_parts(storage, opened) as parts:
                 matching = _match(opened, objects, select, strict, touched)
                 touched = True
                 targets = {target.leaf: target for target in matching.targets}
-                size_bytes = read_targets(reader, opened.indexes[0], opened.data_path(0), targets, threads=threads)
+                size_bytes = read_parts(parts, targets, threads=threads)
         except DamageError as damage:
             damages.append(damage)
             emit(
@@ -146,12 +145,13 @@ def _match(
     touched: bool,
 ) -> Matching:
     index = opened.indexes[0]
-    arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.leaves}
+    arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
     try:
         matching = match_objects(objects, index.objects, arrays, select=select)
     except MemoryError as error:
+        needed_bytes = opened.manifest.data_bytes + opened.manifest.referred_bytes
         raise ApplyError(
-            f"step {opened.name.step} needs {opened.manifest.data_bytes} bytes of memory, which cannot be had",
+            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which cannot be had",
             hint="Restore it on a machine with more memory, or a part of it with `only`.",
         ) from error
     if select is not None and select.unmatched:

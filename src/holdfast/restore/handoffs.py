@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import StepName, data_name
+from holdfast.format.names import StepName, data_name, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,3 @@ class Piece:
     begin: int
     end: int
     slices: tuple[Slice, ...]
-
-
-def join(directory: str, name: str) -> str:
-    """The path of a file in a directory, which may be the root."""
-    return f"{directory}/{name}" if directory else name

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TypeAlias
 
+from holdfast.catalog import read_index
 from holdfast.errors import DamageError, FormatError, NotFoundError
 from holdfast.format.digests import digest
-from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, WorkerRecord, decode_manifest
-from holdfast.format.names import MANIFEST_NAME, StepName, index_name
-from holdfast.restore.handoffs import OpenedStep, join
+from holdfast.format.index import Index, LeafRecord
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.names import MANIFEST_NAME, StepName, join
+from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.plan import plan_pieces
 from holdfast.restore.read import Delivery, find_damages, read_pieces
+from holdfast.restore.sources import Part, list_parts, open_part
 from holdfast.storage.protocol import FileReader, Storage
 
 
@@ -38,54 +42,58 @@ def open_step(storage: Storage, directory: str, expected: StepName | None) -> Op
                 step=step,
                 hint="Read it with the version of holdfast that wrote it, or a newer one.",
             )
-        indexes = tuple(
-            _open_index(storage, directory, manifest, rank, worker) for rank, worker in enumerate(manifest.workers)
-        )
+        indexes = tuple(read_index(storage, directory, manifest, rank) for rank in range(manifest.world_size))
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=step, path=error.path) from error
+    _check_references(manifest, indexes, path)
     return OpenedStep(directory, manifest, indexes)
 
 
-def _open_index(storage: Storage, directory: str, manifest: Manifest, rank: int, worker: WorkerRecord) -> Index:
-    path = join(directory, index_name(rank, manifest.world_size))
-    step = manifest.step
-    if worker.index_bytes > MAX_INDEX_BYTES:
-        raise DamageError(f"{path} is said to have {worker.index_bytes} bytes", step=step, path=path)
-    data = storage.read(path, worker.index_bytes)
-    if len(data) != worker.index_bytes or digest(data) != worker.index_digest:
-        raise DamageError(f"{path} is not the index that the manifest vouches for", step=step, path=path)
-    index = decode_index(data, path=path, step=step)
-    stands_for = (index.step, index.generation, index.attempt, index.rank, index.world_size, index.data_bytes)
-    if stands_for != (
-        manifest.step,
-        manifest.generation,
-        manifest.attempt,
-        rank,
-        manifest.world_size,
-        worker.data_bytes,
-    ):
-        raise DamageError(f"{path} belongs to another checkpoint or worker", step=step, path=path)
-    return index
+def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -> None:
+    """Makes sure that the manifest names what the indexes refer to: what it does not name would not be kept."""
+    counts: dict[StepName, tuple[int, int]] = {}
+    for index in indexes:
+        for name, (leaves, size_bytes) in index.refers_to().items():
+            known_leaves, known_bytes = counts.get(name, (0, 0))
+            counts[name] = (known_leaves + leaves, known_bytes + size_bytes)
+    named = {reference.name: (reference.leaves, reference.size_bytes) for reference in manifest.references}
+    if named != counts:
+        raise FormatError(
+            f"{path}: it names other references than the indexes that it vouches for", path=path, step=manifest.step
+        )
 
 
-def open_data(storage: Storage, opened: OpenedStep, rank: int) -> FileReader:
-    """**Blocks.** Opens a worker's data file and checks its size.
+_Bytes: TypeAlias = tuple[str, int, int, int, str]
 
-    Raises:
-        DamageError: If it is missing, or shorter or longer than was written.
-        StorageError: If the place fails.
+
+class Checked:
+    """Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
+
+    It is true for as long as nobody writes.
     """
-    path = opened.data_path(rank)
-    step = opened.manifest.step
-    try:
-        reader = storage.open_reader(path)
-    except NotFoundError as error:
-        raise DamageError(f"{path} is missing", step=step, path=path) from error
-    expected_bytes = opened.indexes[rank].data_bytes
-    if reader.size_bytes != expected_bytes:
-        reader.close()
-        raise DamageError(f"{path} has {reader.size_bytes} bytes, {expected_bytes} were written", step=step, path=path)
-    return reader
+
+    def __init__(self) -> None:
+        self._damages: dict[_Bytes, list[DamageError]] = {}
+
+    def add(self, part: Part, leaf: LeafRecord, damages: list[DamageError]) -> None:
+        """Notes what is damaged in an array."""
+        self._damages[_bytes_of(part, leaf)] = damages
+
+    def find(self, part: Part, leaf: LeafRecord) -> list[DamageError] | None:
+        """What is damaged in an array; None if these bytes have not been compared with these digests."""
+        return self._damages.get(_bytes_of(part, leaf))
+
+
+def _bytes_of(part: Part, leaf: LeafRecord) -> _Bytes:
+    return part.path, leaf.begin, leaf.end, part.index.span_bytes, leaf.spans
+
+
+def count_unread(opened: OpenedStep, checked: Checked) -> int:
+    """**Pure.** How many bytes `verify_data` has to read of a step."""
+    parts = list_parts(opened)
+    headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
+    unread = (leaf for part in parts for leaf in part.index.leaves if checked.find(part, leaf) is None)
+    return headers_bytes + sum(leaf.end - leaf.begin for leaf in unread)
 
 
 def verify_data(
@@ -94,14 +102,18 @@ def verify_data(
     *,
     threads: int = 2,
     progress: Callable[[int], None] = lambda size_bytes: None,
+    beside: Storage | None = None,
+    checked: Checked | None = None,
 ) -> list[DamageError]:
-    """**Blocks.** Reads every byte of a step's data files and compares it with its digest.
+    """**Blocks.** Reads every byte of a step's data files, and of what it refers to, and compares it with its digest.
 
     Args:
         storage: Where the step lies.
         opened: The step.
         threads: How many threads read.
         progress: Called with the number of bytes that were just read; from any thread.
+        beside: Where the steps lie that it refers to; None if that is `storage` too, or not known.
+        checked: What was read of other steps of the run; what is read here is added.
 
     Returns:
         What is damaged, in the order of the files; empty if the step is whole.
@@ -109,46 +121,52 @@ def verify_data(
     Raises:
         StorageError: If the place fails.
     """
+    if beside is None and opened.directory:
+        beside = storage
+    checked = checked or Checked()
     damages: list[DamageError] = []
-    for rank in range(len(opened.indexes)):
+    for part in list_parts(opened):
         try:
-            damages += _verify_file(storage, opened, rank, threads, progress)
+            with closing(open_part(storage, part, beside)) as reader:
+                damages += _verify_part(part, reader, threads, progress, checked)
         except DamageError as damage:
             damages.append(damage)
     return damages
 
 
-def _verify_file(
-    storage: Storage, opened: OpenedStep, rank: int, threads: int, progress: Callable[[int], None]
-) -> Sequence[DamageError]:
-    index = opened.indexes[rank]
-    path = opened.data_path(rank)
-    damages: list[DamageError] = []
-    reader = open_data(storage, opened, rank)
+def _verify_part(
+    part: Part, reader: FileReader, threads: int, progress: Callable[[int], None], checked: Checked
+) -> list[DamageError]:
+    index = part.index
+    damages = [] if part.referrer else _verify_header(part, reader, progress)
+    found: dict[str, list[DamageError]] = {leaf.name: [] for leaf in index.leaves if checked.find(part, leaf) is None}
+
+    def check(delivery: Delivery) -> None:
+        # Lists are appended to from several threads, which is safe, and put in order at the end.
+        for damage in find_damages(index, part.path, delivery):
+            found[damage.tensor].append(damage)
+        progress(delivery.piece.end - delivery.piece.begin)
+
     try:
-        header = bytearray(index.header_bytes)
-        reader.read_into(0, memoryview(header))
-        progress(len(header))
-        if digest(header) != index.header_digest:
-            damages.append(
-                DamageError(
-                    f"{path}: the header does not match its digest; restoring does not need it, other readers do",
-                    step=index.step,
-                    path=path,
-                    offset_bytes=0,
-                )
-            )
-
-        def check(delivery: Delivery) -> None:
-            # Lists are appended to from several threads, which is safe, and put in order at the end.
-            damages.extend(find_damages(index, path, delivery))
-            progress(delivery.piece.end - delivery.piece.begin)
-
-        pieces = plan_pieces(index, {leaf.name for leaf in index.leaves})
-        read_pieces(reader, pieces, _no_view, check, threads=threads)
-    finally:
-        reader.close()
+        if found:
+            read_pieces(reader, plan_pieces(index, found), _no_view, check, threads=threads)
+    except DamageError as damage:
+        raise part.explain(damage) from damage
+    for leaf in index.leaves:
+        if leaf.name in found:
+            checked.add(part, leaf, found[leaf.name])
+        damages += [part.explain(damage) for damage in checked.find(part, leaf) or ()]
     return sorted(damages, key=lambda damage: damage.offset_bytes or 0)
+
+
+def _verify_header(part: Part, reader: FileReader, progress: Callable[[int], None]) -> list[DamageError]:
+    header = bytearray(part.index.header_bytes)
+    reader.read_into(0, memoryview(header))
+    progress(len(header))
+    if digest(header) == part.index.header_digest:
+        return []
+    text = f"{part.path}: the header does not match its digest; restoring does not need it, other readers do"
+    return [DamageError(text, step=part.index.step, path=part.path, offset_bytes=0)]
 
 
 def _no_view(leaf: int) -> None:

@@ -37,6 +37,17 @@ def check_policies(save_every: object, keep: object) -> None:
         )
 
 
+def check_switches(**switches: object) -> None:
+    """**Pure.** What is on or off.
+
+    Raises:
+        UsageError: If one is something else.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}={value!r} is neither True nor False")
+
+
 def check_numbers(failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object) -> None:
     """**Pure.** Counts and times.
 

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from holdfast.catalog import read_generations, read_opening
 from holdfast.errors import FencedError, HoldfastError, StorageError
-from holdfast.format.manifest import Manifest, encode_manifest
-from holdfast.format.names import StepName
+from holdfast.format.manifest import REFERENCES, Manifest, encode_manifest
+from holdfast.format.names import MANIFEST_NAME, StepName
+from holdfast.save.discard import discard_committed
 from holdfast.save.handoffs import Receipts
 from holdfast.storage.protocol import Storage
 
@@ -34,7 +35,7 @@ def commit(
     Raises:
         FencedError: If a newer generation was opened: the step may exist, but must not be called committed, since the
             newer job may not have seen it when it began.
-        StorageError: If the place fails.
+        StorageError: If the place fails, or a step that this one refers to was removed meanwhile.
     """
     manifest = Manifest(
         step=name.step,
@@ -46,6 +47,8 @@ def commit(
         metrics=dict(metrics),
         metadata=dict(metadata),
         versions=_name_versions(),
+        features=(REFERENCES,) if receipts.references else (),
+        references=receipts.references,
     )
     if not storage.publish(name.manifest_path, encode_manifest(manifest)):
         raise StorageError(
@@ -54,7 +57,27 @@ def commit(
             hint="Two jobs believe to be the same one; give each a directory of its own.",
         )
     check_fence(storage, name.generation)
+    _check_references(storage, manifest)
     return manifest
+
+
+def _check_references(storage: Storage, manifest: Manifest) -> None:
+    """**Blocks.** Makes sure that the steps which a step refers to are still committed; else takes it back.
+
+    A crash in here leaves a step that nobody has been told of, and that a restore may find damaged and pass over.
+
+    Raises:
+        StorageError: If one has been removed while this one was being saved, or the place fails.
+    """
+    for reference in manifest.references:
+        if MANIFEST_NAME not in {entry.name for entry in storage.list(reference.name.directory)}:
+            discard_committed(storage, manifest.name)
+            raise StorageError(
+                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step} was being saved, "
+                "which refers to it",
+                path=reference.name.directory,
+                hint="The next save writes everything that lay there.",
+            )
 
 
 def check_fence(storage: Storage, generation: int) -> None:

@@ -15,7 +15,7 @@ from holdfast.storage.protocol import Storage
 
 
 def discard_committed(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Removes a committed step.
+    """**Blocks.** Removes a committed step to which nobody can refer.
 
     A crash after the manifest has gone leaves a directory without one, which the next sweep removes.
 
@@ -25,10 +25,23 @@ def discard_committed(storage: Storage, name: StepName) -> bool:
     Raises:
         StorageError: If the place fails.
     """
+    withdraw(storage, name)
+    return remove_own_files(storage, name.directory)
+
+
+def withdraw(storage: Storage, name: StepName) -> None:
+    """**Blocks.** Takes a committed step's manifest away. Its data stays, since a save that goes on may refer to it.
+
+    Whoever withdraws a step looks again, when this has returned, whether somebody may have come to refer to it, and
+    only then removes the data. Whoever has committed a step looks again whether those that it refers to still have
+    their manifests. So of two that do this at the same time, at least one sees the other.
+
+    Raises:
+        StorageError: If the place fails.
+    """
     storage.remove(name.manifest_path)
     # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
     storage.sync_directory(name.directory)
-    return remove_own_files(storage, name.directory)
 
 
 def discard_unfinished(storage: Storage, name: StepName) -> bool:

@@ -91,9 +91,10 @@ class Saver:
         threads: int,
         overlap_copy: bool,
         timeout_seconds: float,
+        incremental: bool,
     ) -> None:
         self._storage = storage
-        self._line = Line(storage, keep)
+        self._line = Line(storage, keep, incremental=incremental)
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -272,7 +273,7 @@ class Saver:
         name = self._line.name(order.step)
         work.handle.mark_named(name)
         try:
-            receipts = self._line.write(work.staging.snapshot, name, work.crew)
+            receipts = self._line.write(work.staging.snapshot, name, work.crew, order.metrics)
             self._emit(
                 Written(
                     step=order.step,
@@ -300,6 +301,7 @@ class Saver:
                 blocked_seconds=work.staged.blocked_seconds,
                 background_seconds=durable_seconds,
                 size_bytes=receipts.size_bytes,
+                referred_bytes=receipts.referred_bytes,
                 training_saved_seconds=training_saved_seconds,
             )
         )
@@ -330,7 +332,7 @@ class Saver:
             self._warn_of_absent(cleaning.absent)
             self._emit(
                 Retained(
-                    kept={kept.step: reason for kept, reason in cleaning.kept.items()},
+                    kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
                     removed=tuple(removed.step for removed in cleaning.removed),
                     background_seconds=time.monotonic() - begun_at,
                 )

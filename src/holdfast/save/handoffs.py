@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.format.layout import Layout
-from holdfast.format.manifest import WorkerRecord
+from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.state.leaves import Skeleton
 
 
@@ -30,11 +30,18 @@ class Receipts:
 
     Attributes:
         workers: What each worker wrote, in order of rank.
+        references: The earlier steps whose bytes were not written again, in order.
     """
 
     workers: tuple[WorkerRecord, ...]
+    references: tuple[Reference, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """The bytes that were written, indexes included."""
         return sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
+
+    @property
+    def referred_bytes(self) -> int:
+        """The bytes of arrays that lie in the data files of earlier steps."""
+        return sum(reference.size_bytes for reference in self.references)

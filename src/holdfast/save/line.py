@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.catalog import Catalog, open_generation, read_catalog, read_manifest, record_base
-from holdfast.errors import DamageError, HoldfastError, NotFoundError
+from holdfast.catalog import Catalog, open_generation, read_catalog, record_base
+from holdfast.errors import HoldfastError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit import check_fence, commit
 from holdfast.save.discard import (
-    discard_committed,
     discard_half_published,
     discard_trash,
     discard_unfinished,
     next_attempt,
+    remove_own_files,
+    withdraw,
 )
 from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.save.incremental import Incremental
+from holdfast.save.ledger import Ledger
 from holdfast.save.write import write
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
@@ -49,11 +52,12 @@ class Cleaning:
 class Line:
     """Writes checkpoints of one generation, one after the other. Not thread-safe: one save uses it at a time."""
 
-    def __init__(self, storage: Storage, keep: RetentionPolicy) -> None:
+    def __init__(self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False) -> None:
         self._storage = storage
         self._keep = keep
         self._generation: int | None = None
-        self._manifests: dict[StepName, Manifest] = {}
+        self._ledger = Ledger(storage)
+        self._incremental = Incremental(storage, self._ledger) if incremental else None
 
     @property
     def generation(self) -> int | None:
@@ -85,6 +89,8 @@ class Line:
             base = make_base(generation, origin)
             record_base(self._storage, base)
             self._generation = generation
+            if self._incremental is not None:
+                self._incremental.begin(origin)
         check_fence(self._storage, self._generation)
         return base
 
@@ -93,16 +99,20 @@ class Line:
         assert self._generation is not None, "open() comes first"
         return next_attempt(self._storage, step, self._generation)
 
-    def write(self, snapshot: Snapshot, name: StepName, crew: Crew) -> Receipts:
+    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""
-        return write(snapshot, self._storage, name, crew)
+        if self._incremental is None:
+            return write(snapshot, self._storage, name, crew)
+        return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """**Blocks.** Commits what was written."""
         manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
-        self._manifests[name] = manifest
+        self._ledger.add(manifest)
+        if self._incremental is not None:
+            self._incremental.mark_committed()
         return manifest
 
     def give_up(self, name: StepName) -> None:
@@ -118,8 +128,8 @@ class Line:
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
         """**Blocks.** Removes what the retention policy gives up, and what earlier saves left behind.
 
-        Only the living line is looked at; steps off it stay until a person prunes them. A generation that was fenced
-        removes nothing.
+        Only the living line is looked at; steps off it stay until a person prunes them. What a step that stays refers
+        to, on the line or off it, stays too. A generation that was fenced removes nothing.
 
         Args:
             newest: The step that was just committed.
@@ -131,24 +141,10 @@ class Line:
         """
         check_fence(self._storage, newest.generation)
         catalog = read_catalog(self._storage)
-        candidates: list[KeptCandidate[StepName]] = []
+        candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
-        for name in catalog.living:
-            try:
-                manifest = self._manifests.get(name) or read_manifest(self._storage, name)
-            except (DamageError, NotFoundError):
-                continue  # What cannot be judged stays; a restore or `verify` will name the damage.
-            self._manifests[name] = manifest
-            candidates.append(
-                KeptCandidate(
-                    key=name,
-                    step=name.step,
-                    committed_at_seconds=manifest.committed_at_unix_seconds,
-                    metrics=manifest.metrics,
-                )
-            )
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
-        plan = plan_retention(self._keep, candidates, protected, time.time())
+        referrers = self._ledger.referrers(catalog.committed)
         replaced = [
             name
             for name in catalog.committed
@@ -157,26 +153,64 @@ class Line:
             and name not in protected
             and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
         ]
-        removed = self._remove([*plan.remove, *replaced], problems)
-        swept = self._sweep(catalog, problems)
-        self._manifests = {name: self._manifests[name] for name in plan.keep if name in self._manifests}
+        plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
+        removed = self._remove(plan.remove, problems)
+        referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
+        swept = self._sweep(catalog, referred, problems)
+        self._ledger.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
 
-    def _remove(self, names: list[StepName], problems: list[HoldfastError]) -> list[StepName]:
+    def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
+        """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
+        manifests = (self._ledger.manifest(name) for name in catalog.living)
+        return [
+            KeptCandidate(manifest.name, manifest.step, manifest.committed_at_unix_seconds, manifest.metrics)
+            for manifest in manifests
+            if manifest is not None
+        ]
+
+    def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
+        """The steps that the policy will keep for their own sake when a save is committed."""
+        now_seconds = time.time()
+        before = [known for known in self._list_candidates(read_catalog(self._storage)) if known.step < name.step]
+        try:
+            return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
+        except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
+            return ()
+
+    def _remove(self, names: Collection[StepName], problems: list[HoldfastError]) -> list[StepName]:
+        """Removes committed steps: first all their manifests, then, if this generation still counts, their data."""
+        withdrawn: list[StepName] = []
+        needed: set[StepName] = set()
+        # Newest first: what refers to others goes before them. If it cannot be removed, neither can they.
+        for name in sorted(set(names), reverse=True):
+            if name not in needed:
+                try:
+                    withdraw(self._storage, name)
+                    withdrawn.append(name)
+                except HoldfastError as error:
+                    problems.append(error)
+                    needed |= self._ledger.kept_with(name)
+        if withdrawn and self._generation is not None:
+            # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
+            check_fence(self._storage, self._generation)
         removed: list[StepName] = []
-        for name in names:
+        for name in reversed(withdrawn):
             try:
-                discard_committed(self._storage, name)
+                remove_own_files(self._storage, name.directory)
                 removed.append(name)
             except HoldfastError as error:
                 problems.append(error)
         return removed
 
-    def _sweep(self, catalog: Catalog, problems: list[HoldfastError]) -> list[str]:
-        """Removes unfinished directories of this and older generations: nobody can commit them any more."""
+    def _sweep(self, catalog: Catalog, referred: Collection[StepName], problems: list[HoldfastError]) -> list[str]:
+        """Removes unfinished directories of this and older generations: nobody can commit them any more.
+
+        One that lost its manifest, but holds what a step refers to, stays.
+        """
         swept: list[str] = []
         for name in catalog.unfinished:
-            if self._generation is not None and name.generation <= self._generation:
+            if self._generation is not None and name.generation <= self._generation and name not in referred:
                 try:
                     if discard_unfinished(self._storage, name):
                         swept.append(name.directory)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
 from holdfast.format.digests import SPAN_BYTES, digest, span_count
 from holdfast.format.index import Index, LeafRecord, encode_index
-from holdfast.format.manifest import WorkerRecord
+from holdfast.format.layout import Layout
+from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.state.leaves import Skeleton
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter, Storage
 
@@ -30,17 +32,53 @@ def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> R
     storage.make_directory(name.directory)
     data_path = f"{name.directory}/{data_name(0, 1)}"
     digests = _write_data(snapshot, storage.open_writer(data_path, snapshot.layout.size_bytes), crew)
-    index = encode_index(_make_index(snapshot, name, digests))
-    storage.write(f"{name.directory}/{index_name(0, 1)}", index)
+    leaves = ("".join(spans) for spans in digests)
+    return conclude(make_index(snapshot.layout, snapshot.objects, name, leaves), storage)
+
+
+def conclude(index: Index, storage: Storage) -> Receipts:
+    """**Blocks.** Writes the index of a data file that is whole, and makes both last.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    data = encode_index(index)
+    storage.write(f"{index.name.directory}/{index_name(0, 1)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
-    storage.sync_directory(name.directory)
-    return Receipts((WorkerRecord(len(index), digest(index), snapshot.layout.size_bytes),))
+    storage.sync_directory(index.name.directory)
+    references = tuple(
+        Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
+        for name, (leaves, size_bytes) in sorted(index.refers_to().items())
+    )
+    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references)
+
+
+def take_digests(snapshot: Snapshot, crew: Crew) -> list[str]:
+    """**Blocks.** For each array, in the order of the image, the digests of its spans one behind the other."""
+    digests = _room_for_digests(snapshot)
+    crew.run(_digest_jobs(snapshot, digests))
+    return ["".join(spans) for spans in digests]
+
+
+def _digest_jobs(snapshot: Snapshot, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
+    batch: list[tuple[int, int, int, int]] = []
+    batch_bytes = 0
+    for span in _spans(snapshot):
+        batch.append(span)
+        batch_bytes += span[3] - span[2]
+        if batch_bytes >= PIECE_BYTES:
+            yield partial(_digest_spans, snapshot.image, batch, digests)
+            batch, batch_bytes = [], 0
+    yield partial(_digest_spans, snapshot.image, batch, digests)
+
+
+def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
+    return [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in snapshot.layout.places]
 
 
 def _write_data(snapshot: Snapshot, writer: FileWriter, crew: Crew) -> list[list[str]]:
     """Writes the data file; gives for each array, in the order of the file, the digests of its spans."""
-    places = snapshot.layout.places
-    digests = [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in places]
+    digests = _room_for_digests(snapshot)
     try:
         crew.run(_pieces(snapshot, writer, digests))
         writer.finish()
@@ -81,13 +119,24 @@ def _write_piece(
     spans: list[tuple[int, int, int, int]],
     digests: list[list[str]],
 ) -> None:
-    for number, span, span_begin, span_end in spans:
-        digests[number][span] = digest(image[span_begin:span_end])
+    _digest_spans(image, spans, digests)
     writer.write_at(begin, image[begin:end])
 
 
-def _make_index(snapshot: Snapshot, name: StepName, digests: list[list[str]]) -> Index:
-    layout = snapshot.layout
+def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], digests: list[list[str]]) -> None:
+    for number, span, begin, end in spans:
+        digests[number][span] = digest(image[begin:end])
+
+
+def make_index(layout: Layout, objects: dict[str, Skeleton], name: StepName, spans: Iterable[str]) -> Index:
+    """**Pure.** The index of a data file.
+
+    Args:
+        layout: What lies in the file.
+        objects: The state that is not arrays.
+        name: The checkpoint that it belongs to.
+        spans: For each array, in the order of the file, the digests of its spans.
+    """
     return Index(
         step=name.step,
         generation=name.generation,
@@ -99,8 +148,8 @@ def _make_index(snapshot: Snapshot, name: StepName, digests: list[list[str]]) ->
         header_digest=digest(layout.header),
         span_bytes=SPAN_BYTES,
         leaves=tuple(
-            LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, "".join(spans))
-            for place, spans in zip(layout.places, digests, strict=True)
+            LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, digests)
+            for place, digests in zip(layout.places, spans, strict=True)
         ),
-        objects=snapshot.objects,
+        objects=objects,
     )

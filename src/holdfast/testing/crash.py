@@ -1,12 +1,13 @@
 """Kills a saving process again and again, and looks each time at what it left: `python -m holdfast.testing.crash`.
 
-Each round forks a child that goes on from the newest checkpoint, trains (its arrays follow from the step) and saves
-without a pause, telling through a pipe which steps it was promised. At a random moment it is killed with SIGKILL. Then
-the parent restores and checks that
+Each round forks a child that goes on from the newest checkpoint, trains (its arrays follow from the step; some change
+seldom) and saves without a pause, telling through a pipe which steps it was promised. Most children save incrementally.
+At a random moment it is killed with SIGKILL. Then the parent restores and checks that
 
 * what comes back is exactly the state of one step,
 * that step is the newest that was promised, or a later one that was begun,
-* the next save works, and afterwards nothing is left of the killed one.
+* the next save works, and afterwards nothing is left of the killed one,
+* every checkpoint that is there is whole, with all that it refers to, and there are not too many.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
+from holdfast.restore.verify import open_step, verify_data
+from holdfast.save.references import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage
 
-ARRAY_LENGTHS = (1, 1000, 30_000, 200_000)
+ARRAYS = ((1, 1), (1000, 1), (30_000, 1), (30_000, 7), (200_000, 50), (5000, 1_000_000))
+"""The length of each array, and for how many steps it stays as it is."""
+
+_KEPT = 2
+_INCREMENTAL_SHARE = 0.7
 
 
 class WrongStateError(AssertionError):
@@ -46,12 +53,14 @@ class Tally:
         in_save: How many of them left an unfinished save behind.
         unspoken: How many left a checkpoint that they had not spoken of yet.
         promised: How many steps were promised in all.
+        referring: How many checkpoints that came back lie in part with earlier ones.
     """
 
     kills: int = 0
     in_save: int = 0
     unspoken: int = 0
     promised: int = 0
+    referring: int = 0
 
 
 class Toy:
@@ -61,14 +70,14 @@ class Toy:
         import numpy as np
 
         self.arrays: dict[str, Any] = {
-            f"a{number}": np.zeros(length, np.int64) for number, length in enumerate(ARRAY_LENGTHS)
+            f"a{number}": np.zeros(length, np.int64) for number, (length, _) in enumerate(ARRAYS)
         }
         self.counter = {"step": 0}
 
     def train(self, step: int) -> None:
         """Sets the state of a step, in place."""
         for number, array in enumerate(self.arrays.values()):
-            array[:] = step * 1000 + number
+            array[:] = _value_of(step, number)
         self.counter["step"] = step
 
     def check(self, step: int) -> None:
@@ -78,21 +87,27 @@ class Toy:
             WrongStateError: If it is not.
         """
         for number, (name, array) in enumerate(self.arrays.items()):
-            if not (array == step * 1000 + number).all():
+            if not (array == _value_of(step, number)).all():
                 raise WrongStateError(f"{name} is not that of step {step}")
         if self.counter != {"step": step}:
             raise WrongStateError(f"the counter is {self.counter}, the step is {step}")
 
-    def manager(self, directory: Path) -> CheckpointManager:
+    def manager(self, directory: Path, *, incremental: bool = False) -> CheckpointManager:
         """A manager that keeps two checkpoints."""
-        return CheckpointManager(directory, Checkpoint(arrays=self.arrays, counter=self.counter), keep=Latest(2))
+        checkpoint = Checkpoint(arrays=self.arrays, counter=self.counter)
+        return CheckpointManager(directory, checkpoint, keep=Latest(_KEPT), incremental=incremental)
+
+
+def _value_of(step: int, number: int) -> int:
+    """What an array holds at a step; of each array, values of different stretches of steps differ."""
+    return step // ARRAYS[number][1] * 1000 + number
 
 
 def train_until_killed(directory: Path, promises: int, seed: int) -> None:
     """What a child does: goes on from the newest checkpoint and saves each step, until it is killed."""
     dice = random.Random(seed)
     toy = Toy()
-    manager = toy.manager(directory)
+    manager = toy.manager(directory, incremental=dice.random() < _INCREMENTAL_SHARE)
     restored = manager.restore()
     step = restored.step if restored is not None else 0
     while True:
@@ -102,7 +117,7 @@ def train_until_killed(directory: Path, promises: int, seed: int) -> None:
         handle = manager.save(step)
         if dice.random() < 0.3:
             # What comes next must not get into the checkpoint.
-            toy.train(step + 1_000_000)
+            toy.train(step + 10_000_000)
         handle.wait_committed(60)
         os.write(promises, f"promise {step}\n".encode())
         if dice.random() < 0.1:
@@ -149,7 +164,7 @@ def kill_once(directory: Path, dice: random.Random, span_seconds: float) -> tupl
     return promised, begun, count
 
 
-def check_after(directory: Path, promised: int, begun: int, tally: Tally) -> int:
+def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, incremental: bool = True) -> int:
     """Looks at what a kill left, saves once more, and looks again.
 
     Returns:
@@ -161,11 +176,12 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally) -> int
     catalog = read_catalog(LocalStorage(directory))
     tally.in_save += bool(catalog.unfinished)
     toy = Toy()
-    with toy.manager(directory) as manager:
+    with toy.manager(directory, incremental=incremental) as manager:
         restored = manager.restore()
         step = restored.step if restored is not None else 0
         if restored is not None:
             toy.check(step)
+            tally.referring += bool(restored.manifest.references)
             if restored.passed_over:
                 raise WrongStateError(f"a committed checkpoint is damaged: {restored.passed_over}")
         if not promised <= step <= max(begun, promised):
@@ -179,6 +195,13 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally) -> int
         raise WrongStateError(f"step {step + 1} was promised, the newest is {catalog.newest}")
     if catalog.unfinished or catalog.trash:
         raise WrongStateError(f"left behind: {catalog.unfinished} {catalog.trash}")
+    # The one that was restored from is kept too, and each with what it refers to.
+    if len(catalog.committed) > (_KEPT + 1) * (1 + _KEPT + MAX_KEPT_STEPS):
+        raise WrongStateError(f"{len(catalog.committed)} checkpoints are kept")
+    storage = LocalStorage(directory)
+    for name in catalog.committed:
+        if damages := verify_data(storage, open_step(storage, name.directory, name)):
+            raise WrongStateError(f"{name} is not whole: {damages[0]}")
     return step + 1
 
 
@@ -201,7 +224,8 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         promised, begun, count = kill_once(directory, dice, span_seconds)
         tally.kills += 1
         tally.promised += count
-        newest = check_after(directory, max(promised, newest), begun, tally)
+        incremental = dice.random() < _INCREMENTAL_SHARE
+        newest = check_after(directory, max(promised, newest), begun, tally, incremental=incremental)
         if sys.stderr.isatty():
             print(f"\r{tally.kills} of {kills} kills survived", end="", file=sys.stderr)  # noqa: T201
     return tally
@@ -224,7 +248,8 @@ def main() -> None:
     seconds = time.monotonic() - begun_at
     print(  # noqa: T201
         f"\n{tally.kills} kills in {seconds:.0f} s: nothing was lost. {tally.in_save} hit an unfinished save, "
-        f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were kept."
+        f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were kept, "
+        f"{tally.referring} of the checkpoints that came back refer to earlier ones."
     )
 
 

@@ -1,0 +1,129 @@
+"""Saves that write only what has changed since the newest committed step, and refer to the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from holdfast.catalog import read_index
+from holdfast.errors import DamageError, NotFoundError
+from holdfast.format.digests import SPAN_BYTES
+from holdfast.format.index import Index, Source
+from holdfast.format.layout import Layout, plan_layout
+from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
+from holdfast.save.gather import Move, plan_moves, write_gathered
+from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.save.ledger import Ledger
+from holdfast.save.references import Held, Offer, choose_sources, find_unchanged, list_held, make_references
+from holdfast.save.write import conclude, make_index, take_digests
+from holdfast.storage.crew import Crew
+from holdfast.storage.protocol import Storage
+
+
+class Incremental:
+    """Writes the steps of one line. Not thread-safe: one save uses it at a time.
+
+    What a save may refer to are the newest committed step of its line, and what that one refers to. These are what
+    neither retention nor a person can remove as long as no newer step is committed.
+    """
+
+    def __init__(self, storage: Storage, ledger: Ledger) -> None:
+        self._storage = storage
+        self._ledger = ledger
+        self._newest: StepName | None = None
+        # What is known of that step; it is read when it is first needed, and never holds more than its arrays' records.
+        self._index: Index | None = None
+        self._written: Index | None = None
+
+    def begin(self, origin: StepName | None) -> None:
+        """A generation was opened that goes on from that step, or anew."""
+        self._newest, self._index, self._written = origin, None, None
+
+    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, wanted: Collection[StepName]) -> Receipts:
+        """**Blocks.** Writes what has changed into a new directory and makes it last.
+
+        A crash anywhere in here leaves a directory without a manifest, as with any save.
+
+        Args:
+            snapshot: All of the state.
+            name: The place of the new step.
+            crew: The threads that work.
+            wanted: The steps that the retention policy will keep anyway.
+
+        Raises:
+            StorageError: If the place fails; what was written stays as debris.
+        """
+        places = snapshot.layout.places
+        spans = dict(zip((place.name for place in places), take_digests(snapshot, crew), strict=True))
+        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name))
+        chosen = choose_sources(self._make_offers(unchanged), wanted)
+        kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
+        layout, moves = _plan_file(snapshot, name, kept)
+        self._storage.make_directory(name.directory)
+        writer = self._storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
+        try:
+            write_gathered(snapshot.image, layout, moves, writer, crew)
+            writer.finish()
+        finally:
+            writer.abandon()
+        index = make_index(layout, snapshot.objects, name, (spans[place.name] for place in layout.places))
+        sources, referred = make_references(kept)
+        index = msgspec.structs.replace(index, sources=sources, referred=referred)
+        receipts = conclude(index, self._storage)
+        self._written = msgspec.structs.replace(index, objects={})
+        return receipts
+
+    def mark_committed(self) -> None:
+        """What was written last is committed."""
+        written = self._written
+        # A step that replaces an older one of the line is not its newest, and may be removed before that.
+        if written is not None and (self._newest is None or written.name > self._newest):
+            self._newest, self._index = written.name, written
+        self._written = None
+
+    def _find_held(self, name: StepName) -> Mapping[str, Held]:
+        """The arrays that a step could refer to."""
+        if self._newest is None or find_order_problem(self._newest, name):
+            return {}
+        if self._index is None:
+            manifest = self._ledger.manifest(self._newest)
+            if manifest is None or manifest.world_size != 1:
+                return {}
+            try:
+                index = read_index(self._storage, self._newest.directory, manifest, 0)
+            except (DamageError, NotFoundError):
+                return {}
+            self._index = msgspec.structs.replace(index, objects={})
+        return list_held(self._index) if self._index.span_bytes == SPAN_BYTES else {}
+
+    def _make_offers(self, unchanged: Mapping[str, Held]) -> list[Offer]:
+        held_bytes: dict[Source, int] = {}
+        for held in unchanged.values():
+            held_bytes[held.source] = held_bytes.get(held.source, 0) + held.size_bytes
+        return [
+            Offer(source.name, size_bytes, {source.name: source.data_bytes, **self._list_kept(source.name)})
+            for source, size_bytes in held_bytes.items()
+            if self._is_there(source)
+        ]
+
+    def _list_kept(self, name: StepName) -> dict[StepName, int]:
+        kept = {other: self._ledger.manifest(other) for other in self._ledger.kept_with(name)}
+        return {other: manifest.data_bytes if manifest else 0 for other, manifest in kept.items()}
+
+    def _is_there(self, source: Source) -> bool:
+        """**Blocks.** Whether a file still lies where it should: people remove directories by hand."""
+        entries = {entry.name: entry.size_bytes for entry in self._storage.list(source.name.directory)}
+        return MANIFEST_NAME in entries and entries.get(source.file_name) == source.data_bytes
+
+
+def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, Held]) -> tuple[Layout, list[Move]]:
+    """The data file without what is kept, and where its bytes are in the image."""
+    whole = snapshot.layout
+    if not kept:
+        return whole, [Move(0, whole.size_bytes, 0)]
+    changed = [place for place in whole.places if place.name not in kept]
+    layout = plan_layout(
+        [(place.name, place.dtype, place.shape) for place in changed], {"format": "holdfast", "step": str(name.step)}
+    )
+    return layout, plan_moves(layout, {place.name: place.begin for place in changed})

@@ -1,0 +1,314 @@
+"""Incremental saves beside somebody who removes steps: whoever comes when, what is committed then is whole.
+
+One of the two is let run to its end in the midst of the other, at each of its storage calls in turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.cli.removals import RemovalPlan, Removed, carry_out
+from holdfast.cli.survey import survey_run
+from holdfast.errors import HoldfastError, NoCheckpointError, SaveFailedError
+from holdfast.format.names import StepName
+from holdfast.policies import KeptCandidate
+from holdfast.restore.verify import open_step, verify_data
+from holdfast.storage import Entry, MemoryStorage
+from holdfast.storage.memory import MemoryReader, MemoryWriter
+
+
+class Interrupted(MemoryStorage):
+    """A storage that lets somebody else do something before one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+        self.calls = 0
+        self._at = 0
+        self._act: Callable[[], object] | None = None
+        self._thread = threading.local()
+
+    def interrupt(self, at: int, act: Callable[[], object]) -> None:
+        self.calls, self._at, self._act = 0, at, act
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self._act is None
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call from outside; those that a call makes itself are parts of it."""
+        is_outermost = not getattr(self._thread, "is_inside", False)
+        if is_outermost:
+            self.calls += 1
+            if self._act is not None and self.calls == self._at:
+                act, self._act = self._act, None
+                act()
+            self._thread.is_inside = True
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self._thread.is_inside = False
+
+    def make_directory(self, path: str) -> None:
+        with self._call():
+            super().make_directory(path)
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        with self._call():
+            return super().open_writer(path, size_bytes)
+
+    def open_reader(self, path: str) -> MemoryReader:
+        with self._call():
+            return super().open_reader(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        with self._call():
+            super().write(path, data)
+
+    def sync_directory(self, path: str) -> None:
+        with self._call():
+            super().sync_directory(path)
+
+    def publish(self, path: str, data: bytes) -> bool:
+        with self._call():
+            return super().publish(path, data)
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        with self._call():
+            return super().read(path, limit_bytes)
+
+    def list(self, path: str) -> list[Entry]:
+        with self._call():
+            return super().list(path)
+
+    def remove(self, path: str) -> None:
+        with self._call():
+            super().remove(path)
+
+    def remove_directory(self, path: str) -> bool:
+        with self._call():
+            return super().remove_directory(path)
+
+    def set_aside(self, path: str) -> str:
+        with self._call():
+            return super().set_aside(path)
+
+
+def make_arrays() -> dict[str, np.ndarray]:
+    return {"frozen": np.arange(900.0), "seldom": np.zeros(300), "often": np.zeros(200)}
+
+
+def note(results: list[bool], act: Callable[[], bool]) -> None:
+    results.append(act())
+
+
+def check_all_whole(storage: MemoryStorage, where: str) -> None:
+    for name in read_catalog(storage).committed:
+        damages = verify_data(storage, open_step(storage, name.directory, name))
+        assert damages == [], f"{where}: {damages}"
+
+
+# A person removes the newest step, as one that is damaged may be, while the job goes on from it.
+
+
+def lay_ground(storage: Interrupted) -> tuple[hf.CheckpointManager, dict[str, np.ndarray], RemovalPlan]:
+    """Step 2 refers to step 1, and what comes next would refer to both; all of that is to be removed."""
+    arrays = make_arrays()
+    manager = hf.CheckpointManager(storage, hf.Checkpoint(arrays=arrays), incremental=True, threads=1)
+    for step in (1, 2):
+        arrays["seldom"][:] = arrays["often"][:] = step
+        manager.save(step)
+    manager.wait()
+    return manager, arrays, RemovalPlan(survey_run(storage).found, ())
+
+
+def save_on(manager: hf.CheckpointManager, arrays: dict[str, np.ndarray], step: int) -> bool:
+    """Saves a step; whether it was committed."""
+    arrays["often"][:] = step
+    try:
+        handle = manager.save(step)
+        handle.wait_ended(60)
+        handle.wait_committed(60)
+    except SaveFailedError as failure:
+        if "was removed while" not in failure.message:
+            raise
+        return False
+    return True
+
+
+def check_end(storage: Interrupted, manager: hf.CheckpointManager, arrays: dict[str, np.ndarray], where: str) -> None:
+    """All that is committed is whole, and the job goes on."""
+    check_all_whole(storage, where)
+    assert save_on(manager, arrays, 4), where
+    manager.close()
+    check_all_whole(storage, where)
+    restored = make_arrays()
+    with hf.CheckpointManager(storage, hf.Checkpoint(arrays=restored)) as other:
+        assert other.restore(4) is not None
+    assert all((restored[name] == arrays[name]).all() for name in arrays), where
+
+
+def run_prune_in_save(at: int) -> tuple[bool, bool, Sequence[Removed]]:
+    storage = Interrupted()
+    manager, arrays, plan = lay_ground(storage)
+    done: list[Removed] = []
+    storage.interrupt(at, lambda: done.extend(carry_out(storage, plan)))
+    is_committed = save_on(manager, arrays, 3)
+    was_interrupted = storage.was_interrupted
+    storage.interrupt(0, lambda: None)
+    if is_committed:
+        assert StepName(3, 1) in read_catalog(storage).committed
+    check_end(storage, manager, arrays, f"pruned before call {at} of the save")
+    return was_interrupted, is_committed, done
+
+
+def test_prune_at_any_moment_of_a_save() -> None:
+    outcomes = set()
+    at = 1
+    while True:
+        was_interrupted, is_committed, done = run_prune_in_save(at)
+        if not was_interrupted:
+            break
+        outcomes.add((is_committed, all(removed.is_gone for removed in done)))
+        at += 1
+    assert at > 20
+    assert outcomes == {(True, True), (False, True), (False, False), (True, False)}
+
+
+def test_a_save_at_any_moment_of_prune() -> None:
+    outcomes = set()
+    at = 1
+    while True:
+        storage = Interrupted()
+        manager, arrays, plan = lay_ground(storage)
+        saved: list[bool] = []
+        storage.interrupt(at, partial(note, saved, partial(save_on, manager, arrays, 3)))
+        done = carry_out(storage, plan)
+        if not saved:
+            break
+        outcomes.add((saved[0], all(removed.is_gone for removed in done)))
+        check_end(storage, manager, arrays, f"saved before call {at} of the removal")
+        at += 1
+    assert at > 5
+    assert {(True, True), (True, False)} <= outcomes
+
+
+# A job that was thought dead goes on with its retention, while a new one has gone back to an older step.
+
+
+class Switch:
+    """Keeps everything, until it is told to keep only the newest."""
+
+    keeps_all = True
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Any]], now_seconds: float) -> dict[Any, str]:
+        return {one.key: "all" for one in committed} if self.keeps_all else {committed[-1].key: "the newest"}
+
+
+class Zombie:
+    """A job whose next save gives up all steps before it."""
+
+    def __init__(self, storage: Interrupted) -> None:
+        self.arrays = make_arrays()
+        policy = Switch()
+        checkpoint = hf.Checkpoint(arrays=self.arrays)
+        self.manager = hf.CheckpointManager(storage, checkpoint, keep=policy, incremental=True, threads=1)
+        for step in (1, 2):
+            self.arrays["seldom"][:] = step
+            self.manager.save(step)
+        for array in self.arrays.values():
+            array += 100
+        self.manager.save(3)
+        self.manager.wait()
+        policy.keeps_all = False
+        for array in self.arrays.values():
+            array += 100
+
+    def save(self) -> None:
+        with suppress(HoldfastError):
+            self.manager.save(4).wait_ended(60)
+        with suppress(HoldfastError):
+            self.manager.close()
+
+
+def go_back(storage: Interrupted, newest: int) -> bool:
+    """A new job that goes on from step 2, if that is still there; whether it committed a step."""
+    arrays = make_arrays()
+    with hf.CheckpointManager(storage, hf.Checkpoint(arrays=arrays), incremental=True, threads=1) as manager:
+        try:
+            manager.restore(2)
+        except NoCheckpointError:
+            return False
+        arrays["often"][:] = newest
+        manager.save(newest).wait_committed(60)
+    assert {reference.step for reference in read_manifest(storage, StepName(newest, 2)).references} <= {1, 2}
+    return True
+
+
+def test_a_new_job_at_any_moment_of_a_zombies_save() -> None:
+    outcomes = set()
+    at = 1
+    while True:
+        storage = Interrupted()
+        zombie = Zombie(storage)
+        went_back: list[bool] = []
+        storage.interrupt(at, partial(note, went_back, partial(go_back, storage, 9)))
+        zombie.save()
+        if not went_back:
+            break
+        outcomes.add(went_back[0])
+        check_all_whole(storage, f"a new job before call {at} of the zombie's save")
+        if went_back[0]:
+            assert read_catalog(storage).newest == StepName(9, 2)
+        at += 1
+    assert at > 20
+    assert outcomes == {True, False}
+
+
+def test_a_zombies_save_at_any_moment_of_a_new_job() -> None:
+    at = 1
+    while True:
+        storage = Interrupted()
+        zombie = Zombie(storage)
+        storage.interrupt(at, zombie.save)
+        try:
+            committed = go_back(storage, 9)
+        except HoldfastError as error:
+            raise AssertionError(f"the zombie before call {at}: {error}") from error
+        if not storage.was_interrupted:
+            break
+        check_all_whole(storage, f"a zombie before call {at} of the new job")
+        if committed:
+            assert read_catalog(storage).newest == StepName(9, 2), at
+        at += 1
+    assert at > 20
+
+
+@pytest.mark.parametrize("name", [StepName(1, 1), StepName(2, 1)])
+def test_what_cannot_be_withdrawn_keeps_what_it_refers_to(name: StepName) -> None:
+    class Stubborn(Interrupted):
+        stubborn = False
+
+        def remove(self, path: str) -> None:
+            if self.stubborn and path == name.manifest_path:
+                raise SaveFailedError("it stays", step=name.step)
+            super().remove(path)
+
+    storage = Stubborn()
+    manager, _, plan = lay_ground(storage)
+    manager.close()
+    storage.stubborn = True
+    done = {removed.found.name: removed.is_gone for removed in carry_out(storage, plan)}
+    # Step 2 refers to step 1, and not the other way round.
+    assert done == {StepName(1, 1): False, StepName(2, 1): name == StepName(1, 1)}
+    check_all_whole(storage, "after a removal that failed")
