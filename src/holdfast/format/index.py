@@ -11,13 +11,13 @@ from holdfast.format.digests import is_digest, span_count
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.envelope import seal, unseal
 from holdfast.format.layout import MAX_HEADER_BYTES
+from holdfast.format.soundness import MAX_DIMENSIONS, is_hexadecimal, try_end
 
 KIND: Final = "index"
 MAX_INDEX_BYTES: Final = 1 << 30
-MAX_DIMENSIONS: Final = 64
 
 
-class LeafRecord(msgspec.Struct, frozen=True, array_like=True):
+class LeafRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array of a data file.
 
     Attributes:
@@ -95,6 +95,8 @@ def _find_problem(index: Index) -> str:
         return f"a header of {index.header_bytes} bytes cannot be"
     if not is_digest(index.header_digest):
         return "the digest of the header is malformed"
+    if try_end(index.leaves, index.header_bytes, index.span_bytes) == index.data_bytes:
+        return ""
     names: set[str] = set()
     offset = index.header_bytes
     for leaf in index.leaves:
@@ -108,7 +110,7 @@ def _find_problem(index: Index) -> str:
             return (
                 f"{leaf.name!r} should lie at bytes {offset} to {offset + size_bytes}, not {leaf.begin} to {leaf.end}"
             )
-        if len(leaf.spans) != 32 * span_count(size_bytes, index.span_bytes) or not _is_hexadecimal(leaf.spans):
+        if len(leaf.spans) != 32 * span_count(size_bytes, index.span_bytes) or not is_hexadecimal(leaf.spans):
             return f"{leaf.name!r}: the digests of its spans are malformed"
         if leaf.name in names:
             return f"{leaf.name!r} stands twice"
@@ -117,7 +119,3 @@ def _find_problem(index: Index) -> str:
     if index.data_bytes != offset:
         return f"the data file should have {offset} bytes, not {index.data_bytes}"
     return ""
-
-
-def _is_hexadecimal(text: str) -> bool:
-    return not text.strip("0123456789abcdef")

@@ -18,7 +18,9 @@ from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.read import read_targets
 from holdfast.restore.selection import Selection
 from holdfast.restore.verify import open_data, open_step
-from holdfast.state import ArraySpec, Differences, Matching, match_objects
+from holdfast.state import Differences, Matching, match_objects
+from holdfast.state.collection import no_collection
+from holdfast.state.leaves import spec_of
 from holdfast.storage import Storage
 
 
@@ -52,6 +54,7 @@ class Restoration:
         return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")
 
 
+@no_collection()
 def restore_objects(
     storage: Storage,
     objects: Mapping[str, object],
@@ -146,7 +149,7 @@ def _match(
     touched: bool,
 ) -> Matching:
     index = opened.indexes[0]
-    arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.leaves}
+    arrays = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.leaves}
     try:
         matching = match_objects(objects, index.objects, arrays, select=select)
     except MemoryError as error:

@@ -9,9 +9,9 @@ from holdfast.format.digests import digest
 from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, WorkerRecord, decode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
-from holdfast.restore.handoffs import OpenedStep, join
+from holdfast.restore.handoffs import OpenedStep, Parts, Piece, join
 from holdfast.restore.plan import plan_pieces
-from holdfast.restore.read import Delivery, find_damages, read_pieces
+from holdfast.restore.read import ScratchParts, find_damages, read_pieces
 from holdfast.storage.protocol import FileReader, Storage
 
 
@@ -139,17 +139,12 @@ def _verify_file(
                 )
             )
 
-        def check(delivery: Delivery) -> None:
+        def check(piece: Piece, parts: Parts) -> None:
             # Lists are appended to from several threads, which is safe, and put in order at the end.
-            damages.extend(find_damages(index, path, delivery))
-            progress(delivery.piece.end - delivery.piece.begin)
+            damages.extend(find_damages(index, path, piece, parts))
+            progress(piece.size_bytes)
 
-        pieces = plan_pieces(index, {leaf.name for leaf in index.leaves})
-        read_pieces(reader, pieces, _no_view, check, threads=threads)
+        read_pieces(reader, plan_pieces(index, None), ScratchParts().of, check, threads=threads)
     finally:
         reader.close()
     return sorted(damages, key=lambda damage: damage.offset_bytes or 0)
-
-
-def _no_view(leaf: int) -> None:
-    return None

@@ -5,21 +5,24 @@ from __future__ import annotations
 import collections
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import escape
+from holdfast.format.encoding import MAX_DEPTH, escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
-from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Skeleton
 from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of
+
+_MANY: Final = 16
+"""From so many parts on, the arrays of a container are looked at together."""
 
 _FORMS = {
     "array": "array",
@@ -93,6 +96,35 @@ class Comparison(Decoder):
         if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
             return super().decode(node, live, path, depth)
         return ABSENT if live is UNFILLED else live
+
+    def standing(self, nodes: Collection[Any], lives: Sequence[Any], depth: int) -> Container[int]:
+        """The places of live arrays that fit, found all at once where there are many and nothing is odd about any."""
+        if not self.whole or not self.rules.in_place or len(nodes) < _MANY or depth > MAX_DEPTH:
+            return ()
+        arrays: list[Any] = []
+        leaves: list[str] = []
+        specs: list[ArraySpec] = []
+        places: list[int] = []
+        library: ArrayBackend | None = None
+        served: dict[type, ArrayBackend | None] = {}
+        for place, (node, live) in enumerate(zip(nodes, lives, strict=True)):
+            cls = type(live)
+            if cls not in served:
+                served[cls] = backend_of(live)
+            backend = served[cls]
+            if backend is None or (library is not None and backend is not library):
+                continue
+            library = backend
+            leaf = _leaf_of(node)
+            spec = self._arrays.get(leaf)
+            if spec is not None:
+                arrays.append(live)
+                leaves.append(leaf)
+                specs.append(spec)
+                places.append(place)
+        if library is None or not self.claims.try_live(leaves, specs, arrays, library):
+            return ()
+        return frozenset(places)
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
         if type(live) not in ENCODERS and self._stands_against(_form(node), node, live):
@@ -244,6 +276,14 @@ def _form(node: Any) -> str:
         return ""
     tag = node.get("$")
     return _FORMS.get(tag, "") if type(tag) is str else "mapping"
+
+
+def _leaf_of(node: Any) -> str:
+    """The leaf that a node refers to; empty if it is no well-formed reference."""
+    if type(node) is dict and len(node) == 3 and node.get("$") == "array" and type(node.get("k")) is str:
+        leaf = node.get("v")
+        return leaf if type(leaf) is str else ""
+    return ""
 
 
 def _is_number(path: str) -> bool:

@@ -8,6 +8,9 @@ from typing import Final
 
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
+_LOOKS: Final = 4
+_LOOK_PAGES: Final = 16
+
 _LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
 """Of each byte that the kernel gives, only the lowest bit is defined."""
 
@@ -34,12 +37,23 @@ class Residency:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def holds(self, begin: int, end: int) -> bool:
-        """**Thread-safe.** True if at least half of the range, which is not empty, is in the page cache."""
+        """**Thread-safe.** True if the page cache seems to hold at least half of the range, which is not empty.
+
+        Of a long range a few places are looked at: to ask for every page takes a tenth of the time in which cached ones
+        are read.
+        """
         if self._map is None or self._mincore is None:
             return True
-        first = begin // _PAGE_BYTES * _PAGE_BYTES
-        pages = -(-(end - first) // _PAGE_BYTES)
-        found = ctypes.create_string_buffer(pages)
-        if self._mincore(self._address + first, min(pages * _PAGE_BYTES, len(self._map) - first), found) != 0:
-            return True
-        return 2 * found.raw.translate(_LOWEST_BITS).count(1) >= pages
+        first = begin // _PAGE_BYTES
+        pages = -(-end // _PAGE_BYTES) - first
+        stride = max(pages // _LOOKS, _LOOK_PAGES)
+        looked = held = 0
+        found = ctypes.create_string_buffer(_LOOK_PAGES)
+        for page in range(first, first + pages, stride):
+            count = min(_LOOK_PAGES, first + pages - page)
+            length_bytes = min(count * _PAGE_BYTES, len(self._map) - page * _PAGE_BYTES)
+            if self._mincore(self._address + page * _PAGE_BYTES, length_bytes, found) != 0:
+                return True
+            looked += count
+            held += found.raw[:count].translate(_LOWEST_BITS).count(1)
+        return 2 * held >= looked
