@@ -95,8 +95,14 @@ def _find_problem(index: Index) -> str:
         return f"a header of {index.header_bytes} bytes cannot be"
     if not is_digest(index.header_digest):
         return "the digest of the header is malformed"
+    # Very many leaves are looked at together first; one by one only where something is wrong with them.
     if try_end(index.leaves, index.header_bytes, index.span_bytes) == index.data_bytes:
         return ""
+    return find_leaf_problem(index)
+
+
+def find_leaf_problem(index: Index) -> str:
+    """**Pure.** What is wrong with the leaves of an index; empty if nothing is."""
     names: set[str] = set()
     offset = index.header_bytes
     for leaf in index.leaves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.format.index import Index
@@ -23,7 +23,8 @@ class Destinations:
     """The memory of each span that is read.
 
     An array that lies in host memory as it is stored is its own destination. Any other one is gathered in host memory
-    first, and filled from there when its last span has come.
+    first, and filled from there when its last span has come. So are arrays that lie partly in the same memory: one
+    might be filled while the other is checked.
     """
 
     def __init__(self, index: Index, targets: Mapping[str, Target]) -> None:
@@ -43,6 +44,9 @@ class Destinations:
         self._gathered: dict[int, memoryview] = {}
         self._left_bytes: dict[int, int] = {}
         changing: dict[ArrayBackend, list[Any]] = {}
+        numbers: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
         for number, leaf in enumerate(index.leaves):
             target = targets.get(leaf.name)
             if target is None:
@@ -50,13 +54,21 @@ class Destinations:
             if target.address is None:
                 self._has_others = True
                 continue
+            if target.spec.dtype != leaf.dtype or target.spec.shape != leaf.shape:
+                raise ValueError(f"{leaf.name}: the array is not of the form that is stored")
             self._shifts[number] = target.address - leaf.begin
+            numbers.append(number)
+            begins.append(target.address)
+            ends.append(target.address + leaf.end - leaf.begin)
             arrays = changing.get(target.backend)
             if arrays is None:
                 arrays = changing[target.backend] = []
             arrays.append(target.array)
         for backend, arrays in changing.items():
             backend.note_changes(arrays)
+        for number in find_overlapping(begins, ends):
+            self._shifts[numbers[number]] = None
+            self._has_others = True
 
     def parts_of(self, piece: Piece) -> Parts:
         """**Thread-safe.** The memory of each span of a piece."""
@@ -93,3 +105,29 @@ class Destinations:
                 data = memoryview(bytearray(size_bytes)) if size_bytes < PIECE_BYTES else take_pages(size_bytes)
                 self._gathered[number] = data
         return data[begin - leaf.begin : end - leaf.begin]
+
+
+def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
+    """**Pure.** The places, in the sequences, of ranges that have something in common with another one.
+
+    Args:
+        begins: Where each range begins.
+        ends: Where each ends, exclusive; none is empty.
+    """
+    import numpy as np
+
+    if not begins:
+        return set()
+    first = np.array(begins, np.int64)
+    order = np.argsort(first)
+    reach = np.maximum.accumulate(np.array(ends, np.int64)[order])
+    if not (first[order][1:] < reach[:-1]).any():
+        return set()
+    overlapping: set[int] = set()
+    widest = int(order[0])
+    for place in map(int, order[1:]):
+        if begins[place] < ends[widest]:
+            overlapping |= {widest, place}
+        if ends[place] > ends[widest]:
+            widest = place
+    return overlapping

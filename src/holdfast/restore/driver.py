@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,7 @@ def restore_objects(
         try:
             opened = open_step(storage, name.directory, name)
             # The file is opened first: memory is taken for what really lies there, not for what an index claims.
-            with closing(open_data(storage, opened, 0)) as reader:
+            with closing(open_data(storage, opened, 0)) as reader, _enough_memory(opened):
                 matching = _match(opened, objects, select, strict, touched)
                 touched = True
                 targets = {target.leaf: target for target in matching.targets}
@@ -150,13 +150,7 @@ def _match(
 ) -> Matching:
     index = opened.indexes[0]
     arrays = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.leaves}
-    try:
-        matching = match_objects(objects, index.objects, arrays, select=select)
-    except MemoryError as error:
-        raise ApplyError(
-            f"step {opened.name.step} needs {opened.manifest.data_bytes} bytes of memory, which cannot be had",
-            hint="Restore it on a machine with more memory, or a part of it with `only`.",
-        ) from error
+    matching = match_objects(objects, index.objects, arrays, select=select)
     if select is not None and select.unmatched:
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
@@ -170,6 +164,18 @@ def _match(
             hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
         )
     return matching
+
+
+@contextmanager
+def _enough_memory(opened: OpenedStep) -> Iterator[None]:
+    """Says in holdfast's own words that there is not enough memory for the arrays of a step."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ApplyError(
+            f"step {opened.name.step} needs {opened.manifest.data_bytes} bytes of memory, which cannot be had",
+            hint="Restore it on a machine with more memory, or a part of it with `only`.",
+        ) from error
 
 
 def _warn_of_others(catalog: Catalog, emit: Sink) -> None:

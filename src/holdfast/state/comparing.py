@@ -18,11 +18,13 @@ from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Skeleton
-from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of, backend_of_type
 
 _MANY: Final = 16
 """From so many parts on, the arrays of a container are looked at together."""
+
+_REFERENCE: Final = frozenset({"$", "k", "v"})
 
 _FORMS = {
     "array": "array",
@@ -101,28 +103,24 @@ class Comparison(Decoder):
         """The places of live arrays that fit, found all at once where there are many and nothing is odd about any."""
         if not self.whole or not self.rules.in_place or len(nodes) < _MANY or depth > MAX_DEPTH:
             return ()
-        arrays: list[Any] = []
-        leaves: list[str] = []
-        specs: list[ArraySpec] = []
+        served = {cls: backend_of_type(cls) for cls in set(map(type, lives))}
+        library = next(filter(None, served.values()), None)
+        if library is None:
+            return ()
+        own = {cls for cls, backend in served.items() if backend is library}
         places: list[int] = []
-        library: ArrayBackend | None = None
-        served: dict[type, ArrayBackend | None] = {}
+        leaves: list[str] = []
+        arrays: list[Any] = []
         for place, (node, live) in enumerate(zip(nodes, lives, strict=True)):
-            cls = type(live)
-            if cls not in served:
-                served[cls] = backend_of(live)
-            backend = served[cls]
-            if backend is None or (library is not None and backend is not library):
-                continue
-            library = backend
-            leaf = _leaf_of(node)
-            spec = self._arrays.get(leaf)
-            if spec is not None:
-                arrays.append(live)
-                leaves.append(leaf)
-                specs.append(spec)
+            # A reference that is not well-formed is left to the decoding of it, which says what is wrong.
+            if type(live) in own and type(node) is dict and node.keys() == _REFERENCE and node["$"] == "array":
+                if type(node["v"]) is not str or type(node["k"]) is not str:
+                    return ()
                 places.append(place)
-        if library is None or not self.claims.try_live(leaves, specs, arrays, library):
+                leaves.append(node["v"])
+                arrays.append(live)
+        specs = [spec for spec in map(self._arrays.get, leaves) if spec is not None]
+        if len(specs) < len(leaves) or not self.claims.try_live(leaves, specs, arrays, library):
             return ()
         return frozenset(places)
 
@@ -134,8 +132,10 @@ class Comparison(Decoder):
 
     def _stands_against(self, form: str, node: Any, live: Any) -> bool:
         """Whether a live array or object, or what holds such, is in the way of something of another form."""
+        if not self.rules.fixed_kinds:
+            return False
         live_is = live_form(live)
-        if live_is == form or not self.rules.fixed_kinds:
+        if live_is == form:
             return False
         if live_is == "array" and node is None and not self.rules.fixed_lengths:
             return False
@@ -276,14 +276,6 @@ def _form(node: Any) -> str:
         return ""
     tag = node.get("$")
     return _FORMS.get(tag, "") if type(tag) is str else "mapping"
-
-
-def _leaf_of(node: Any) -> str:
-    """The leaf that a node refers to; empty if it is no well-formed reference."""
-    if type(node) is dict and len(node) == 3 and node.get("$") == "array" and type(node.get("k")) is str:
-        leaf = node.get("v")
-        return leaf if type(leaf) is str else ""
-    return ""
 
 
 def _is_number(path: str) -> bool:
