@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import FormatError, UnsupportedValueError
@@ -47,6 +47,16 @@ class Decoder:
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         """The object for the state of one."""
         raise malformed(path, "the state of an object stands where none may be")
+
+    def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
+        """The places of nodes whose value is just the live part beside them, found without decoding each.
+
+        Args:
+            nodes: The nodes of one container.
+            lives: For each of them, the live value at its place or a marker.
+            depth: How deep the nodes lie.
+        """
+        return ()
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
         """Whether a part of the live tree stays although nothing is stored for it.
@@ -95,7 +105,7 @@ class Decoder:
         for key in node:
             if type(key) is not str or key[:1] == "$":
                 raise malformed(path, f"the key {key!r} may not be")
-        return self.mapping(node.items(), live, path, depth + 1)
+        return self.mapping(node, live, path, depth + 1)
 
     def sequence(self, nodes: Node, live: Any, path: str, depth: int) -> list[Any]:
         """The elements of a list, a tuple or a deque."""
@@ -104,29 +114,32 @@ class Decoder:
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
         count = len(parts)
         beyond = ABSENT if count or live is ABSENT else UNFILLED
+        lives = [parts[index] if index < count else beyond for index in range(len(nodes))]
+        standing = self.standing(nodes, lives, depth)
         values = []
-        for index, node in enumerate(nodes):
-            part = parts[index] if index < count else beyond
-            value = self.decode(node, part, f"{path}/{index}", depth)
+        for index, part in enumerate(lives):
+            value = part if index in standing else self.decode(nodes[index], part, f"{path}/{index}", depth)
             if value is not ABSENT:
                 values.append(value)
         left = range(len(nodes), count)
         return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}", emptied=not nodes)]
 
-    def mapping(self, items: Iterable[tuple[Any, Node]], live: Any, path: str, depth: int) -> dict[Any, Any]:
+    def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
         """The items of a dict of any kind."""
         parts: Mapping[Any, Any] = live if isinstance(live, dict) else {}
         beyond = ABSENT if parts or live is ABSENT else UNFILLED
+        lives = [parts.get(key, beyond) for key in nodes]
+        standing = self.standing(nodes.values(), lives, depth)
         values = {}
-        stored = set()
-        for index, (key, node) in enumerate(items):
-            stored.add(key)
-            value = self.decode(node, parts.get(key, beyond), f"{path}/{path_part(key, index)}", depth)
+        for index, (key, node) in enumerate(nodes.items()):
+            value = lives[index]
+            if index not in standing:
+                value = self.decode(node, value, f"{path}/{path_part(key, index)}", depth)
             if value is not ABSENT:
                 values[key] = value
-        if parts and not stored.issuperset(parts):
+        if parts and not nodes.keys() >= parts.keys():
             for index, (key, part) in enumerate(parts.items()):
-                if key not in stored and self.keeps(part, f"{path}/{path_part(key, index)}", emptied=not stored):
+                if key not in nodes and self.keeps(part, f"{path}/{path_part(key, index)}", emptied=not nodes):
                     values[key] = part
         return values
 
@@ -162,7 +175,7 @@ class Decoder:
                 raise malformed(path, f"a key cannot be one: {error}") from error
         if len(nodes) != len(payload):
             raise malformed(path, "a key stands twice")
-        return self.mapping(nodes.items(), live, path, depth)
+        return self.mapping(nodes, live, path, depth)
 
     def _elements(self, payload: Node, path: str, depth: int) -> frozenset[Any]:
         values = Decoder(self._find_codec).sequence(payload, UNFILLED, path, depth)

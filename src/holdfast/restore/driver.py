@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,9 @@ from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.selection import Selection
 from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step
-from holdfast.state import ArraySpec, Differences, Matching, match_objects
+from holdfast.state import Differences, Matching, match_objects
+from holdfast.state.collection import no_collection
+from holdfast.state.leaves import spec_of
 from holdfast.storage import Storage
 
 
@@ -51,6 +54,7 @@ class Restoration:
         return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")
 
 
+@no_collection()
 def restore_objects(
     storage: Storage,
     objects: Mapping[str, object],
@@ -99,7 +103,7 @@ def restore_objects(
         try:
             opened = open_step(storage, name.directory, name)
             # The files are opened first: memory is taken for what really lies there, not for what an index claims.
-            with open_parts(storage, opened) as parts:
+            with open_parts(storage, opened) as parts, _enough_memory(opened):
                 matching = _match(opened, objects, select, strict, touched)
                 touched = True
                 targets = {target.leaf: target for target in matching.targets}
@@ -145,15 +149,8 @@ def _match(
     touched: bool,
 ) -> Matching:
     index = opened.indexes[0]
-    arrays = {leaf.name: ArraySpec(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    try:
-        matching = match_objects(objects, index.objects, arrays, select=select)
-    except MemoryError as error:
-        needed_bytes = opened.manifest.data_bytes + opened.manifest.referred_bytes
-        raise ApplyError(
-            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which cannot be had",
-            hint="Restore it on a machine with more memory, or a part of it with `only`.",
-        ) from error
+    arrays = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
+    matching = match_objects(objects, index.objects, arrays, select=select)
     if select is not None and select.unmatched:
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
@@ -167,6 +164,19 @@ def _match(
             hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
         )
     return matching
+
+
+@contextmanager
+def _enough_memory(opened: OpenedStep) -> Iterator[None]:
+    """Says in holdfast's own words that there is not enough memory for the arrays of a step."""
+    try:
+        yield
+    except MemoryError as error:
+        needed_bytes = opened.manifest.data_bytes + opened.manifest.referred_bytes
+        raise ApplyError(
+            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which cannot be had",
+            hint="Restore it on a machine with more memory, or a part of it with `only`.",
+        ) from error
 
 
 def _warn_of_others(catalog: Catalog, emit: Sink) -> None:

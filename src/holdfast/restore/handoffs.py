@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
@@ -34,32 +36,38 @@ class OpenedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of one array, or all of it, within a piece.
-
-    Attributes:
-        leaf: The number of the array in the index.
-        offset: Where the part begins in the array, in bytes; a multiple of the span.
-        begin: Where it begins in the file.
-        end: Where it ends in the file, exclusive.
-    """
-
-    leaf: int
-    offset: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """One read: adjacent slices of a data file.
+    """One read: spans of arrays that lie one behind the other in a data file, without gaps.
+
+    The spans stand in columns, with an entry for each, since there may be very many.
 
     Attributes:
-        begin: Where it begins in the file.
-        end: Where it ends, exclusive.
-        slices: What lies in it, in order, without gaps.
+        leaves: The number of the array in the index.
+        begins: Where the span begins in the file.
+        digests: The digest that it must have.
+        end: Where the last of them ends in the file, exclusive.
     """
 
-    begin: int
+    leaves: list[int]
+    begins: list[int]
+    digests: list[str]
     end: int
-    slices: tuple[Slice, ...]
+
+    @property
+    def begin(self) -> int:
+        """Where the first of them begins in the file."""
+        return self.begins[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes are read."""
+        return self.end - self.begins[0]
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each span ends in the file, exclusive."""
+        return [*self.begins[1:], self.end]
+
+
+Parts: TypeAlias = Sequence[memoryview]
+"""The memory of each span of a piece."""

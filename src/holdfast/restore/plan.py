@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container, Iterator
 from typing import Final
 
+from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
-from holdfast.restore.handoffs import Piece, Slice
+from holdfast.restore.handoffs import Piece
 
-PIECE_BYTES: Final = 8 << 20
-"""One read. Small arrays are read together up to this many bytes, large ones in parts of it."""
+PIECE_BYTES: Final = 4 << 20
+"""One read, if no span is longer. What was read is then still in the processor's cache when its digests are taken."""
+
+_MOST_SPANS: Final = 1 << 12
+"""In one piece, so that an index with spans of a few bytes takes no memory to speak of."""
 
 
-def plan_pieces(index: Index, wanted: Collection[str]) -> list[Piece]:
+def plan_pieces(index: Index, wanted: Container[str] | None) -> Iterator[Piece]:
     """**Pure.** Cuts what is wanted into reads, in the order of the file.
 
-    Each slice begins on a span of its array, so that each piece can be checked by itself.
+    Each consists of whole spans, so that each can be checked by itself.
 
     Args:
         index: What lies in the file.
-        wanted: The names of the arrays to read.
+        wanted: The names of the arrays to read; None for all.
     """
-    pieces: list[Piece] = []
-    run: list[Slice] = []
-
-    def end_run() -> None:
-        if run:
-            pieces.append(Piece(run[0].begin, run[-1].end, tuple(run)))
-            run.clear()
-
-    part_bytes = max(PIECE_BYTES // index.span_bytes, 1) * index.span_bytes
+    span_bytes = index.span_bytes
+    leaves: list[int] = []
+    begins: list[int] = []
+    digests: list[str] = []
+    piece_end = -1
+    room_end = 0
     for number, leaf in enumerate(index.leaves):
-        size_bytes = leaf.end - leaf.begin
-        if leaf.name not in wanted or size_bytes == 0:
+        begin, end = leaf.begin, leaf.end
+        if wanted is not None and leaf.name not in wanted:
             continue
-        if size_bytes > PIECE_BYTES:
-            end_run()
-            for offset in range(0, size_bytes, part_bytes):
-                begin = leaf.begin + offset
-                end = min(begin + part_bytes, leaf.end)
-                pieces.append(Piece(begin, end, (Slice(number, offset, begin, end),)))
-            continue
-        if run and (run[-1].end != leaf.begin or leaf.end - run[0].begin > PIECE_BYTES):
-            end_run()
-        run.append(Slice(number, 0, leaf.begin, leaf.end))
-    end_run()
-    return pieces
+        place = 0
+        while begin < end:
+            span_end = min(begin + span_bytes, end)
+            if begin != piece_end or span_end > room_end or len(leaves) == _MOST_SPANS:
+                if leaves:
+                    yield Piece(leaves, begins, digests, piece_end)
+                    leaves, begins, digests = [], [], []
+                room_end = begin + PIECE_BYTES
+            leaves.append(number)
+            begins.append(begin)
+            digests.append(leaf.spans[place : place + DIGEST_CHARACTERS])
+            place += DIGEST_CHARACTERS
+            begin = piece_end = span_end
+    if leaves:
+        yield Piece(leaves, begins, digests, piece_end)

@@ -12,9 +12,9 @@ from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName, join
-from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.handoffs import OpenedStep, Parts, Piece
 from holdfast.restore.plan import plan_pieces
-from holdfast.restore.read import Delivery, find_damages, read_pieces
+from holdfast.restore.read import ScratchParts, find_damages, read_pieces
 from holdfast.restore.sources import Part, list_parts, open_part
 from holdfast.storage.protocol import FileReader, Storage
 
@@ -141,15 +141,15 @@ def _verify_part(
     damages = [] if part.referrer else _verify_header(part, reader, progress)
     found: dict[str, list[DamageError]] = {leaf.name: [] for leaf in index.leaves if checked.find(part, leaf) is None}
 
-    def check(delivery: Delivery) -> None:
+    def check(piece: Piece, parts: Parts) -> None:
         # Lists are appended to from several threads, which is safe, and put in order at the end.
-        for damage in find_damages(index, part.path, delivery):
+        for damage in find_damages(index, part.path, piece, parts):
             found[damage.tensor].append(damage)
-        progress(delivery.piece.end - delivery.piece.begin)
+        progress(piece.size_bytes)
 
     try:
         if found:
-            read_pieces(reader, plan_pieces(index, found), _no_view, check, threads=threads)
+            read_pieces(reader, plan_pieces(index, found), ScratchParts().of, check, threads=threads)
     except DamageError as damage:
         raise part.explain(damage) from damage
     for leaf in index.leaves:
@@ -167,7 +167,3 @@ def _verify_header(part: Part, reader: FileReader, progress: Callable[[int], Non
         return []
     text = f"{part.path}: the header does not match its digest; restoring does not need it, other readers do"
     return [DamageError(text, step=part.index.step, path=part.path, offset_bytes=0)]
-
-
-def _no_view(leaf: int) -> None:
-    return None

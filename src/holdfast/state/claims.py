@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from holdfast.state.adapters import Rules
@@ -26,8 +27,10 @@ class Claims:
 
     def __init__(self, differences: Differences) -> None:
         self._differences = differences
-        self._claims: dict[str, _Claim] = {}
-        self._by_memory: dict[tuple[str, Hashable], str] = {}
+        # A leaf that one live array wants stands as its target, without a claim: of those there may be very many.
+        self._claims: dict[str, _Claim | Target] = {}
+        # By the library's name, then by what tells one piece of its memory from another.
+        self._by_memory: dict[str, dict[Hashable, str]] = {}
 
     def new(self, leaf: str, spec: ArraySpec, backend: ArrayBackend, like: Any = None) -> Any:
         """An array made for the leaf, where a live one lies if there is one to go by."""
@@ -52,8 +55,9 @@ class Claims:
         if live.dtype != spec.dtype:
             self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live.dtype}")
             return array
-        memory = (backend.name, backend.alias_key(array))
-        owner = self._by_memory.get(memory)
+        memory = backend.alias_key(array)
+        by_memory = self._by_memory.setdefault(backend.name, {})
+        owner = by_memory.get(memory)
         if owner == leaf:
             return array
         if not (rules.in_place and backend.fillable(array)) or (owner is not None and not rules.fixed_keys):
@@ -61,19 +65,55 @@ class Claims:
         if owner is not None:
             self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
             return array
-        self._by_memory[memory] = leaf
+        by_memory[memory] = leaf
         self._claim(leaf, spec).receivers.append((backend, array))
         return array
+
+    def try_live(
+        self, leaves: Sequence[str], specs: Sequence[ArraySpec], arrays: Sequence[Any], backend: ArrayBackend
+    ) -> bool:
+        """Does what `live` does in place for each of many arrays, if there is nothing to say about any of them.
+
+        Args:
+            leaves: The leaf that each of them is to get.
+            specs: What these are.
+            arrays: The live arrays.
+            backend: The library of all of them.
+
+        Returns:
+            False if nothing was done: an array does not fit or is not plain, or a leaf or an array stands twice.
+        """
+        plain = backend.try_plain(arrays)
+        if plain is None or plain.specs != specs:
+            return False
+        memories = dict(zip(plain.alias_keys, leaves, strict=True))
+        targets = dict(
+            zip(leaves, map(Target, leaves, specs, arrays, repeat(backend), repeat(()), plain.addresses), strict=True)
+        )
+        by_memory = self._by_memory.setdefault(backend.name, {})
+        if len(memories) < len(leaves) or len(targets) < len(leaves):
+            return False
+        if not by_memory.keys().isdisjoint(memories) or not self._claims.keys().isdisjoint(targets):
+            return False
+        by_memory.update(memories)
+        self._claims.update(targets)
+        return True
 
     def targets(self) -> tuple[Target, ...]:
         """One target for each leaf that something wants."""
         return tuple(
-            Target(leaf, claim.spec, claim.receivers[0][1], claim.receivers[0][0], tuple(claim.receivers[1:]))
-            for leaf, claim in self._claims.items()
+            [claim if isinstance(claim, Target) else _target(leaf, claim) for leaf, claim in self._claims.items()]
         )
 
     def _claim(self, leaf: str, spec: ArraySpec) -> _Claim:
         claim = self._claims.get(leaf)
         if claim is None:
             claim = self._claims[leaf] = _Claim(spec)
+        elif isinstance(claim, Target):
+            claim = self._claims[leaf] = _Claim(claim.spec, [(claim.backend, claim.array)])
         return claim
+
+
+def _target(leaf: str, claim: _Claim) -> Target:
+    backend, array = claim.receivers[0]
+    return Target(leaf, claim.spec, array, backend, tuple(claim.receivers[1:]), backend.address(array))

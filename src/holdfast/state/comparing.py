@@ -5,21 +5,26 @@ from __future__ import annotations
 import collections
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import escape
+from holdfast.format.encoding import MAX_DEPTH, escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
-from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of
+from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of, backend_of_type
+
+_MANY: Final = 16
+"""From so many parts on, the arrays of a container are looked at together."""
+
+_REFERENCE: Final = frozenset({"$", "k", "v"})
 
 _FORMS = {
     "array": "array",
@@ -94,6 +99,31 @@ class Comparison(Decoder):
             return super().decode(node, live, path, depth)
         return ABSENT if live is UNFILLED else live
 
+    def standing(self, nodes: Collection[Any], lives: Sequence[Any], depth: int) -> Container[int]:
+        """The places of live arrays that fit, found all at once where there are many and nothing is odd about any."""
+        if not self.whole or not self.rules.in_place or len(nodes) < _MANY or depth > MAX_DEPTH:
+            return ()
+        served = {cls: backend_of_type(cls) for cls in set(map(type, lives))}
+        library = next(filter(None, served.values()), None)
+        if library is None:
+            return ()
+        own = {cls for cls, backend in served.items() if backend is library}
+        places: list[int] = []
+        leaves: list[str] = []
+        arrays: list[Any] = []
+        for place, (node, live) in enumerate(zip(nodes, lives, strict=True)):
+            # A reference that is not well-formed is left to the decoding of it, which says what is wrong.
+            if type(live) in own and type(node) is dict and node.keys() == _REFERENCE and node["$"] == "array":
+                if type(node["v"]) is not str or type(node["k"]) is not str:
+                    return ()
+                places.append(place)
+                leaves.append(node["v"])
+                arrays.append(live)
+        specs = [spec for spec in map(self._arrays.get, leaves) if spec is not None]
+        if len(specs) < len(leaves) or not self.claims.try_live(leaves, specs, arrays, library):
+            return ()
+        return frozenset(places)
+
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
         if type(live) not in ENCODERS and self._stands_against(_form(node), node, live):
             self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
@@ -102,8 +132,10 @@ class Comparison(Decoder):
 
     def _stands_against(self, form: str, node: Any, live: Any) -> bool:
         """Whether a live array or object, or what holds such, is in the way of something of another form."""
+        if not self.rules.fixed_kinds:
+            return False
         live_is = live_form(live)
-        if live_is == form or not self.rules.fixed_kinds:
+        if live_is == form:
             return False
         if live_is == "array" and node is None and not self.rules.fixed_lengths:
             return False

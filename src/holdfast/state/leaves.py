@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
+
+import msgspec
 
 from holdfast.format.dtypes import array_bytes
 
@@ -74,6 +77,27 @@ class DeviceCopier(Protocol):
         ...
 
 
+@lru_cache(maxsize=1 << 16)
+def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
+    """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
+    return ArraySpec(dtype, tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Arrays that lie in host memory just as they are stored and may be written to; an entry for each.
+
+    Attributes:
+        specs: What they are.
+        addresses: As `ArrayBackend.address` gives them.
+        alias_keys: As `ArrayBackend.alias_key` gives them.
+    """
+
+    specs: list[ArraySpec]
+    addresses: list[int]
+    alias_keys: list[Hashable]
+
+
 class ArrayBackend(Protocol):
     """How the arrays of one library are looked at, copied out, and filled."""
 
@@ -116,6 +140,10 @@ class ArrayBackend(Protocol):
         """A number that grows whenever the values change; None if changes are not counted."""
         ...
 
+    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
+        """A look at very many arrays at once; None unless each can be stored, has an `address`, and is `fillable`."""
+        ...
+
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.
 
@@ -128,6 +156,10 @@ class ArrayBackend(Protocol):
 
         None if they do not lie contiguous, little-endian and writable in host memory.
         """
+        ...
+
+    def note_changes(self, arrays: Sequence[Any]) -> None:
+        """Says that arrays are about to be changed at their addresses, behind their library's back."""
         ...
 
     def copy_in(self, array: Any, data: memoryview) -> None:
@@ -221,8 +253,7 @@ class Differences:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Where the bytes of one stored array are wanted.
 
     Attributes:
@@ -232,6 +263,7 @@ class Target:
         backend: The library of `array`.
         copies: Further arrays, not sharing memory with `array`, that get the same values afterwards, each with its
             backend; `Matching.apply` sees to them.
+        address: Where the bytes of `array` lie; see `ArrayBackend.address`.
     """
 
     leaf: str
@@ -239,3 +271,4 @@ class Target:
     array: Any
     backend: ArrayBackend
     copies: tuple[tuple[ArrayBackend, Any], ...] = ()
+    address: int | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.state.adapters import StateAdapter
-from holdfast.state.leaves import ArraySpec, DeviceCopier
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_adapter, register_backend
 from holdfast.state.strides import may_share_elements
 
@@ -75,6 +76,18 @@ class NumpyBackend:
         """NumPy counts no changes."""
         return None
 
+    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
+        """Types, shapes and addresses, if all lie as they are stored."""
+        plain = Plain([], [], [])
+        for array in arrays:
+            name, flags = _stored_as(array.dtype), array.flags
+            if not (name and flags.c_contiguous and flags.writeable and array.size and type(array) is np.ndarray):
+                return None
+            plain.specs.append(spec_of(name, array.shape))
+            plain.addresses.append(int(array.__array_interface__["data"][0]))
+            plain.alias_keys.append(self.alias_key(array))
+        return plain
+
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """Copies the values of many arrays into one image."""
         if not image.nbytes:
@@ -92,6 +105,9 @@ class NumpyBackend:
         if not (little and array.flags.c_contiguous and array.flags.writeable):
             return None
         return memoryview(array.reshape(-1).view(np.uint8))
+
+    def note_changes(self, arrays: Sequence[Any]) -> None:
+        """NumPy counts no changes."""
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills an array from bytes."""
@@ -111,6 +127,12 @@ class NumpyBackend:
         flags = array.flags
         apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
         return bool(flags.writeable and apart)
+
+
+@lru_cache(maxsize=1 << 10)
+def _stored_as(dtype: Any) -> str:
+    """The element type as which arrays are stored byte for byte; empty if there is none."""
+    return _DTYPES.get(dtype.name, "") if dtype.newbyteorder("<") == dtype else ""
 
 
 def _set_generator(generator: Any, state: Any) -> None:

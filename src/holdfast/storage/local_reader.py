@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from holdfast.errors import DamageError, UsageError
 from holdfast.storage.descriptors import SharedDescriptor
-from holdfast.storage.direct import PAGE_BYTES, address_of, round_down, round_up, try_direct_reads
+from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
+from holdfast.storage.parts import fill_parts, parts_beyond
 from holdfast.storage.pieces import flat
 from holdfast.storage.residency import Residency
+from holdfast.storage.scratch import Scratch
 
 _SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A shorter read goes through the page cache, which reads ahead for the next one."""
 
-_BOUNCE_BYTES: Final = 8 << 20
+_BOUNCE_BYTES: Final = (4 << 20) + 2 * PAGE_BYTES
+"""Holds the pages on which four MiB lie, wherever they begin."""
+
+_MOST_PARTS: Final = 1024
+"""How many places of memory one call of the system fills."""
 
 
 class LocalReader:
@@ -39,7 +42,7 @@ class LocalReader:
         self._shared = SharedDescriptor(descriptor, f"the reader of {root / path}")
         self._path = path
         self._root = root
-        self._bounce = _Bounce()
+        self._bounce = Scratch()
         self._direct: SharedDescriptor | None = None
         if direct and size_bytes >= _SMALLEST_DIRECT_BYTES:
             second = try_direct_reads(descriptor)
@@ -55,17 +58,28 @@ class LocalReader:
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
+        self.read_parts(offset_bytes, [flat(into)])
+
+    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+        """**Thread-safe.** **Blocks.** Fills many places of memory, which lie one behind the other in the file.
+
+        Raises:
+            DamageError: If the file ends before all are full.
+            StorageError: If the device fails.
+            UsageError: If the offset is negative, or the reader is closed.
+        """
         if offset_bytes < 0:
             raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
-        target = flat(into)
-        end_bytes = offset_bytes + target.nbytes
-        is_large = target.nbytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
+        size_bytes = sum(map(len, parts))
+        end_bytes = offset_bytes + size_bytes
+        is_large = size_bytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
         if self._direct is not None and is_large and not self._residency.holds(offset_bytes, end_bytes):
             with self._direct.use() as descriptor, self._errors():
-                self._read_direct(descriptor, offset_bytes, target)
+                self._read_direct(descriptor, offset_bytes, size_bytes, parts)
         else:
             with self._shared.use() as descriptor, self._errors():
-                self._read_cached(descriptor, offset_bytes, target)
+                for first in range(0, len(parts), _MOST_PARTS):
+                    offset_bytes = self._read_cached(descriptor, offset_bytes, parts[first : first + _MOST_PARTS])
 
     def close(self) -> None:
         """Closes, once reads in flight have come back; harmless twice."""
@@ -80,30 +94,36 @@ class LocalReader:
         with lost_bytes_as_damage(self._path), as_storage_errors("read", self._path, self._root):
             yield
 
-    def _read_cached(self, descriptor: int, offset_bytes: int, left: memoryview) -> None:
-        while left.nbytes:
+    def _read_cached(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
+        """Reads straight into the parts, and returns where in the file they end."""
+        left_bytes = sum(map(len, parts))
+        while left_bytes:
             # Python calls again after EINTR; a long read may come back short without being at the end.
-            read_bytes = os.preadv(descriptor, [left], offset_bytes)
-            if read_bytes == 0:
-                raise self._too_short(offset_bytes, left.nbytes)
-            left = left[read_bytes:]
-            offset_bytes += read_bytes
+            got_bytes = os.preadv(descriptor, parts, offset_bytes)
+            if got_bytes == 0:
+                raise self._too_short(offset_bytes, left_bytes)
+            left_bytes -= got_bytes
+            offset_bytes += got_bytes
+            if left_bytes:
+                parts = parts_beyond(parts, got_bytes)
+        return offset_bytes
 
-    def _read_direct(self, descriptor: int, offset_bytes: int, left: memoryview) -> None:
+    def _read_direct(self, descriptor: int, offset_bytes: int, left_bytes: int, parts: Sequence[memoryview]) -> None:
         """Reads whole pages into aligned memory and copies from there what was asked for."""
-        bounce = self._bounce.take()
-        while left.nbytes:
+        bounce = self._bounce.take(_BOUNCE_BYTES)
+        while left_bytes:
             first_bytes = round_down(offset_bytes)
             skipped_bytes = offset_bytes - first_bytes
-            wanted_bytes = min(round_up(skipped_bytes + left.nbytes), len(bounce))
+            wanted_bytes = min(round_up(skipped_bytes + left_bytes), len(bounce))
             got_bytes = os.preadv(descriptor, [bounce[:wanted_bytes]], first_bytes) - skipped_bytes
             if got_bytes <= 0:
-                raise self._too_short(offset_bytes, left.nbytes)
-            part = min(got_bytes, left.nbytes)
-            # Unlike an assignment of views, this lets the other threads read on.
-            ctypes.memmove(address_of(left), address_of(bounce) + skipped_bytes, part)
-            left = left[part:]
-            offset_bytes += part
+                raise self._too_short(offset_bytes, left_bytes)
+            got_bytes = min(got_bytes, left_bytes)
+            fill_parts(parts, bounce[skipped_bytes : skipped_bytes + got_bytes])
+            left_bytes -= got_bytes
+            offset_bytes += got_bytes
+            if left_bytes:
+                parts = parts_beyond(parts, got_bytes)
 
     def _too_short(self, end_bytes: int, missing_bytes: int) -> DamageError:
         return DamageError(
@@ -112,15 +132,3 @@ class LocalReader:
             offset_bytes=end_bytes,
             hint="the file was cut short: restore an older step",
         )
-
-
-class _Bounce(threading.local):
-    """Aligned memory, one piece to a thread, made when it is first needed."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def take(self) -> memoryview:
-        if self._memory is None:
-            self._memory = mmap.mmap(-1, _BOUNCE_BYTES + PAGE_BYTES)
-        return memoryview(self._memory)

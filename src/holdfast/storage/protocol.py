@@ -7,6 +7,7 @@ that form. Methods are thread-safe unless they say otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -62,6 +63,18 @@ class FileReader(Protocol):
 
         Raises:
             DamageError: If the file ends before `into` is full.
+        """
+        ...
+
+    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+        """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file, in one read.
+
+        Args:
+            offset_bytes: Where the first of them begins in the file.
+            parts: Contiguous, of format `B`; they are filled in order, and the memory of each is its own.
+
+        Raises:
+            DamageError: If the file ends before all are full.
         """
         ...
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from typing import Final
 
 _PAGE_BYTES: Final = mmap.PAGESIZE
+
+_REGION_BYTES: Final = 32 << 20
+_LOOKS: Final = 8
+_LOOK_PAGES: Final = 8
 
 _LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
 """Of each byte that the kernel gives, only the lowest bit is defined."""
@@ -15,14 +20,17 @@ _LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
 class Residency:
     """Tells of ranges of one open file whether the page cache holds them.
 
-    It asks the kernel anew for each range, without reading anything. Where that is not possible, every range counts as
-    held, and is read through the page cache as usual.
+    It asks the kernel once for each region of the file, without reading anything. Where that is not possible, every
+    range counts as held, and is read through the page cache as usual.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         """Maps the file; a mapping costs nothing until it is touched, and nobody touches it."""
         self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None) if size_bytes else None
         self._map: mmap.mmap | None = None
+        self._size_bytes = size_bytes
+        # What was found out, by the region's number. Should two threads ask at once, both find out.
+        self._regions: dict[int, bool] = {}
         if self._mincore is None:
             return
         self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
@@ -34,12 +42,24 @@ class Residency:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def holds(self, begin: int, end: int) -> bool:
-        """**Thread-safe.** True if at least half of the range, which is not empty, is in the page cache."""
+        """**Thread-safe.** True if the page cache seems to hold most of what lies around the middle of a range."""
         if self._map is None or self._mincore is None:
             return True
-        first = begin // _PAGE_BYTES * _PAGE_BYTES
-        pages = -(-(end - first) // _PAGE_BYTES)
-        found = ctypes.create_string_buffer(pages)
-        if self._mincore(self._address + first, min(pages * _PAGE_BYTES, len(self._map) - first), found) != 0:
-            return True
-        return 2 * found.raw.translate(_LOWEST_BITS).count(1) >= pages
+        region = (begin + end) // 2 // _REGION_BYTES
+        held = self._regions.get(region)
+        if held is None:
+            held = self._regions[region] = self._look(self._mincore, region * _REGION_BYTES)
+        return held
+
+    def _look(self, mincore: Callable[..., int], begin: int) -> bool:
+        """Looks at places of a region. To ask for every page takes a tenth of the time in which they are read."""
+        end = min(begin + _REGION_BYTES, self._size_bytes)
+        looked = held = 0
+        found = ctypes.create_string_buffer(_LOOK_PAGES)
+        for first in range(begin, end, _REGION_BYTES // _LOOKS):
+            pages = min(_LOOK_PAGES, -(-(end - first) // _PAGE_BYTES))
+            if mincore(self._address + first, min(pages * _PAGE_BYTES, end - first), found) != 0:
+                return True
+            looked += pages
+            held += found.raw[:pages].translate(_LOWEST_BITS).count(1)
+        return 2 * held >= looked

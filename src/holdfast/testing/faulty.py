@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -29,7 +29,7 @@ class Call:
     """One storage call, as it was counted.
 
     Attributes:
-        name: The method: one of `Storage`'s, or `write_at`, `finish` or `read_into`.
+        name: The method: one of `Storage`'s, or `write_at`, `finish`, `read_into` or `read_parts`.
         path: What it was about.
     """
 
@@ -71,9 +71,9 @@ class Fault:
 class FaultyStorage:
     """**Thread-safe.** Another storage, whose calls are counted and fail where a plan says so.
 
-    Every method of `Storage` is a call, and so are `write_at`, `finish` and `read_into`; the URL, `abandon` and `close`
-    are none, and work after death too, since they change nothing. Calls are let through one at a time, so that a call's
-    number says exactly which others were done before it.
+    Every method of `Storage` is a call, and so are `write_at`, `finish`, `read_into` and `read_parts`; the URL,
+    `abandon` and `close` are none, and work after death too, since they change nothing. Calls are let through one at a
+    time, so that a call's number says exactly which others were done before it.
     """
 
     def __init__(self, inner: Storage, plan: Iterable[Fault] = ()) -> None:
@@ -272,6 +272,14 @@ class _FaultyReader:
 
         self._gate.pass_through(
             Call("read_into", self._path), lambda: self._inner.read_into(offset_bytes, into), do_half
+        )
+
+    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+        def do_half() -> None:
+            self._inner.read_parts(offset_bytes, parts[: len(parts) // 2])
+
+        self._gate.pass_through(
+            Call("read_parts", self._path), lambda: self._inner.read_parts(offset_bytes, parts), do_half
         )
 
     def close(self) -> None:

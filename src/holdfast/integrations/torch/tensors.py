@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ import torch
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.integrations.torch.devices import TorchDevices, tensor_over
-from holdfast.state.leaves import ArraySpec, DeviceCopier
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.strides import may_share_elements
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -39,12 +40,18 @@ _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _DEVICES: Final = TorchDevices()
+_dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
+_layout = attrgetter("layout")
+_is_nested = attrgetter("is_nested")
+_is_cpu = attrgetter("is_cpu")
 _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
-_shape = attrgetter("shape")
-_dtype = attrgetter("dtype")
+
+_LOOKED_AT: Final = 256
+"""So many tensors are looked at property by property, for speed, and stay in the processor's cache meanwhile."""
 
 
 class TorchBackend:
@@ -98,6 +105,23 @@ class TorchBackend:
         """What autograd counts for the tensor and all its views."""
         return None if array.is_inference() else int(array._version)
 
+    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
+        """Types, shapes and addresses, if all lie as they are stored in host memory."""
+        plain = Plain([], [], [])
+        for first in range(0, len(arrays), _LOOKED_AT):
+            some = arrays[first : first + _LOOKED_AT]
+            if not _all_plain(some):
+                return None
+            addresses, dtypes, shapes = list(map(_address, some)), list(map(_dtype, some)), list(map(_shape, some))
+            names = list(map(DTYPES.get, dtypes))
+            if 0 in addresses or None in names:
+                return None
+            plain.specs.extend(map(_spec, names, shapes))
+            plain.addresses.extend(addresses)
+            # As `alias_key` gives them.
+            plain.alias_keys.extend(zip(addresses, dtypes, shapes, repeat(False), repeat(False), strict=False))
+        return plain
+
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Thread-safe.** **Blocks.** Copies the values of many tensors into one image."""
         transfer = _DEVICES.start(arrays, image, offsets_bytes, _DEVICES.moment(arrays))
@@ -109,11 +133,18 @@ class TorchBackend:
         if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
             return None
         array = array.detach()
-        _note_change(array)
+        self.note_changes([array])
         # NumPy is quicker at changing shapes. Scalars, and rows of one, which may have any stride, torch has to change.
         if not array.dim() or array.stride(-1) != 1:
             array = array.as_strided((array.numel(),), (1,))
         return memoryview(array.view(torch.uint8).numpy().reshape(-1))
+
+    def note_changes(self, arrays: Sequence[Any]) -> None:
+        """Lets autograd, and other watchers of the version, notice changes that torch cannot see."""
+        try:
+            torch.autograd.graph.increment_version(arrays)
+        except RuntimeError:  # There are inference tensors among them, which have no version.
+            torch.autograd.graph.increment_version([array for array in arrays if not array.is_inference()])
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills a tensor from bytes."""
@@ -137,7 +168,7 @@ class TorchBackend:
 
 @lru_cache(maxsize=1 << 16)
 def _spec(name: str, shape: torch.Size) -> ArraySpec:
-    return ArraySpec(name, tuple(shape))
+    return spec_of(name, tuple(shape))
 
 
 def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
@@ -171,3 +202,16 @@ def _note_change(array: torch.Tensor) -> None:
     """Counts a change that torch cannot see, so that autograd and other watchers of the version notice it."""
     if not array.is_inference():
         torch.autograd.graph.increment_version(array)
+
+
+def _all_plain(arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether each is a plain tensor whose values lie contiguous in host memory."""
+    return (
+        _PLAIN_TYPES.issuperset(map(type, arrays))
+        and {torch.strided}.issuperset(map(_layout, arrays))
+        and not any(map(_is_nested, arrays))
+        and all(map(_is_cpu, arrays))
+        and all(map(_is_contiguous, arrays))
+        and not any(map(_is_neg, arrays))
+        and not any(map(_is_conj, arrays))
+    )

@@ -1,0 +1,38 @@
+"""Many places of memory that are filled from one piece of a file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.storage.direct import address_of
+
+_SMALLEST_SHARED_BYTES: Final = 1 << 17
+"""While as much is copied, other threads may run. To let them costs more than a smaller copy takes."""
+
+
+def fill_parts(parts: Sequence[memoryview], data: memoryview) -> None:
+    """Copies bytes into places of memory, one behind the other, until the bytes or the places end."""
+    begin, size_bytes = 0, len(data)
+    for part in parts:
+        end = begin + len(part)
+        if end > size_bytes:
+            part = part[: size_bytes - begin]
+            end = size_bytes
+        if end - begin >= _SMALLEST_SHARED_BYTES:
+            ctypes.memmove(address_of(part), address_of(data) + begin, end - begin)
+        else:
+            part[:] = data[begin:end]
+        begin = end
+        if begin == size_bytes:
+            return
+
+
+def parts_beyond(parts: Sequence[memoryview], filled_bytes: int) -> list[memoryview]:
+    """What is left to fill when that many bytes have been filled, fewer than the parts have."""
+    for number, part in enumerate(parts):
+        if filled_bytes < len(part):
+            return [part[filled_bytes:], *parts[number + 1 :]]
+        filled_bytes -= len(part)
+    return []
