@@ -16,6 +16,7 @@ from holdfast.policies import (
     KeptCandidate,
     Latest,
     Newer,
+    Referrer,
     RetentionPolicy,
     SaveDecision,
     SaveMoment,
@@ -23,6 +24,7 @@ from holdfast.policies import (
     Seconds,
     Steps,
     plan_retention,
+    spare_referred,
 )
 from holdfast.policies.saving import PROBE_STEPS, daly_interval_seconds
 
@@ -335,3 +337,60 @@ class TestPlan:
         if keys:
             assert keys[-1] in plan.keep
             assert kept(policy, committed, now) <= set(plan.keep)
+
+
+class TestReferences:
+    def test_what_a_kept_step_refers_to_is_kept_whole(self) -> None:
+        referrers = [Referrer(400, 400, (200,)), Referrer(300, 300, (200, 100)), Referrer(200, 200, (100,))]
+        plan = plan_retention(Latest(1), steps_with(x=[0] * 4), {}, 0.0, referrers)
+        assert plan.keep == {
+            100: "step 200 refers to it",
+            200: "step 400 refers to it",
+            400: "the newest; among the 1 latest",
+        }
+        assert plan.remove == (300,)
+
+    def test_steps_that_are_not_looked_at_keep_what_they_refer_to(self) -> None:
+        plan = plan_retention(Latest(1), steps_with(x=[0] * 3), {}, 0.0, [Referrer(999, 999, (100,))])
+        assert plan.keep[100] == "step 999 refers to it"
+        assert plan.remove == (200,)
+
+    def test_a_replaced_step_goes_unless_it_is_referred_to(self) -> None:
+        committed = steps_with(x=[0] * 2)
+        assert plan_retention(Latest(1), committed, {}, 0.0, (), [150]).remove == (100, 150)
+        plan = plan_retention(Latest(1), committed, {}, 0.0, [Referrer(200, 200, (150,))], [150])
+        assert plan.keep[150] == "step 200 refers to it"
+        assert plan.remove == (100,)
+
+    def test_several_referrers_are_counted(self) -> None:
+        referrers = [Referrer(step, step, (100,)) for step in (200, 400, 300)]
+        assert spare_referred([100], referrers) == {100: "step 400 and 2 more refer to it"}
+        assert spare_referred([100, 200, 300, 400], referrers) == {}
+
+    @given(
+        st.lists(st.lists(st.integers(0, 11), max_size=3), max_size=12),
+        st.sets(st.integers(0, 11)),
+        st.sampled_from([Latest(1), Latest(3), EveryN(300)]),
+    )
+    def test_nothing_that_stays_refers_to_what_goes(
+        self, earlier: list[list[int]], replaced_places: set[int], policy: RetentionPolicy
+    ) -> None:
+        """And nothing stays without a reason."""
+        count = len(earlier)
+        committed = steps_with(x=[0] * count)
+        sources = {
+            100 * (place + 1): {100 * (one % place + 1) for one in of} for place, of in enumerate(earlier) if place
+        }
+        replaced = {100 * (place + 1) + 50 for place in replaced_places if place < count}
+        for key in replaced:
+            sources.setdefault(key + 50, set()).add(key)
+            sources[key] = {key - 50}
+        referrers = [Referrer(key, key, tuple(sorted(of))) for key, of in sources.items() if of]
+        plan = plan_retention(policy, committed, {}, 0.0, referrers, sorted(replaced))
+        everything = {candidate.key for candidate in committed} | replaced
+        assert sorted([*plan.keep, *plan.remove]) == sorted(everything)
+        staying = set(sources) - set(plan.remove)
+        assert not {one for key in staying for one in sources[key]} & set(plan.remove)
+        wanted = kept(policy, committed) | {candidate.key for candidate in committed[-1:]}
+        needed = {one for key in staying for one in sources[key]}
+        assert set(plan.keep) <= wanted | needed

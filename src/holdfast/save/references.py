@@ -92,15 +92,16 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
         offers: The steps that could be referred to.
         wanted: The steps that the retention policy keeps anyway once the save is committed: these cost nothing.
     """
+    free = frozenset(wanted)
     chosen: set[StepName] = set()
     kept: set[StepName] = set()
     for offer in sorted(offers, key=lambda offer: (-offer.held_bytes, offer.name)):
-        added = {name: size_bytes for name, size_bytes in offer.kept_bytes.items() if name not in kept | set(wanted)}
-        cost_bytes = sum(added.values())
+        added = offer.kept_bytes.keys() - free - kept
+        cost_bytes = sum(offer.kept_bytes[name] for name in added)
         is_cheap = cost_bytes <= MAX_SHARE * offer.held_bytes + SMALL_BYTES
         if is_cheap and len(chosen) < MAX_KEPT_STEPS and len(kept) + len(added) <= MAX_KEPT_STEPS:
             chosen.add(offer.name)
-            kept |= added.keys()
+            kept |= added
     return frozenset(chosen)
 
 
