@@ -252,6 +252,32 @@ class StorageContract:
         reader.close()
         assert into.tobytes() == b"01234567"
 
+    @pytest.mark.parametrize("lengths", [[], [0], [7], [0, 3, 0, 4], [1] * 3000, [3, (1 << 20) + 5, 0, 200_000, 1]])
+    def test_many_places_in_one_read(self, storage: Storage, lengths: list[int]) -> None:
+        """Places of memory are filled in their order, each with its own part of the file, and nothing beside them."""
+        begin = 5
+        data = _pattern(begin + sum(lengths) + 2)
+        storage.write("file", data)
+        memory = bytearray(b"-" * (1 + sum(lengths) + len(lengths)))
+        expected = bytes(memory)
+        parts = []
+        at, place = 1, begin
+        for length in lengths:
+            parts.append(memoryview(memory)[at : at + length])
+            expected = expected[:at] + data[place : place + length] + expected[at + length :]
+            at += length + 1
+            place += length
+        reader = storage.open_reader("file")
+        reader.read_parts(begin, parts)
+        assert memory == expected
+        with pytest.raises(DamageError):
+            reader.read_parts(begin, [*parts, memoryview(bytearray(3))])
+        with pytest.raises(UsageError):
+            reader.read_parts(-1, [memoryview(bytearray(1))])
+        reader.close()
+        with pytest.raises(UsageError):
+            reader.read_parts(begin, [memoryview(bytearray(1))])
+
     def test_read_past_the_end(self, storage: Storage) -> None:
         """A file that ends early is damage, named with the place."""
         storage.write("file", b"12345")

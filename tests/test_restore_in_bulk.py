@@ -1,0 +1,484 @@
+"""The quick ways of the restore, each held against the slow one that it stands for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.errors import DamageError, HoldfastError, MismatchError, UnsupportedValueError
+from holdfast.format.digests import DIGEST_CHARACTERS, digest
+from holdfast.format.index import Index, LeafRecord, find_leaf_problem
+from holdfast.format.soundness import try_end
+from holdfast.integrations.torch.tensors import TorchBackend
+from holdfast.restore.destinations import Destinations, find_overlapping
+from holdfast.restore.plan import PIECE_BYTES, plan_pieces
+from holdfast.restore.read import read_targets
+from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
+from holdfast.state.comparing import Comparison
+from holdfast.state.leaves import ArrayBackend, Target, spec_of
+from holdfast.state.numpy_arrays import NumpyBackend
+from holdfast.storage import MemoryStorage, Storage
+from holdfast.storage.local import LocalStorage
+from state_trip import Stored, store
+
+HEADER_BYTES = 4096
+
+
+def make_index(sizes: Sequence[int], span_bytes: int, content: bytes = b"") -> Index:
+    """An index of arrays of bytes, with the digests of the content if there is one."""
+    leaves = []
+    begin = HEADER_BYTES
+    for number, size_bytes in enumerate(sizes):
+        spans = [
+            digest(content[at : min(at + span_bytes, begin + size_bytes)]) if content else f"{number + at:032x}"
+            for at in range(begin, begin + size_bytes, span_bytes)
+        ]
+        leaves.append(LeafRecord(f"leaf{number}", "U8", (size_bytes,), begin, begin + size_bytes, "".join(spans)))
+        begin += size_bytes
+    return Index(
+        step=1,
+        generation=1,
+        attempt=1,
+        rank=0,
+        world_size=1,
+        data_bytes=begin,
+        header_bytes=HEADER_BYTES,
+        header_digest="0" * 32,
+        span_bytes=span_bytes,
+        leaves=tuple(leaves),
+        objects={},
+    )
+
+
+# The records of very many leaves.
+
+ODD = st.sampled_from([-1, 0, 1, 4095, 4096, 4097, 1 << 20, 1 << 40, 1 << 62])
+CHANGES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries({"begin": ODD}),
+    st.fixed_dictionaries({"end": ODD}),
+    st.fixed_dictionaries({"shape": st.lists(ODD, max_size=3).map(tuple) | st.just((1,) * 65)}),
+    st.fixed_dictionaries({"dtype": st.sampled_from(["F64", "U8", "I8", "BOOL", "?", ""])}),
+    st.fixed_dictionaries({"name": st.sampled_from(["leaf0", "leaf1", "", "new"])}),
+    st.fixed_dictionaries({"spans": st.sampled_from(["", "0" * 31 + "g", "0" * 32, "0" * 64, "A" * 32, "é" * 32])}),
+)
+
+
+@given(
+    st.lists(st.integers(0, 3000), max_size=6),
+    st.integers(1, 2000),
+    st.lists(st.tuples(st.integers(0, 5), CHANGES), max_size=2),
+    st.sampled_from([0, 0, 0, 1, -1]),
+)
+@settings(max_examples=400, deadline=None)
+def test_leaves_are_sound_together_if_each_is(
+    sizes: list[int], span_bytes: int, changes: list[tuple[int, dict[str, Any]]], over_bytes: int
+) -> None:
+    index = make_index(sizes, span_bytes)
+    leaves = list(index.leaves)
+    for number, change in changes:
+        if number < len(leaves):
+            leaves[number] = msgspec.structs.replace(leaves[number], **change)
+    index = msgspec.structs.replace(index, leaves=tuple(leaves), data_bytes=index.data_bytes + over_bytes)
+    quick = try_end(index.leaves, index.header_bytes, index.span_bytes) == index.data_bytes
+    assert quick == (find_leaf_problem(index) == "")
+
+
+# Which bytes are read.
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 100, 4096, 1 << 20, (1 << 20) + 5, 3 << 20, 9 << 20, 30 << 20]), max_size=12),
+    st.sampled_from([4096, 1 << 20, 3 << 20, 64 << 20]),
+    st.none() | st.sets(st.integers(0, 11).map(lambda number: f"leaf{number}")),
+)
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_just_what_is_wanted(sizes: list[int], span_bytes: int, wanted: set[str] | None) -> None:
+    index = make_index(sizes, span_bytes)
+    spans = [
+        (number, begin, min(begin + span_bytes, leaf.end), leaf.spans[DIGEST_CHARACTERS * place :][:DIGEST_CHARACTERS])
+        for number, leaf in enumerate(index.leaves)
+        if wanted is None or leaf.name in wanted
+        for place, begin in enumerate(range(leaf.begin, leaf.end, span_bytes))
+    ]
+    pieces = list(plan_pieces(index, wanted))
+    assert spans == [
+        span for piece in pieces for span in zip(piece.leaves, piece.begins, piece.ends, piece.digests, strict=True)
+    ]
+    for piece in pieces:
+        assert piece.ends[:-1] == piece.begins[1:], "there is a gap"
+        assert piece.size_bytes <= PIECE_BYTES or len(piece.leaves) == 1
+    for piece, following in itertools.pairwise(pieces):
+        room_bytes = PIECE_BYTES - piece.size_bytes
+        assert following.begin > piece.end or following.ends[0] - following.begin > room_bytes, "one read too many"
+
+
+def test_spans_of_a_byte_take_no_memory_to_speak_of() -> None:
+    index = make_index([3 << 17], 1)
+    counts = [len(piece.leaves) for piece in plan_pieces(index, None)]
+    assert sum(counts) == 3 << 17
+    assert max(counts) <= 1 << 12
+
+
+# Live arrays, held against what is stored.
+
+MEMORY = 24
+NUMPY_DTYPES = ["f4", "i8", "u1", "?", "c8", ">f4", ">i2", "f2"]
+TORCH_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+
+ViewOf = Callable[[Any], Any]
+VIEWS: dict[str, ViewOf] = {
+    "whole": lambda memory: memory,
+    "front": lambda memory: memory[:6],
+    "rows": lambda memory: memory.reshape(4, 6),
+    "columns": lambda memory: memory.reshape(4, 6).T,
+    "steps": lambda memory: memory[::2],
+    "middle": lambda memory: memory.reshape(4, 6)[1:3],
+    "scalar": lambda memory: memory[3],
+    "point": lambda memory: memory[3:4].reshape(()),
+    "nothing": lambda memory: memory[:0],
+    "no rows": lambda memory: memory[:0].reshape(0, 3),
+    "row of one": lambda memory: memory[2:3].reshape(1, 1),
+}
+
+
+def make_numpy(dtype: str, view: str, seed: int) -> Any:
+    generator = np.random.default_rng(seed)
+    if dtype == "?":
+        memory: Any = generator.random(MEMORY) < 0.5
+    else:
+        memory = np.frombuffer(generator.bytes(MEMORY * np.dtype(dtype).itemsize), dtype).copy()
+    array = VIEWS[view](memory)
+    return array if isinstance(array, np.ndarray) else np.array(array)
+
+
+def make_torch(dtype: torch.dtype, view: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randint(0, 2 if dtype is torch.bool else 100, (MEMORY,), generator=generator).to(dtype)
+    return VIEWS[view](memory)  # type: ignore[no-any-return]
+
+
+@st.composite
+def arrays(draw: st.DrawFn, seed: int) -> Any:
+    view = draw(st.sampled_from(list(VIEWS)))
+    if draw(st.booleans()):
+        return make_numpy(draw(st.sampled_from(NUMPY_DTYPES)), view, seed)
+    tensor = make_torch(draw(st.sampled_from(TORCH_DTYPES)), view, seed)
+    kind = draw(st.sampled_from(["plain", "plain", "parameter", "conj", "neg", "inference"]))
+    if kind == "parameter" and (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.nn.Parameter(tensor)
+    if kind == "conj" and tensor.is_complex():
+        return tensor.conj()
+    if kind == "neg" and tensor.is_complex():
+        return tensor.conj().imag
+    if kind == "inference":
+        with torch.inference_mode():
+            return tensor.clone()
+    return tensor
+
+
+def raw(array: Any) -> bytes:
+    """The bytes that are stored for an array."""
+    if isinstance(array, torch.Tensor):
+        plain = array.detach().clone().resolve_conj().resolve_neg().contiguous()
+        return bytes(plain.reshape(-1).view(torch.uint8).tolist()) if plain.numel() else b""
+    return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+@st.composite
+def containers(draw: st.DrawFn) -> tuple[Any, Any]:
+    """A container of many arrays as it is stored, and a live one that is more or less like it."""
+    count = draw(st.integers(16, 24))
+    odd = draw(st.sets(st.integers(0, count - 1), max_size=3))
+    stored: list[Any] = [make_torch(torch.float32, "whole", number) for number in range(count)]
+    live: list[Any] = [torch.zeros(MEMORY) for _ in range(count)]
+    if draw(st.booleans()):
+        stored = [make_numpy("f4", "rows", number) for number in range(count)]
+        live = [np.zeros((4, 6), np.float32) for _ in range(count)]
+    for number in odd:
+        what = draw(
+            st.sampled_from(["another", "same", "shared", "value", "gone", "tree", "live another", "read-only"])
+        )
+        array = draw(arrays(number))
+        if what == "another":
+            stored[number] = array
+        elif what == "same":
+            stored[number], live[number] = array, draw(arrays(number))
+        elif what == "other live":
+            live[number] = array
+        elif what == "shared":
+            stored[number] = stored[0]
+            live[number] = live[draw(st.sampled_from([0, number]))]
+        elif what == "value":
+            stored[number] = draw(st.sampled_from([None, 1, "text"]))
+        elif what == "gone":
+            live[number] = None
+        elif what == "tree":
+            stored[number] = {"a": array}
+            live[number] = draw(st.sampled_from([None, {}, {"a": array}]))
+        elif isinstance(live[number], np.ndarray):
+            live[number].flags.writeable = False
+    if draw(st.booleans()):
+        return stored, live
+    keys = [f"key{number}" for number in range(count)]
+    others = [*keys[: draw(st.integers(count - 2, count))], "more"][:count]
+    return dict(zip(keys, stored, strict=True)), dict(zip(others, live, strict=False))
+
+
+class Singly(Comparison):
+    """Looks at each array by itself."""
+
+    def standing(self, nodes: Any, lives: Sequence[Any], depth: int) -> Container[int]:
+        return ()
+
+
+def compare(cls: type[Comparison], stored: Stored, live: Any, rules: Rules) -> tuple[object, ...]:
+    """All that comes of a comparison: arrays by their places in the live container, new ones by their form."""
+    comparison = cls({"all": live}, stored.specs, None)
+    comparison.rules = rules
+    places = {id(part): place for place, part in enumerate(live.values() if isinstance(live, dict) else live)}
+
+    def known(value: Any) -> object:
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            return places.get(id(value), (type(value), value.shape))
+        return {key: known(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+    try:
+        value = comparison.decode(stored.objects["all"], live, "all")
+    except HoldfastError as error:
+        return type(error), error.message
+    targets = comparison.claims.targets()
+    for target in targets:
+        assert target.address == target.backend.address(target.array)
+    return (
+        str(comparison.differences),
+        [(key, known(part)) for key, part in (value.items() if isinstance(value, dict) else enumerate(value))],
+        {t.leaf: (t.spec, known(t.array), t.backend.name, [known(copy) for _, copy in t.copies]) for t in targets},
+    )
+
+
+@given(containers(), st.sampled_from([OWNED, HANDED_OVER, REPLACED]))
+@settings(max_examples=300, deadline=None)
+def test_many_arrays_are_matched_as_each_is(pair: tuple[Any, Any], rules: Rules) -> None:
+    stored, live = store(all=pair[0]), pair[1]
+    assert compare(Comparison, stored, live, rules) == compare(Singly, stored, live, rules)
+
+
+def test_many_plain_arrays_are_found_together() -> None:
+    for live in ([torch.zeros(3) for _ in range(20)], [np.zeros(3) for _ in range(20)]):
+        stored = store(all=live)
+        comparison = Comparison({"all": live}, stored.specs, None)
+        assert comparison.standing(stored.objects["all"], live, 1) == frozenset(range(20))
+
+
+def each_plain(backend: ArrayBackend, items: Sequence[Any]) -> tuple[list[Any], ...] | None:
+    """What a look at all arrays together says, by looks at each."""
+    found = []
+    for array in items:
+        try:
+            spec = backend.spec(array, "array")
+        except UnsupportedValueError:
+            return None
+        if backend.address(array) is None or not backend.fillable(array):
+            return None
+        found.append((spec, backend.address(array), backend.alias_key(array)))
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+@given(st.lists(st.integers(0, 1000).flatmap(arrays), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_plain_arrays_are_known_together_as_each_is(mixed: list[Any]) -> None:
+    for backend, cls in ((NumpyBackend(), np.ndarray), (TorchBackend(), torch.Tensor)):
+        own = [array for array in mixed if isinstance(array, cls)]
+        if own:
+            plain = backend.try_plain(own)
+            together = None if plain is None else (plain.specs, plain.addresses, plain.alias_keys)
+            assert together == each_plain(backend, own)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.nested.nested_tensor([torch.zeros(2)]),
+        torch.zeros(2, dtype=torch.complex128),
+        torch.zeros(()).expand(3),
+        torch.nn.UninitializedParameter(),
+    ],
+    ids=["sparse", "meta", "nested", "complex128", "expanded", "lazy"],
+)
+def test_what_cannot_be_stored_or_filled_is_not_plain(odd: torch.Tensor) -> None:
+    assert TorchBackend().try_plain([torch.zeros(2), odd]) is None
+    assert each_plain(TorchBackend(), [odd]) is None
+
+
+# Bytes on their way into arrays.
+
+
+def write_file(storage: Storage, content: bytes) -> None:
+    writer = storage.open_writer("data", len(content))
+    writer.write_at(0, memoryview(content))
+    writer.finish()
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=30),
+    st.sampled_from([1, 100, 1 << 20]),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_arrays_of_any_form_are_read_and_all_is_checked(sizes: list[int], span_bytes: int, data: st.DataObject) -> None:
+    content = bytes(HEADER_BYTES) + np.random.default_rng(0).bytes(sum(sizes))
+    index = make_index(sizes, span_bytes, content)
+    storage = MemoryStorage()
+    write_file(storage, content)
+    arrays_by_leaf: dict[str, Any] = {}
+    for leaf in index.leaves:
+        (size_bytes,) = leaf.shape
+        kind = data.draw(st.sampled_from(["torch", "numpy", "torch steps", "numpy steps", "unwanted"]))
+        steps = 2 if "steps" in kind else 1
+        if kind.startswith("torch"):
+            arrays_by_leaf[leaf.name] = torch.zeros(size_bytes * steps, dtype=torch.uint8)[::steps]
+        elif kind.startswith("numpy"):
+            arrays_by_leaf[leaf.name] = np.zeros(size_bytes * steps, np.uint8)[::steps]
+    targets = {}
+    for name, array in arrays_by_leaf.items():
+        backend = BACKENDS[type(array)]
+        targets[name] = Target(name, spec_of("U8", tuple(array.shape)), array, backend, (), backend.address(array))
+    reader = storage.open_reader("data")
+    damaged = data.draw(st.none() | st.integers(HEADER_BYTES, max(HEADER_BYTES, len(content) - 1)))
+    wanted = {leaf.name: leaf for leaf in index.leaves if leaf.name in targets}
+    if damaged is not None and any(leaf.begin <= damaged < leaf.end for leaf in wanted.values()):
+        broken = bytearray(content)
+        broken[damaged] ^= 1
+        other = MemoryStorage()
+        write_file(other, bytes(broken))
+        with pytest.raises(DamageError) as caught:
+            read_targets(other.open_reader("data"), index, "data", targets, threads=2)
+        leaf = wanted[caught.value.tensor]
+        begin = caught.value.offset_bytes or 0
+        assert leaf.begin <= begin <= damaged < min(begin + span_bytes, leaf.end)
+        assert caught.value.path == "data"
+    size_bytes = read_targets(reader, index, "data", targets, threads=3)
+    assert size_bytes == sum(leaf.end - leaf.begin for leaf in wanted.values())
+    for name, array in arrays_by_leaf.items():
+        assert raw(array) == content[wanted[name].begin : wanted[name].end]
+
+
+BACKENDS: dict[type, ArrayBackend] = {torch.Tensor: TorchBackend(), np.ndarray: NumpyBackend()}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_and_small_arrays_of_every_form_come_back(tmp_path: Path, direct: bool) -> None:
+    """More than one piece, read with and without the page cache, into place and round about."""
+    sizes = [5 << 20, 3, 70_000, 1 << 20, (1 << 20) + 1, 9 << 20, *[17_000] * 300]
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        f"{number}": torch.randint(0, 255, (size,), dtype=torch.uint8, generator=generator)
+        for number, size in enumerate(sizes)
+    }
+    values["floats"] = torch.rand(1000, 3000, generator=generator)
+    with hf.CheckpointManager(LocalStorage(tmp_path, direct=direct), hf.Checkpoint(all=values)) as manager:
+        manager.save(1)
+    for path in tmp_path.rglob("data-*"):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for form in ("plain", "steps", "mixed"):
+        live: dict[str, Any] = {}
+        for number, (key, value) in enumerate(values.items()):
+            if form == "plain" or (form == "mixed" and number % 3 == 0):
+                live[key] = torch.zeros_like(value)
+            elif form == "mixed" and number % 3 == 1:
+                live[key] = np.zeros(tuple(value.shape), value.numpy().dtype)
+            else:
+                live[key] = torch.zeros((*value.shape, 2), dtype=value.dtype)[..., 0]
+        storage = LocalStorage(tmp_path, direct=direct)
+        restored = hf.CheckpointManager(storage, hf.Checkpoint(all=live)).restore()
+        assert restored is not None
+        assert restored.size_bytes == sum(value.nbytes for value in values.values())
+        for key, value in values.items():
+            assert raw(live[key]) == raw(value), key
+
+
+def test_a_part_of_many_leaves_is_restored_and_the_rest_is_left(tmp_path: Path) -> None:
+    values = {f"{kind}{number}": torch.full((50,), float(number)) for number in range(40) for kind in "ab"}
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(all=values, more=[torch.ones(2)] * 30)) as manager:
+        manager.save(1)
+    live = {name: torch.full((50,), -1.0) for name in values}
+    live["a7"] = torch.zeros(3)
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(all=live, more=[torch.zeros(2) for _ in range(30)]))
+    with pytest.raises(MismatchError, match="a7"):
+        manager.restore()
+    assert all((tensor == -1).all() for name, tensor in live.items() if name != "a7")
+    restored = manager.restore(only="all/b*")
+    assert restored is not None
+    assert not restored.differences
+    for name, tensor in live.items():
+        assert name == "a7" or torch.equal(tensor, values[name] if name[0] == "b" else torch.full((50,), -1.0))
+    restored = manager.restore(strict=False)
+    assert restored is not None
+    assert restored.differences.wrong_shape == ["all/a7: stored [50], live [3]"]
+    assert all(torch.equal(tensor, values[name]) for name, tensor in live.items() if name != "a7")
+    assert all((tensor == 1).all() for tensor in manager.checkpoint["more"])
+
+
+def test_arrays_that_overlap_are_no_damage(tmp_path: Path) -> None:
+    """They cannot all get what is stored for them, but nothing is said to be damaged for that."""
+    values = [torch.full((1 << 18,), float(number)) for number in range(20)]
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(all=values)) as manager:
+        manager.save(1)
+    memory = torch.zeros(21 << 17)
+    live = [memory[number << 17 : (number + 2) << 17] for number in range(20)]
+    assert hf.CheckpointManager(tmp_path, hf.Checkpoint(all=live)).restore() is not None
+    for number in range(21):
+        own = memory[number << 17 : (number + 1) << 17].unique().tolist()
+        assert set(own) <= {float(number), float(number - 1)}
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 10)), max_size=12)
+
+
+@given(RANGES)
+@settings(max_examples=300, deadline=None)
+def test_overlapping_ranges_are_found(ranges: list[tuple[int, int]]) -> None:
+    begins = [begin for begin, _ in ranges]
+    ends = [begin + length for begin, length in ranges]
+    expected = {
+        place
+        for place in range(len(ranges))
+        if any(begins[place] < ends[i] and begins[i] < ends[place] for i in range(len(ranges)) if i != place)
+    }
+    assert find_overlapping(begins, ends) == expected
+
+
+def test_filled_tensors_count_a_change(tmp_path: Path) -> None:
+    live: list[torch.Tensor] = [torch.zeros(4) for _ in range(20)]
+    with torch.inference_mode():
+        live.append(torch.zeros(4))
+    live.append(torch.nn.Parameter(torch.zeros(4)))
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(all=live)) as manager:
+        manager.save(1)
+    before = [tensor._version for tensor in live if not tensor.is_inference()]
+    hf.CheckpointManager(tmp_path, hf.Checkpoint(all=live)).restore()
+    after = [tensor._version for tensor in live if not tensor.is_inference()]
+    assert all(new > old for old, new in zip(before, after, strict=True))
+
+
+def test_a_target_of_another_form_is_never_written() -> None:
+    index = make_index([100], 50)
+    array = torch.zeros(10, dtype=torch.uint8)
+    target = Target("leaf0", spec_of("U8", (10,)), array, TorchBackend(), (), array.data_ptr())
+    with pytest.raises(ValueError, match="not of the form"):
+        Destinations(index, {"leaf0": target})

@@ -1,0 +1,82 @@
+"""Reads of a directory of this machine: many places at once, past the page cache, and the memory that they take."""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.storage import LocalStorage
+from holdfast.storage.direct import PAGE_BYTES, address_of
+from holdfast.storage.parts import fill_parts, parts_beyond
+from holdfast.storage.residency import Residency
+from holdfast.storage.scratch import Scratch, take_pages
+
+
+def test_many_places_are_filled_past_the_cache(tmp_path: Path) -> None:
+    size_bytes = (9 << 20) + 123
+    content = os.urandom(1 << 20) * 10
+    content = content[:size_bytes]
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    reader = LocalStorage(tmp_path).open_reader("file")
+    try:
+        for offset in (0, 4096, 4097):
+            lengths = [7, 0, 5 << 20, 200_000, *[1000] * 2000, (1 << 20) + 1]
+            memory = bytearray(sum(lengths))
+            view = memoryview(memory)
+            parts = [view[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+            reader.read_parts(offset, parts)
+            assert memory == content[offset : offset + len(memory)]
+    finally:
+        reader.close()
+
+
+@given(st.lists(st.integers(0, 5)), st.integers(0, 30))
+def test_places_are_filled_one_behind_the_other(lengths: list[int], size_bytes: int) -> None:
+    data = bytes(range(1, size_bytes + 1))
+    memory = [bytearray(length) for length in lengths]
+    parts = [memoryview(part) for part in memory]
+    fill_parts(parts, memoryview(data))
+    filled = b"".join(memory)
+    assert filled == data[: len(filled)].ljust(len(filled), b"\0")
+    if size_bytes < len(filled):
+        fill_parts(parts_beyond(parts, size_bytes), memoryview(bytes(range(size_bytes + 1, len(filled) + 1))))
+        assert b"".join(memory) == bytes(range(1, len(filled) + 1))
+
+
+@pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
+def test_memory_for_what_is_on_its_way(size_bytes: int) -> None:
+    memory = take_pages(size_bytes)
+    assert address_of(memory) % PAGE_BYTES == 0
+    assert (len(memory), memory.readonly, memory.format) == (size_bytes, False, "B")
+    memory[:] = b"x" * size_bytes
+    scratch = Scratch()
+    first = scratch.take(size_bytes)
+    assert address_of(scratch.take(size_bytes)) == address_of(first)
+    assert len(scratch.take(2 * size_bytes)) == 2 * size_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 60, 1 << 62, 1 << 63])
+def test_more_memory_than_there_is(size_bytes: int) -> None:
+    with pytest.raises(MemoryError):
+        take_pages(size_bytes)
+
+
+def test_what_was_just_read_is_in_memory(tmp_path: Path) -> None:
+    size_bytes = (70 << 20) + 5
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(size_bytes)
+        file.seek(0)
+        while file.read(8 << 20):
+            pass
+        residency = Residency(file.fileno(), size_bytes)
+        assert all(residency.holds(begin, begin + 1) for begin in range(0, size_bytes, 1 << 20))
+        assert residency.holds(size_bytes - 1, size_bytes)
+        assert residency.holds(0, size_bytes)
