@@ -36,7 +36,7 @@ class Claims:
         """An array made for the leaf, where a live one lies if there is one to go by."""
         claim = self._claim(leaf, spec)
         if claim.made is None or claim.made[0] is not backend:
-            claim.made = (backend, backend.new(spec) if like is None else backend.new_like(spec, like))
+            claim.made = (backend, backend.new(spec, like))
             claim.receivers.append(claim.made)
         return claim.made[1]
 

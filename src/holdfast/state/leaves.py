@@ -165,16 +165,12 @@ class ArrayBackend(Protocol):
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills an array, whatever its strides or device, from contiguous little-endian bytes.
 
-        It is one that `new` or `new_like` made, or one that is `fillable`.
+        It is one that `new` made, or one that is `fillable`.
         """
         ...
 
-    def new(self, spec: ArraySpec) -> Any:
-        """A new, uninitialised, contiguous array in host memory."""
-        ...
-
-    def new_like(self, spec: ArraySpec, live: Any) -> Any:
-        """A new, uninitialised, contiguous array where a live array of the same library lies."""
+    def new(self, spec: ArraySpec, like: Any = None) -> Any:
+        """A new, uninitialised, contiguous array: where a live one of the same library lies, or in host memory."""
         ...
 
     def fillable(self, array: Any) -> bool:

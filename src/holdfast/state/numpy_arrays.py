@@ -114,13 +114,9 @@ class NumpyBackend:
         values = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(array.shape)
         np.copyto(array, values)
 
-    def new(self, spec: ArraySpec) -> Any:
+    def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new array."""
         return np.empty(spec.shape, _NUMPY_DTYPES[spec.dtype])
-
-    def new_like(self, spec: ArraySpec, live: Any) -> Any:
-        """A new array."""
-        return self.new(spec)
 
     def fillable(self, array: Any) -> bool:
         """Whether the array may be written to, each element by itself."""

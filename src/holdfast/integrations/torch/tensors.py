@@ -153,13 +153,9 @@ class TorchBackend:
         with torch.no_grad():
             array.detach().copy_(tensor_over(data, array.dtype, array.shape))
 
-    def new(self, spec: ArraySpec) -> Any:
-        """A new tensor in host memory."""
-        return _empty(spec, torch.device("cpu"))
-
-    def new_like(self, spec: ArraySpec, live: Any) -> Any:
-        """A new tensor on the device of a live one."""
-        return _empty(spec, live.device)
+    def new(self, spec: ArraySpec, like: Any = None) -> Any:
+        """A new tensor, in host memory or on the device of another."""
+        return _empty(spec, torch.device("cpu") if like is None else like.device)
 
     def fillable(self, array: Any) -> bool:
         """Whether each element is memory of its own."""
