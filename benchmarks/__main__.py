@@ -107,7 +107,7 @@ def _measure(
         results = Results(machine=describe_machine(directory), scale=scale)
         bench = Bench(results, directory, guard, say)
         for part in parts:
-            names = list(peers) or [name for name in PEERS if part in PEERS[name].parts]
+            names = [name for name in PEERS if (name in peers if peers else part in PEERS[name].parts)]
             if part == "small":
                 measure_small(bench, rounds)
             elif part == "training":

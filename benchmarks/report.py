@@ -8,6 +8,7 @@ from typing import Final
 
 from benchmarks.frozen import growth_of
 from benchmarks.many_saves import COUNTED
+from benchmarks.peers import PEERS
 from benchmarks.results import LIMITS, Results, Shape
 from benchmarks.summary import Figure, Standing, limits_of, ratio_to, rounds_of, spread, standings
 from benchmarks.targets import find_targets
@@ -149,7 +150,27 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
         yield f"| {_strong(standing.contender)} | {' | '.join(cells)} | {last} |"
         yield from _load_file(standing)
     yield ""
+    yield from _who(results, workload, found)
     yield from _remarks(results, workload, found)
+
+
+def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
+    """Who was measured otherwise than the rest, or not at all."""
+    alike: dict[str, list[str]] = {}
+    for standing in found:
+        reader = PEERS[standing.contender].reads_as
+        if reader:
+            alike.setdefault(reader, []).append(standing.contender)
+    for reader, names in alike.items():
+        yield f"Same files and same code to read them as {reader}, so restores were checked only: {'; '.join(names)}.\n"
+    counts = {standing.contender: standing.figures["stall"].value.count for standing in found}
+    few = [f"{name} {count}" for name, count in counts.items() if count < max(counts.values())]
+    if few:
+        yield f"Measured in fewer rounds, because each takes so long: {'; '.join(few)}.\n"
+    known = {*counts, *results.missing, *(name for part, name, _ in results.failures if part == workload)}
+    absent = [name for name in PEERS if name not in known and name != "holdfast, incremental"]
+    if absent:
+        yield f"Left out here, because a round takes minutes or would tell nothing new: {'; '.join(absent)}.\n"
 
 
 def _load_file(standing: Standing) -> Iterator[str]:
@@ -204,7 +225,9 @@ def _training(results: Results) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for standing in found:
         lost, wait = standing.figures["lost"].value, standing.figures.get("wait")
-        share = f"{own.figures['lost'].value.median / lost.median:.2f} of it" if own and lost.median > 0 else ""
+        share = (
+            f"{max(0.0, own.figures['lost'].value.median) / lost.median:.2f} of it" if own and lost.median > 0 else ""
+        )
         yield (
             f"| {_strong(standing.contender)} | {show_spread(standing.figures['step'].value)} | {show_spread(lost)} "
             f"| {show_spread(standing.figures['stall'].value)} | {show_spread(wait.value) if wait else ''} "

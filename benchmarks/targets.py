@@ -68,7 +68,7 @@ def _training(results: Results) -> Iterator[Target]:
         if lost is None:
             yield Target(title, must, "not measured", None)
             continue
-        share = f"{lost.median / least:.2f} of it: " if least > 0 else ""
+        share = f"{max(0.0, lost.median) / least:.2f} of it: " if least > 0 else ""
         yield Target(
             title,
             must,

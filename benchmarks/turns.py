@@ -65,15 +65,18 @@ class Bench:
             self.results.failures.append((workload, name, str(error)))
             self.say(f"{workload}, {name}: failed: {error}")
             return
-        self.note(workload, name, number, figures)
-
-    def note(self, workload: str, name: str, number: int, figures: dict[str, float]) -> None:
-        """Keeps what was measured."""
         self.results.rounds.append(
             Round(workload=workload, contender=name, number=number, slice=self.slice, figures=figures)
         )
         shown = [f"{key} {value:.3g}" for key, value in figures.items() if not key.endswith("bytes")]
         self.say(f"{workload}, round {number}, {name}: {', '.join(shown)}")
+
+    def dismiss(self, workload: str, live: dict[str, Contender], name: str) -> None:
+        """Ends one contender before the others."""
+        self.say(f"{workload}, {name}: a round takes it so long that there are no more")
+        contender = live.pop(name)
+        contender.close()
+        shutil.rmtree(contender.directory, ignore_errors=True)
 
     @contextmanager
     def started(

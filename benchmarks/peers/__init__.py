@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from benchmarks.peers.peer import MissingError, Peer
 
-_SAVES: Final = ("model", "small-tensors")
+_ALL: Final = ("model", "small-tensors", "mostly-frozen", "training")
+_DCP: Final = "DCP async, thread, cached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,65 +25,67 @@ class Entry:
     Attributes:
         place: Where its class is.
         group: Those of one group run side by side, each in a process that stays. All at once would not fit in memory.
-        parts: What it takes part in, if nobody asks for more or less.
+        parts: What it takes part in, if nobody asks for more or less. A round of many arrays takes some minutes.
         needs: The packages that not everybody has, as pip names them.
+        reads_as: The peer that reads the same files by the same code; its restores are measured for both.
     """
 
     place: str
     group: str
     parts: Sequence[str]
     needs: Sequence[str] = ()
+    reads_as: str = ""
 
 
 PEERS: Final = {
     "holdfast": Entry(
         "benchmarks.peers.holdfast_manager:Holdfast",
         "plain",
-        (*_SAVES, "mostly-frozen", "training", "many-saves", "small"),
+        (*_ALL, "many-saves", "small"),
     ),
     "holdfast, overlapped": Entry(
-        "benchmarks.peers.holdfast_manager:Overlapped", "plain", ("model", "training", "many-saves")
+        "benchmarks.peers.holdfast_manager:Overlapped",
+        "plain",
+        ("model", "training", "many-saves"),
+        reads_as="holdfast",
     ),
     "holdfast, incremental": Entry(
         "benchmarks.peers.holdfast_manager:Incremental", "plain", ("mostly-frozen", "many-saves")
     ),
-    "torch.save": Entry("benchmarks.peers.torch_save:TorchSave", "plain", (*_SAVES, "mostly-frozen", "training")),
-    "safetensors": Entry(
-        "benchmarks.peers.safetensors_file:Safetensors",
-        "plain",
-        (*_SAVES, "mostly-frozen", "training"),
-        ("safetensors",),
+    "torch.save": Entry("benchmarks.peers.torch_save:TorchSave", "plain", _ALL),
+    "safetensors": Entry("benchmarks.peers.safetensors_file:Safetensors", "plain", _ALL, ("safetensors",)),
+    "DCP sync": Entry("benchmarks.peers.dcp:Synchronous", "DCP", ("model",), reads_as=_DCP),
+    "DCP async, thread": Entry("benchmarks.peers.dcp:InThread", "DCP", ("model",), reads_as=_DCP),
+    _DCP: Entry("benchmarks.peers.dcp:InThreadCached", "DCP", _ALL),
+    "DCP async, thread, overlapped": Entry(
+        "benchmarks.peers.dcp:InThreadOverlapped", "DCP", ("model", "training"), reads_as=_DCP
     ),
-    "DCP sync": Entry("benchmarks.peers.dcp:Synchronous", "DCP", _SAVES),
-    "DCP async, thread": Entry("benchmarks.peers.dcp:InThread", "DCP", (*_SAVES, "training")),
-    "DCP async, thread, cached": Entry(
-        "benchmarks.peers.dcp:InThreadCached", "DCP", (*_SAVES, "mostly-frozen", "training", "many-saves")
+    "DCP async, process": Entry("benchmarks.peers.dcp:InProcess", "DCP", ("model",), reads_as=_DCP),
+    "DCP async, process, overlapped": Entry(
+        "benchmarks.peers.dcp:InProcessOverlapped", "DCP", ("model",), reads_as=_DCP
     ),
-    "DCP async, thread, overlapped": Entry("benchmarks.peers.dcp:InThreadOverlapped", "DCP", (*_SAVES, "training")),
-    "DCP async, process": Entry("benchmarks.peers.dcp:InProcess", "DCP", (*_SAVES, "training")),
-    "DCP async, process, overlapped": Entry("benchmarks.peers.dcp:InProcessOverlapped", "DCP", (*_SAVES, "training")),
     "torch_checkpointing": Entry(
         "benchmarks.peers.torch_checkpointing_manager:TorchCheckpointing",
         "others",
-        (*_SAVES, "mostly-frozen", "training"),
+        _ALL,
         ("torch_checkpointing",),
     ),
     "Orbax async": Entry(
         "benchmarks.peers.orbax_manager:OrbaxAsync",
         "others",
-        (*_SAVES, "mostly-frozen", "training"),
+        ("model", "mostly-frozen", "training"),
         ("orbax-checkpoint", "jax"),
     ),
     "Orbax async, uncompressed": Entry(
         "benchmarks.peers.orbax_manager:OrbaxUncompressed",
         "others",
-        (*_SAVES, "mostly-frozen", "training"),
+        ("model", "training"),
         ("orbax-checkpoint", "jax"),
     ),
     "TensorFlow async": Entry(
         "benchmarks.peers.tensorflow_checkpoint:TensorFlowAsync",
         "others",
-        (*_SAVES, "mostly-frozen", "training"),
+        ("model", "mostly-frozen", "training"),
         ("tensorflow-cpu",),
     ),
 }

@@ -52,8 +52,8 @@ class Holdfast(TorchPeer):
         return {}
 
     def retain(self, step: int) -> None:
-        """The manager does it."""
-        return
+        """The manager does it; here only the handle is let go."""
+        self._handles.pop(step - (self.keep or 0), None)
 
     def remove(self, step: int) -> None:
         """Removes the step's directory; the run goes on with the next."""
