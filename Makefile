@@ -2,6 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
+# The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
+BENCH_VENV ?= .venv-bench
+PEERS ?= all
+BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
+# For instance: make bench BENCH="--only model --peer holdfast"
+BENCH ?=
 
 .PHONY: demo test check crash bench clean
 
@@ -20,16 +26,18 @@ check: .venv/ready
 crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.crash --kills 5000
 
-bench: .venv/ready
-	$(BIN)/python -m benchmarks
+bench: $(BENCH_PLACE)/ready
+	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv build dist src/holdfast.egg-info
+	rm -rf .venv .venv-bench build dist src/holdfast.egg-info
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
-.venv/ready: pyproject.toml constraints.txt
-	rm -rf .venv
+.venv/ready: EXTRAS := torch,dev
+$(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
+.venv/ready $(BENCH_VENV)/ready: pyproject.toml constraints.txt
+	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
-	touch .venv/ready
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import click
 
+from benchmarks.frozen import compare_frozen
 from benchmarks.machine import describe_machine
+from benchmarks.many_saves import compare_many_saves
 from benchmarks.peers import PEERS
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
 from benchmarks.results import Results, merge, read_results, write_results
 from benchmarks.rounds import compare_saves, compare_training
-from benchmarks.workloads import WORKLOADS
+from benchmarks.scratch import open_scratch
+from benchmarks.small import measure_small
+from benchmarks.turns import Bench
 
 _HERE: Final = Path(__file__).parent
 _OUT: Final = _HERE / "out"
 _DOCS: Final = _HERE.parent / "docs"
-_PARTS: Final = (*WORKLOADS, "training")
+PARTS: Final = ("small", "model", "small-tensors", "training", "mostly-frozen", "many-saves")
 RESULTS_NAME: Final = "results.json"
 
 
 @click.command()
 @click.option("--scale", default=1.0, show_default=True, help="Make all workloads smaller, for a quick look.")
 @click.option("--rounds", default=5, show_default=True, help="How many rounds count; one more comes before them.")
+@click.option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part; may be repeated.")
 @click.option(
-    "--only",
-    "parts",
+    "--peer",
+    "peers",
     multiple=True,
-    type=click.Choice(_PARTS),
-    help="Only this part, the others as they were measured before; may be repeated.",
+    type=click.Choice(list(PEERS)),
+    help="Only this one, and in every part; may be repeated.",
 )
-@click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Only this one; may be repeated.")
 @click.option("--out", default=_OUT, type=click.Path(path_type=Path), help="Where the JSON goes, and what is written.")
 @click.option(
-    "--docs", type=click.Path(path_type=Path), help="Where page and picture go; by itself the docs, if whole."
+    "--docs", type=click.Path(path_type=Path), help="Where page and picture go; by itself the docs, if all is measured."
 )
-@click.option("--render", is_flag=True, help="Measure nothing; render what an earlier run has left.")
+@click.option("--anew", is_flag=True, help="Forget what earlier runs have measured.")
+@click.option("--render", is_flag=True, help="Measure nothing; render what earlier runs have left.")
 def main(
     scale: float,
     rounds: int,
@@ -50,47 +54,71 @@ def main(
     peers: tuple[str, ...],
     out: Path,
     docs: Path | None,
+    anew: bool,
     render: bool,
 ) -> None:
-    """Compares holdfast with other ways of saving, and with the machine's own limits."""
+    """Compares holdfast with other ways of saving, and with the machine's own limits.
+
+    What is left out stays as an earlier run has measured it, so that a whole comparison can be made in pieces.
+    """
     if rounds < 1 or not 0 < scale <= 1:
         raise click.UsageError("--rounds is at least 1, --scale more than 0 and at most 1")
     begun_at = time.monotonic()
     out = out.resolve()
+    path = out / RESULTS_NAME
+    if render and not path.exists():
+        raise click.UsageError(f"nothing has been measured yet: {path} is not there")
     if not render:
         # An end that is asked for politely still ends the processes and removes the files.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        results = _measure(scale, rounds, parts or _PARTS, list(peers or PEERS), out)
-        if parts and (out / RESULTS_NAME).exists():
-            results = merge(read_results(out / RESULTS_NAME), results)
-        write_results(results, out / RESULTS_NAME)
-    results = read_results(out / RESULTS_NAME)
-    # Only a run of everything at full size is worth a page that stays.
-    whole = (
-        results.scale == 1
-        and set(results.shapes) == set(_PARTS)
-        and {e.contender for e in results.rounds} >= set(PEERS)
-    )
-    place = docs or (_DOCS if whole else out)
+        before = read_results(path) if path.exists() and not anew else None
+        _measure(scale, rounds, parts or PARTS, peers, out, before, begun_at)
+    results = read_results(path)
+    place = docs or (_DOCS if _is_whole(results) else out)
     place.mkdir(parents=True, exist_ok=True)
     (place / "benchmarks.md").write_text(render_report(results, "benchmarks.svg"))
     (place / "benchmarks.svg").write_text(render_picture(results))
     click.echo(f"{place / 'benchmarks.md'} after {time.monotonic() - begun_at:.0f} s")
 
 
-def _measure(scale: float, rounds: int, parts: tuple[str, ...], peers: list[str], out: Path) -> Results:
-    out.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="work-", dir=out))
-    try:
+def _is_whole(results: Results) -> bool:
+    """Only a run of everything at full size is worth a page that stays."""
+    measured = {(entry.workload, entry.contender) for entry in results.rounds}
+    measured |= {(workload, contender) for workload, contender, _ in results.failures}
+    return results.scale == 1 and all((part, name) in measured for name in PEERS for part in PEERS[name].parts)
+
+
+def _measure(
+    scale: float,
+    rounds: int,
+    parts: Sequence[str],
+    peers: Sequence[str],
+    out: Path,
+    before: Results | None,
+    begun_at: float,
+) -> None:
+    """Measures part by part, and keeps what there is after each."""
+
+    def say(text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
+        click.echo(f"{minutes:3}:{seconds:02} {text}")
+
+    with open_scratch(out) as (directory, guard):
         results = Results(machine=describe_machine(directory), scale=scale)
+        bench = Bench(results, directory, guard, say)
         for part in parts:
-            if part == "training":
-                compare_training(results, peers, rounds, directory, click.echo)
+            names = [name for name in PEERS if (name in peers if peers else part in PEERS[name].parts)]
+            if part == "small":
+                measure_small(bench, rounds)
+            elif part == "training":
+                compare_training(bench, names, rounds)
+            elif part == "mostly-frozen":
+                compare_frozen(bench, names)
+            elif part == "many-saves":
+                compare_many_saves(bench, names)
             else:
-                compare_saves(results, part, peers, rounds, directory, click.echo)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    return results
+                compare_saves(bench, part, names, rounds)
+            write_results(merge(before, results) if before else results, out / RESULTS_NAME)
 
 
 if __name__ == "__main__":

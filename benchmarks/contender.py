@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,9 +12,10 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.memory import MemoryWatch, held_bytes
+from benchmarks.guard import Guard, end_group
+from benchmarks.live import THREADS
+from benchmarks.memory import Held, MemoryWatch, count_held, held_bytes
 from benchmarks.messages import Order, Reply, Start
-from benchmarks.worker import THREADS
 
 _TIMEOUT_SECONDS: Final = 300.0
 
@@ -24,10 +24,14 @@ class ContenderError(Exception):
     """A contender could not do what it was told; its process is gone."""
 
 
+class ContenderMissingError(ContenderError):
+    """What a contender needs is not installed."""
+
+
 class Contender:
     """Gives orders to a process of its own, and watches its memory; call `wait_ready` first."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, guard: Guard) -> None:
         self.name = start.contender
         self.directory = Path(start.directory)
         self.directory.mkdir(parents=True)
@@ -44,8 +48,11 @@ class Contender:
             start_new_session=True,
             cwd=Path(__file__).parent.parent,
         )
+        self._guard = guard
+        self._guard.watch(self._process.pid)
         self._send(msgspec.json.encode(start))
         self._idle_bytes = 0
+        self._ended = False
 
     def wait_ready(self) -> str:
         """**Blocks.** Waits until the process has set up what it was started for.
@@ -54,6 +61,7 @@ class Contender:
             What is to be said beside its figures.
 
         Raises:
+            ContenderMissingError: If what it needs is not installed. Then the process has been ended.
             ContenderError: If it failed or took too long. Then the process has been ended.
         """
         try:
@@ -84,26 +92,35 @@ class Contender:
             raise
         return {**figures, "extra_bytes": float(max(0, watch.peak_bytes - self._idle_bytes))}
 
+    def count_held(self) -> Held:
+        """What it holds now beyond what it held before the first order: memory; and descriptors and threads, all."""
+        held = count_held(self._process.pid)
+        return Held(max(0, held.size_bytes - self._idle_bytes), held.descriptors, held.threads)
+
     def close(self) -> None:
         """Ends the process, in order if it can."""
         try:
             if self._process.poll() is None:
                 self.order(Order(verb="close"))
-        except ContenderError:
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                self._process.wait(5)
+        except (ContenderError, subprocess.TimeoutExpired):
             return
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """Ends the process and what it has started; harmless twice."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
-        if self._process.poll() is None:
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        """Ends the process and what it has started, at once; harmless twice."""
+        if self._ended:
+            return  # Its number may be another's by now.
+        end_group(self._process.pid)
+        self._process.wait()
+        self._ended = True
+        self._guard.release(self._process.pid)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         self._log.close()
 
     def _send(self, message: bytes) -> None:
@@ -123,6 +140,8 @@ class Contender:
         if not line:
             raise ContenderError(f"{self.name} has ended: {self._last_words()}")
         reply = msgspec.json.decode(line, type=Reply)
+        if reply.missing:
+            raise ContenderMissingError(reply.missing)
         if reply.error:
             raise ContenderError(reply.error)
         return reply

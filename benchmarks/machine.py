@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
-_PACKAGES: Final = ("torch", "safetensors", "numpy", "xxhash")
+_PACKAGES: Final = (
+    "torch",
+    "safetensors",
+    "torch_checkpointing",
+    "orbax-checkpoint",
+    "jax",
+    "tensorflow-cpu",
+    "numpy",
+    "xxhash",
+)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +41,17 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     file_system: str
     system: str
     versions: dict[str, str]
+
+    def is_like(self, other: Machine) -> bool:
+        """**Pure.** True if figures of both may stand side by side: what is installed on both is of one version."""
+        mine, others = self.versions, other.versions
+        return replace(self, versions={}) == replace(other, versions={}) and all(
+            mine[name] == others[name] for name in mine.keys() & others.keys()
+        )
+
+    def joined(self, other: Machine) -> Machine:
+        """**Pure.** This one, with what is installed there as well."""
+        return replace(self, versions={**other.versions, **self.versions})
 
 
 def describe_machine(directory: Path) -> Machine:

@@ -1,14 +1,24 @@
-"""How much memory a process and its children hold, watched from outside."""
+"""What a process and its children hold, seen from outside: memory, descriptors, threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _INTERVAL_SECONDS: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What some processes hold together."""
+
+    size_bytes: int
+    descriptors: int
+    threads: int
 
 
 class MemoryWatch:
@@ -50,6 +60,22 @@ def held_bytes(pid: int) -> int:
         anonymous += own.get("RssAnon", 0)
         shared = max(shared, own.get("RssShmem", 0))
     return anonymous + shared
+
+
+def count_held(pid: int) -> Held:
+    """What a process and its descendants hold now."""
+    descriptors = threads = 0
+    for member in _family(pid):
+        threads += _count(Path(f"/proc/{member}/task"))
+        descriptors += _count(Path(f"/proc/{member}/fd"))
+    return Held(held_bytes(pid), descriptors, threads)
+
+
+def _count(directory: Path) -> int:
+    try:
+        return sum(1 for _ in directory.iterdir())
+    except OSError:
+        return 0  # The process has ended meanwhile.
 
 
 def _family(pid: int) -> Iterator[int]:

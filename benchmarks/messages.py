@@ -10,10 +10,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         contender: A peer's name, or `limits`.
-        workload: The name of a workload, or `training`.
+        workload: The name of a workload, `training` or `small`.
         scale: How large the workload is, 1 for the real size.
         directory: Where to write.
         memory: The descriptor of the memory that holds the tensors; -1 for none.
+        keep: How many saves the contender is to keep by itself; None for all.
     """
 
     contender: str
@@ -21,6 +22,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     scale: float
     directory: str
     memory: int
+    keep: int | None = None
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +46,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         figures: What was measured, by name.
-        note: What is to be said beside the figures.
+        note: What the contender makes durable by itself; said once, at the start.
         error: Why it failed; empty if it did not.
+        missing: What is not installed that the contender needs; empty if all is.
     """
 
     figures: dict[str, float] = {}
     note: str = ""
     error: str = ""
+    missing: str = ""

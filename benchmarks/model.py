@@ -52,3 +52,26 @@ class Model(nn.Module):
         logits = functional.linear(self.norm(x)[:, :-1], self.tokens.weight)
         loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         return loss
+
+
+class Adapted(nn.Module):
+    """A frozen model and low-rank adapters beside two parts of each layer. It is saved and restored, never run."""
+
+    def __init__(self, model: Model, size: ModelSize, rank: int) -> None:
+        super().__init__()
+        # The frozen part keeps its own names.
+        for name, part in model.named_children():
+            self.add_module(name, part)
+        self.adapters = nn.ModuleList(
+            nn.ModuleDict({"attend": Adapter(size.width, 3, rank), "widen": Adapter(size.width, 4, rank)})
+            for _ in range(size.layers)
+        )
+
+
+class Adapter(nn.Module):
+    """Two thin matrices, whose product is added to a wide one."""
+
+    def __init__(self, width: int, factor: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, width))
+        self.up = nn.Parameter(torch.empty(factor * width, rank))

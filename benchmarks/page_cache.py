@@ -1,4 +1,4 @@
-"""The kernel's page cache: whether a file's bytes are in it, how to get them out and in."""
+"""What the kernel does with files: whether their bytes are in the page cache, in or out of it, and on the disk."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def fill(directory: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(scratch):
                 pass
+
+
+def count_bytes(directory: Path) -> int:
+    """What all files below a directory take on the disk, once they are there; a file of several names counts once."""
+    blocks = {}
+    for path in _files(directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        blocks[status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Final
 
-from benchmarks.results import Results, Shape
-from benchmarks.summary import Figure, Spread, Standing, limits_of, ratio_to, spread, standings
+from benchmarks.frozen import growth_of
+from benchmarks.many_saves import COUNTED
+from benchmarks.peers import PEERS
+from benchmarks.results import LIMITS, Results, Shape
+from benchmarks.summary import Figure, Standing, limits_of, ratio_to, rounds_of, spread, standings
+from benchmarks.targets import find_targets
+from benchmarks.writing import multiple, seconds, show_number, show_spread
 
 _COLUMNS: Final = (
     ("stall", "stall"),
+    ("held", "until the state may change"),
     ("durable", "until durable"),
     ("restore_cold", "restore, cold"),
     ("restore_warm", "restore, warm"),
@@ -21,19 +28,27 @@ _LIMITS: Final = (
     ("read_warm", "read from the page cache"),
 )
 _NAMES: Final = {"model": "A model and its optimizer", "small-tensors": "Many small tensors"}
+_STEADY: Final = 1.25
+"""A machine is steady if its own limits differ by no larger factor between the rounds."""
 
 _HEAD: Final = """# Benchmarks
 
 Made by `make bench`; not written by hand.
 
+{targets}
+{noise}
+
 ![The medians as bars]({picture})
 
-Every contender runs in a process of its own and saves the same tensors, which lie in memory that all processes share.
-They take turns within each round, and the first round is not counted. What is shown is the median of {rounds} rounds,
-with the smallest and the largest behind it. **x** is the ratio to the machine's own limit, measured in the same round:
-the same bytes copied, written directly or read with nothing else to do. Times drift with the machine; ratios last.
+Every contender runs in a process of its own and saves the same tensors, which lie in memory that all processes share;
+JAX and TensorFlow, which hold state in arrays of their own, have their values from there. They take turns within each
+round, and the first round is not counted. What is shown is the median of {rounds} rounds, with the smallest and the
+largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied,
+written directly or read with nothing else to do. Times drift with the machine; ratios last.
 
 - **Stall**: how long the call that saves keeps training waiting, from the second save on.
+- **Until the state may change**: the stall, and what a change of the state would have to wait if it came at once. It is
+  longer than the stall where something copies after the call has returned; TensorFlow copies within the change.
 - **Until durable**: from the call until the checkpoint would outlive a power cut. Where a contender does not see to
   that by itself, the fsyncs that it lacks are added and counted here.
 - **Restore**: until the live tensors have their values. Cold: none of the files is in the page cache (checked); warm:
@@ -42,18 +57,61 @@ the same bytes copied, written directly or read with nothing else to do. Times d
   memory that a contender keeps between saves counts each time, pages of files do not.
 
 holdfast checks every byte that it reads against a digest. The others check nothing, except for what a zip file's own
-sums find.
+sums find, and Orbax where it compresses.
+
+Each is set up as its own documents say is best: DCP keeps its stager and its plan and writes with two threads, except
+where it is called as it comes; torch_checkpointing copies in the background, under the lock that its documents put
+around the optimizer's step, and without direct I/O, with which it fails on ext4; Orbax runs as it comes, and without
+compression. Pinned memory and copies that do not block need an accelerator, and there is none here.
 """
 
 
 def render_report(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
-    counts = {entry.number for entry in results.rounds if entry.number > 0}
-    parts = [_HEAD.format(picture=picture, rounds=len(counts)), *_machine(results)]
-    for workload in results.shapes:
-        parts += _training(results) if workload == "training" else _workload(results, workload)
+    per_contender: dict[tuple[str, str], int] = {}
+    for entry in results.rounds:
+        if entry.workload in _NAMES and entry.number > 0 and entry.contender != LIMITS:
+            key = (entry.workload, entry.contender)
+            per_contender[key] = per_contender.get(key, 0) + 1
+    counts = sorted(set(per_contender.values())) or [0]
+    rounds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    targets, noise = "\n".join(_targets(results)), _noise(results)
+    parts = [_HEAD.format(targets=targets, noise=noise, picture=picture, rounds=rounds), *_machine(results)]
+    for workload in _NAMES:
+        parts += _workload(results, workload)
+    parts += _training(results)
+    parts += _frozen(results)
+    parts += _many_saves(results)
+    parts += _small(results)
     parts += _failures(results)
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _targets(results: Results) -> Iterator[str]:
+    yield "| | must reach | has reached | |"
+    yield "|---|---|---|---|"
+    for target in find_targets(results):
+        verdict = {True: "yes", False: "**no**", None: ""}[target.holds]
+        yield f"| {target.figure} | {target.must} | {target.reached} | {verdict} |"
+    yield ""
+
+
+def _noise(results: Results) -> str:
+    """How far the machine's own limits differ between the rounds: no ratio is more exact than that."""
+    factors: dict[str, float] = {}
+    for workload in _NAMES:
+        for key, limit in limits_of(results, workload).items():
+            factors[key] = max(factors.get(key, 1.0), limit.high / limit.low)
+    if not factors:
+        return "The machine's own limits were not measured."
+    shown = ", ".join(f"{title} {factors[key]:.2f}" for key, title in _LIMITS if key in factors)
+    steady = max(factors.values()) <= _STEADY
+    verdict = (
+        "The machine was steady"
+        if steady
+        else "**The machine was not steady, and the spreads are wide for that reason**"
+    )
+    return f"{verdict}: between the rounds, its own limits differed by these factors: {shown}."
 
 
 def _machine(results: Results) -> Iterator[str]:
@@ -68,16 +126,18 @@ def _machine(results: Results) -> Iterator[str]:
 
 
 def _workload(results: Results, workload: str) -> Iterator[str]:
+    if workload not in results.shapes:
+        return
     shape = results.shapes[workload]
     found = [standing for standing in standings(results, workload) if standing.figures]
-    yield f"## {_NAMES.get(workload, workload)}\n"
+    yield f"## {_NAMES[workload]}\n"
     yield f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors.\n"
     limits = limits_of(results, workload)
     if limits:
         yield "| The machine's limit | seconds | GB/s |"
         yield "|---|---|---|"
         for key, title in _LIMITS:
-            yield f"| {title} | {_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
+            yield f"| {title} | {show_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
         yield ""
     titles = [title for _, title in _COLUMNS]
     ends = "memory, save | memory, restore | makes durable by itself"
@@ -88,27 +148,56 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
         cells += [_times(standing.save_extra_bytes, shape), _times(standing.restore_extra_bytes, shape)]
         last = results.makes_last.get(standing.contender, "")
         yield f"| {_strong(standing.contender)} | {' | '.join(cells)} | {last} |"
+        yield from _load_file(standing)
     yield ""
+    yield from _who(results, workload, found)
     yield from _remarks(results, workload, found)
 
 
-def _remarks(results: Results, workload: str, found: list[Standing]) -> Iterator[str]:
-    firsts = [f"{s.contender} {s.first_stall_seconds:.2f}" for s in found if s.first_stall_seconds is not None]
+def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
+    """Who was measured otherwise than the rest, or not at all."""
+    alike: dict[str, list[str]] = {}
+    for standing in found:
+        reader = PEERS[standing.contender].reads_as
+        if reader:
+            alike.setdefault(reader, []).append(standing.contender)
+    for reader, names in alike.items():
+        yield f"Same files and same code to read them as {reader}, so restores were checked only: {'; '.join(names)}.\n"
+    counts = {standing.contender: standing.figures["stall"].value.count for standing in found}
+    few = [f"{name} {count}" for name, count in counts.items() if count < max(counts.values())]
+    if few:
+        yield f"Measured in fewer rounds, because each takes so long: {'; '.join(few)}.\n"
+    known = {*counts, *results.missing, *(name for part, name, _ in results.failures if part == workload)}
+    absent = [name for name in PEERS if name not in known and name != "holdfast, incremental"]
+    if absent:
+        yield f"Left out here, because a round takes minutes or would tell nothing new: {'; '.join(absent)}.\n"
+
+
+def _load_file(standing: Standing) -> Iterator[str]:
+    """A row of its own for what is no restore, lest anybody miss it."""
+    if "load_file_cold" in standing.figures:
+        blank = " | " * 6
+        cells = [cell for key in ("load_file_cold", "load_file_warm") for cell in _cells(standing.figures[key])]
+        yield f"| {standing.contender}, `load_file` alone{blank}| {' | '.join(cells)} | | | |"
+
+
+def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
+    firsts = [f"{s.contender} {show_number(s.first['stall'].value.median)}" for s in found if "stall" in s.first]
     if firsts:
-        yield f"The stall of the very first save, in seconds: {', '.join(firsts)}.\n"
+        yield f"The stall of the very first save, in seconds: {'; '.join(firsts)}.\n"
     for warmth in ("cold", "warm"):
         ratio = ratio_to(results, workload, "holdfast", f"restore_{warmth}", "safetensors", f"restore_{warmth}")
         if ratio is not None:
-            yield f"A {warmth} restore takes holdfast {_spread(ratio)} times as long as safetensors.\n"
+            yield f"A {warmth} restore takes holdfast {show_spread(ratio)} times as long as safetensors.\n"
     if any("load_file_warm" in standing.figures for standing in found):
         yield (
-            "safetensors' `load_file` alone is no measure: it maps the file, and the bytes come when they are first "
-            "used. A restore is `load_file` and the copy into the live tensors.\n"
+            "safetensors' `load_file` alone is no restore: it maps the file, and the bytes come when they are first "
+            "used. What holdfast is held against is `load_file` and the copy into the live tensors.\n"
         )
     tensors = results.shapes[workload].tensors
     own = next((standing for standing in found if standing.contender == "holdfast"), None)
     if workload == "small-tensors" and own is not None:
-        each = {key: own.figures[key].value.median / tensors * 1e6 for key, _ in _COLUMNS}
+        each = {key: own.figures[key].value.median / tensors * 1e6 for key in own.figures}
         yield (
             f"For each tensor, holdfast stalls for {each['stall']:.1f} microseconds, and restores it in "
             f"{each['restore_cold']:.1f} cold and {each['restore_warm']:.1f} warm.\n"
@@ -116,39 +205,114 @@ def _remarks(results: Results, workload: str, found: list[Standing]) -> Iterator
 
 
 def _training(results: Results) -> Iterator[str]:
-    shape = results.shapes["training"]
     found = [standing for standing in standings(results, "training") if standing.figures]
+    if not found:
+        return
+    shape = results.shapes["training"]
     yield "## Training time lost\n"
     yield (
         f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what the steps with "
         "saves took longer than the same steps without, for each save: the stall, and what the work behind it takes "
-        "from training.\n"
+        "from training. The wait is what the first change of the state after a save took longer than others.\n"
     )
-    if not found:
-        return
-    steps = spread([standing.figures["step"].value.median for standing in found])
-    yield f"A step without a save takes {_spread(steps)} s.\n"
-    yield "| | lost for each save, s | of it in the call, s | holdfast's share of it |"
-    yield "|---|---|---|---|"
+    yield (
+        "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "
+        "kind: their steps take another time, and what they lose is theirs alone. There the change of the state is "
+        "not a part of the step that could be timed.\n"
+    )
+    own = next((standing for standing in found if standing.contender == "holdfast"), None)
+    yield "| | a step without a save, s | lost for each save, s | of it in the call, s | wait, s | holdfast loses |"
+    yield "|---|---|---|---|---|---|"
     for standing in found:
-        share = ratio_to(results, "training", "holdfast", "lost", standing.contender, "lost")
+        lost, wait = standing.figures["lost"].value, standing.figures.get("wait")
+        share = (
+            f"{max(0.0, own.figures['lost'].value.median) / lost.median:.2f} of it" if own and lost.median > 0 else ""
+        )
         yield (
-            f"| {_strong(standing.contender)} | {_spread(standing.figures['lost'].value)} "
-            f"| {_spread(standing.figures['stall'].value)} | {_spread(share) if share else ''} |"
+            f"| {_strong(standing.contender)} | {show_spread(standing.figures['step'].value)} | {show_spread(lost)} "
+            f"| {show_spread(standing.figures['stall'].value)} | {show_spread(wait.value) if wait else ''} "
+            f"| {share if standing is not own else ''} |"
         )
     yield ""
 
 
+def _frozen(results: Results) -> Iterator[str]:
+    changing, shape = results.changing, results.shapes.get("mostly-frozen")
+    if changing is None or shape is None:
+        return
+    yield "## Mostly frozen\n"
+    yield (
+        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors, of which "
+        f"{changing.changed_bytes / 1e6:.0f} MB change between the saves. {changing.saves} saves, all kept. Bytes are "
+        f"those that the files take on the disk, over one full state and {changing.saves - 1} times what changed.\n"
+    )
+    yield "| | bytes | first save durable, s | x | a later save durable, s | of the first one's | restore, cold, s |"
+    yield "|---|---|---|---|---|---|---|"
+    for standing in standings(results, "mostly-frozen"):
+        growth = growth_of(results, standing.contender)
+        if growth is None:
+            continue
+        ratio = standing.first["durable"].ratio
+        yield (
+            f"| {_strong(standing.contender)} | {multiple(growth.bytes_ratio)} | {show_number(growth.first_seconds)} "
+            f"| {show_spread(ratio) if ratio else ''} | {show_spread(growth.later)} | {growth.seconds_share:.2f} "
+            f"| {show_number(growth.restore_seconds)} |"
+        )
+    yield ""
+
+
+def _many_saves(results: Results) -> Iterator[str]:
+    shape = results.shapes.get("many-saves")
+    if shape is None:
+        return
+    counts = " | ".join(f"after {number}" for number in COUNTED)
+    yield f"## {COUNTED[-1]} saves\n"
+    yield (
+        f"{_upper(shape.title)}: {shape.size_bytes / 1e6:.0f} MB. What is held beyond the live state once a save is "
+        "durable, as a multiple of the state; and how many file descriptors and threads there are then.\n"
+    )
+    yield f"| | {counts} | descriptors | threads |"
+    yield "|---|" + "---|" * (len(COUNTED) + 2)
+    for standing in standings(results, "many-saves"):
+        held = {e.number: e.figures for e in rounds_of(results, "many-saves", standing.contender)}
+        extra = " | ".join(_times(held.get(number, {}).get("held_bytes"), shape) for number in COUNTED)
+        others = [
+            " / ".join(f"{held[number][key]:.0f}" for number in COUNTED if number in held)
+            for key in ("descriptors", "threads")
+        ]
+        yield f"| {_strong(standing.contender)} | {extra} | {' | '.join(others)} |"
+    yield ""
+
+
+def _small(results: Results) -> Iterator[str]:
+    rounds = [entry.figures for entry in rounds_of(results, "small", "holdfast")]
+    if not rounds:
+        return
+    values = {key: spread([figures[key] for figures in rounds]) for key in rounds[0]}
+    yield "## Small figures\n"
+    yield (
+        f"A fresh process that does nothing takes {seconds(values['start'].median)}, one that imports holdfast "
+        f"{seconds(values['start_holdfast'].median)}, one that imports numpy {seconds(values['start_numpy'].median)}.\n"
+    )
+    turns = [
+        (f"`{name}`", median([figures[f"turn_{key}"] for figures in rounds]) * 1e6)
+        for key, name in (("steps", "Steps(10**9)"), ("auto", "Auto()"), ("seconds", "Seconds(3600)"))
+    ]
+    shown = ", ".join(f"{value:.1f} microseconds with {name}" for name, value in turns)
+    yield f"One turn of `steps()` that saves nothing takes {shown}.\n"
+
+
 def _failures(results: Results) -> Iterator[str]:
-    if results.failures:
+    if results.failures or results.missing:
         yield "## What could not be measured\n"
+        yield from (f"- {contender}: {reason}" for contender, reason in results.missing.items())
         yield from (f"- {workload}, {contender}: {reason}" for workload, contender, reason in results.failures)
 
 
 def _cells(figure: Figure | None) -> tuple[str, str]:
     if figure is None:
         return "", ""
-    return _spread(figure.value), _spread(figure.ratio) if figure.ratio else ""
+    return show_spread(figure.value), show_spread(figure.ratio) if figure.ratio else ""
 
 
 def _upper(text: str) -> str:
@@ -160,13 +324,4 @@ def _times(extra_bytes: float | None, shape: Shape) -> str:
 
 
 def _strong(name: str) -> str:
-    return f"**{name}**" if name == "holdfast" else name
-
-
-def _spread(values: Spread) -> str:
-    return f"{_number(values.median)} ({_number(values.low)} to {_number(values.high)})"
-
-
-def _number(value: float) -> str:
-    """Three digits, and never more than three behind the point."""
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"**{name}**" if name.startswith("holdfast") else name

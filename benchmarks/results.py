@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from benchmarks.machine import Machine
+
+LIMITS = "limits"
+"""The contender that measures the machine."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,12 +21,14 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
         contender: The peer's name, or `limits`.
         number: The round; 0 is the one that warms up and is not counted.
         figures: Seconds and bytes, by name.
+        slice: The stretch of the run; those of one stretch ran side by side.
     """
 
     workload: str
     contender: str
     number: int
     figures: dict[str, float]
+    slice: int = 0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +37,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     size_bytes: int
     tensors: int
+
+
+class Changing(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a state was saved of which a part changed in between, and how large that part was."""
+
+    saves: int
+    changed_bytes: int
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -43,6 +56,8 @@ class Results(msgspec.Struct, kw_only=True):
         makes_last: By peer, what it makes durable by itself.
         rounds: Everything that was measured, in order of time.
         failures: What went wrong, as workload, contender and reason.
+        missing: By peer, why it could not take part at all.
+        changing: What the saves of `mostly-frozen` were; None if there were none.
     """
 
     machine: Machine
@@ -51,6 +66,8 @@ class Results(msgspec.Struct, kw_only=True):
     makes_last: dict[str, str] = {}
     rounds: list[Round] = []
     failures: list[tuple[str, str, str]] = []
+    missing: dict[str, str] = {}
+    changing: Changing | None = None
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -65,17 +82,36 @@ def read_results(path: Path) -> Results:
 
 
 def merge(before: Results, now: Results) -> Results:
-    """**Pure.** What was measured now, and those parts of an earlier run that were left out now.
+    """**Pure.** What was measured now, and what an earlier run has measured of other contenders or other workloads.
 
     Figures of another machine or another size do not belong on one page; then the earlier ones are dropped.
     """
-    if (before.machine, before.scale) != (now.machine, now.scale):
+    if before.scale != now.scale or not before.machine.is_like(now.machine):
         return now
+    named = {(entry.workload, entry.contender) for entry in now.rounds if entry.contender != LIMITS}
+    named |= {(workload, contender) for workload, contender, _ in now.failures}
+
+    def stays(workload: str, contender: str) -> bool:
+        return (workload, contender) not in named
+
+    last = max((entry.slice for entry in before.rounds), default=0)
+    kept = [entry for entry in before.rounds if entry.contender != LIMITS and stays(entry.workload, entry.contender)]
+    slices = {(entry.workload, entry.slice) for entry in kept}
+    kept = [
+        entry
+        for entry in before.rounds
+        if (entry.workload, entry.slice) in slices
+        and (entry.contender == LIMITS or stays(entry.workload, entry.contender))
+    ]
+    added = [replace(entry, slice=entry.slice + last) for entry in now.rounds]
+    present = {entry.contender for entry in kept + added}
     return Results(
-        machine=now.machine,
+        machine=now.machine.joined(before.machine),
         scale=now.scale,
         shapes={**before.shapes, **now.shapes},
         makes_last={**before.makes_last, **now.makes_last},
-        rounds=[entry for entry in before.rounds if entry.workload not in now.shapes] + now.rounds,
-        failures=[failure for failure in before.failures if failure[0] not in now.shapes] + now.failures,
+        rounds=kept + added,
+        failures=[failure for failure in before.failures if stays(*failure[:2])] + now.failures,
+        missing={name: why for name, why in (before.missing | now.missing).items() if name not in present},
+        changing=now.changing or before.changing,
     )

@@ -1,210 +1,129 @@
-"""Runs the contenders by turns, so that what drifts on the machine drifts under all of them alike."""
+"""Compares saves and restores, and what saves cost in training."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-
-import numpy as np
-import xxhash
 
 from benchmarks import page_cache
 from benchmarks.contender import Contender, ContenderError
-from benchmarks.messages import Order, Start
-from benchmarks.results import Results, Round, Shape
-from benchmarks.workloads import make_workload, place_tensors, state_bytes, state_shapes
+from benchmarks.messages import Order
+from benchmarks.peers import PEERS
+from benchmarks.results import LIMITS, Shape
+from benchmarks.turns import Bench, in_groups, in_turn
+from benchmarks.values import Values
+from benchmarks.workloads import Workload, make_workload, place_tensors, state_bytes, state_shapes
 
-Say = Callable[[str], None]
 MAX_RESIDENT = 0.01
 """A restore counts as cold if no larger share of its files is in the page cache."""
+_PATIENCE_SECONDS = 60.0
+"""One whose round takes longer is not so close to the others that its median would need more rounds."""
+_INTERVAL_STEPS = 10
+_SAVES = 2
 
 
-def compare_saves(
-    results: Results, workload_name: str, contenders: Sequence[str], rounds: int, directory: Path, say: Say
-) -> None:
-    """Measures stall, time until durable, restores and memory, and the machine's limits, into `results`.
+def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], rounds: int) -> None:
+    """Measures stall, time until durable, restores and memory, and the machine's limits.
 
     All contenders save the same tensors in one piece of shared memory. Each round changes them; after each restore they
     are compared with what was saved.
     """
-    workload = make_workload(workload_name, results.scale)
+    with open_values(bench, make_workload(workload_name, bench.results.scale)) as (values, memory):
+        for group in in_groups(contenders):
+            with bench.started(
+                workload_name, [LIMITS, *group], lambda name: bench.start(name, workload_name, memory)
+            ) as live:
+                for number in range(rounds + 1):
+                    values.change()
+                    for name in in_turn(live, number):
+                        begun_at = time.monotonic()
+                        bench.attempt(workload_name, live, name, number, lambda one, n: _one(one, n, values))
+                        if number > 0 and name in live and time.monotonic() - begun_at > _PATIENCE_SECONDS:
+                            bench.dismiss(workload_name, live, name)
+
+
+def compare_training(bench: Bench, contenders: Sequence[str], rounds: int) -> None:
+    """Measures what a save takes from a training loop."""
+
+    def train(contender: Contender, number: int) -> dict[str, float]:
+        # To warm up takes the saves, not the steps between them.
+        interval_steps = _INTERVAL_STEPS if number > 0 else 1
+        figures = contender.order(
+            Order(verb="train", step=number * _SAVES + 1, saves=_SAVES, interval_steps=interval_steps)
+        )
+        size_bytes = int(figures.pop("size_bytes"))
+        bench.results.shapes["training"] = Shape(
+            title=f"a model in training, a save every {_INTERVAL_STEPS} steps", size_bytes=size_bytes, tensors=0
+        )
+        return figures
+
+    with bench.started("training", contenders, lambda name: bench.start(name, "training")) as live:
+        for number in range(rounds + 1):
+            for name in in_turn(live, number):
+                bench.attempt("training", live, name, number, train)
+
+
+@contextmanager
+def open_values(bench: Bench, workload: Workload) -> Iterator[tuple[Values, int]]:
+    """The values of a workload, and the descriptor of the memory that they lie in; notes its shape."""
     places, memory_bytes = place_tensors(state_shapes(workload))
-    results.shapes[workload_name] = Shape(title=workload.title, size_bytes=state_bytes(places), tensors=len(places))
-    descriptor = os.memfd_create(f"holdfast-{workload_name}")
+    bench.results.shapes[workload.name] = Shape(
+        title=workload.title, size_bytes=state_bytes(places), tensors=len(places)
+    )
+    descriptor = os.memfd_create(f"holdfast-{workload.name}")
     try:
         os.ftruncate(descriptor, memory_bytes)
         with mmap.mmap(descriptor, memory_bytes) as memory:
-            values = _Values(memory, [(place.begin, place.end) for place in places])
+            values = Values(memory, places)
             values.change()
-
-            def start(name: str) -> Contender:
-                return Contender(
-                    Start(
-                        contender=name,
-                        workload=workload_name,
-                        scale=results.scale,
-                        directory=str(directory / name.replace(" ", "-").replace(",", "")),
-                        memory=descriptor,
-                    )
-                )
-
-            with _started(results, workload_name, ["limits", *contenders], start, say) as live:
-                for number in range(rounds + 1):
-                    values.change()
-                    for name in _in_turn(live, number):
-                        _attempt(results, workload_name, live, name, number, say, lambda one, n: _one(one, n, values))
-            values.release()
+            try:
+                yield values, descriptor
+            finally:
+                values.release()
     finally:
         os.close(descriptor)
 
 
-def compare_training(
-    results: Results,
-    contenders: Sequence[str],
-    rounds: int,
-    directory: Path,
-    say: Say,
-    *,
-    saves: int = 2,
-    interval_steps: int = 10,
-) -> None:
-    """Measures what a save takes from a training loop, into `results`."""
-
-    def start(name: str) -> Contender:
-        place = directory / f"training-{name.replace(' ', '-').replace(',', '')}"
-        return Contender(
-            Start(contender=name, workload="training", scale=results.scale, directory=str(place), memory=-1)
-        )
-
-    def train(contender: Contender, number: int) -> dict[str, float]:
-        figures = contender.order(Order(verb="train", saves=saves, interval_steps=interval_steps))
-        size_bytes = int(figures.pop("size_bytes"))
-        results.shapes["training"] = Shape(
-            title=f"a model in training, a save every {interval_steps} steps", size_bytes=size_bytes, tensors=0
-        )
-        return figures
-
-    with _started(results, "training", contenders, start, say) as live:
-        for number in range(rounds + 1):
-            for name in _in_turn(live, number):
-                _attempt(results, "training", live, name, number, say, train)
-
-
-class _Values:
-    """The bytes that all contenders save and restore."""
-
-    def __init__(self, memory: mmap.mmap, places: Sequence[tuple[int, int]]) -> None:
-        self._bytes = np.frombuffer(memory, dtype=np.uint8)
-        self._places = places
-        self._random = np.random.default_rng(0)
-        self.digest = ""
-
-    def change(self) -> None:
-        """Gives every tensor new values that do not compress, and are numbers."""
-        block = self._random.standard_normal(1 << 18, dtype=np.float32).view(np.uint8)
-        for begin, end in self._places:
-            for offset in range(begin, end, block.nbytes):
-                part = min(block.nbytes, end - offset)
-                self._bytes[offset : offset + part] = block[:part]
-        self.digest = self._digest()
-
-    def wipe(self) -> None:
-        """Sets all to zero, so that what a restore leaves out shows."""
-        self._bytes[:] = 0
-
-    def check(self) -> None:
-        """Compares with what was there when `change` was last called."""
-        if self._digest() != self.digest:
-            raise ContenderError("what was restored is not what was saved")
-
-    def release(self) -> None:
-        """Lets go of the memory, so that it can be closed."""
-        del self._bytes
-
-    def _digest(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._bytes.data)
-
-
-def _one(contender: Contender, number: int, values: _Values) -> dict[str, float]:
-    """One contender's part of one round."""
-    if contender.name == "limits":
-        return contender.order(Order(verb="measure"))
-    saved = contender.order(Order(verb="save", step=number + 1))
-    figures = {"stall": saved["stall"], "durable": saved["durable"], "save_extra_bytes": saved["extra_bytes"]}
-    figures["disk_bytes"] = float(sum(path.stat().st_size for path in contender.directory.rglob("*") if path.is_file()))
-    for warmth in ("cold", "warm"):
-        if warmth == "cold":
-            resident = page_cache.drop(contender.directory)
-            if resident > MAX_RESIDENT:
-                raise ContenderError(f"{resident:.0%} of its files cannot be dropped from the page cache")
-        else:
-            page_cache.fill(contender.directory)
-        values.wipe()
-        restored = contender.order(Order(verb="restore", step=number + 1))
-        values.check()
-        figures[f"restore_{warmth}"] = restored.pop("restore")
-        figures["restore_extra_bytes"] = max(figures.get("restore_extra_bytes", 0.0), restored.pop("extra_bytes"))
-        figures |= {f"{part}_{warmth}": seconds for part, seconds in restored.items()}
-    contender.order(Order(verb="remove", step=number + 1))
+def restore_checked(contender: Contender, step: int, values: Values, warmth: str) -> dict[str, float]:
+    """One restore, cold or warm, of what lies in the contender's directory; checks what came back."""
+    if warmth == "cold":
+        resident = page_cache.drop(contender.directory)
+        if resident > MAX_RESIDENT:
+            raise ContenderError(f"{resident:.0%} of its files cannot be dropped from the page cache")
+    else:
+        page_cache.fill(contender.directory)
+    values.wipe()
+    figures = contender.order(Order(verb="restore", step=step))
+    if not values.are_back():
+        raise ContenderError("what was restored is not what was saved")
     return figures
 
 
-def _in_turn(live: dict[str, Contender], number: int) -> list[str]:
-    """The contenders in the order of this round: the limits first, then the others, each time another one in front."""
-    names = [name for name in live if name != "limits"]
-    first = number % len(names) if names else 0
-    return [*(["limits"] if "limits" in live else []), *names[first:], *names[:first]]
-
-
-def _attempt(
-    results: Results,
-    workload: str,
-    live: dict[str, Contender],
-    name: str,
-    number: int,
-    say: Say,
-    measure: Callable[[Contender, int], dict[str, float]],
-) -> None:
-    """Measures one contender; one that fails is out of this workload."""
-    try:
-        figures = measure(live[name], number)
-    except ContenderError as error:
-        contender = live.pop(name)
-        contender.kill()
-        shutil.rmtree(contender.directory, ignore_errors=True)
-        results.failures.append((workload, name, str(error)))
-        say(f"{workload}, {name}: failed: {error}")
-        return
-    results.rounds.append(Round(workload=workload, contender=name, number=number, figures=figures))
-    shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items() if not key.endswith("bytes"))
-    say(f"{workload}, round {number}, {name}: {shown}")
-
-
-@contextmanager
-def _started(
-    results: Results, workload: str, names: Sequence[str], start: Callable[[str], Contender], say: Say
-) -> Iterator[dict[str, Contender]]:
-    live: dict[str, Contender] = {}
-    try:
-        # All at once: most of a start is reading libraries.
-        for name in names:
-            live[name] = start(name)
-        for name in names:
-            try:
-                note = live[name].wait_ready()
-            except ContenderError as error:
-                del live[name]
-                results.failures.append((workload, name, str(error)))
-                say(f"{workload}, {name}: cannot be measured: {error}")
-            else:
-                if note:
-                    results.makes_last[name] = note
-        yield live
-    finally:
-        for contender in live.values():
-            contender.close()
-            shutil.rmtree(contender.directory, ignore_errors=True)
+def _one(contender: Contender, number: int, values: Values) -> dict[str, float]:
+    """One contender's part of one round; the one that warms up has no restore."""
+    if contender.name == LIMITS:
+        return contender.order(Order(verb="measure"))
+    step = number * 10 + 1
+    saved = contender.order(Order(verb="save", step=step))
+    if number == 0:
+        for again in range(1, int(saved["settling_saves"])):
+            contender.order(Order(verb="remove", step=step))
+            step += again
+            contender.order(Order(verb="save", step=step))
+    figures = {key: saved[key] for key in ("stall", "held", "durable")}
+    figures["save_extra_bytes"] = saved["extra_bytes"]
+    figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
+    same_reader = bool(PEERS[contender.name].reads_as)
+    if same_reader and number == 1:
+        restore_checked(contender, step, values, "warm")
+    if not same_reader and number > 0:
+        for warmth in ("cold", "warm"):
+            restored = restore_checked(contender, step, values, warmth)
+            figures[f"restore_{warmth}"] = restored.pop("restore")
+            figures["restore_extra_bytes"] = max(figures.get("restore_extra_bytes", 0.0), restored.pop("extra_bytes"))
+            figures |= {f"{part}_{warmth}": seconds for part, seconds in restored.items()}
+    contender.order(Order(verb="remove", step=step))
+    return figures

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.model import Model
-from benchmarks.workloads import ITEM_BYTES, ModelSize, Place, Workload, model_shapes, place_tensors, state_shapes
+from benchmarks.live import LiveState, view_arrays
+from benchmarks.model import Adapted, Model
+from benchmarks.workloads import Workload, state_shapes
 
 
-class State:
+class State(LiveState):
     """Live objects: a model and its optimizer, or a dict of loose tensors.
 
     Attributes:
@@ -52,7 +53,7 @@ class State:
         optimizer = self.objects.get("optimizer")
         if optimizer is not None:
             for name, parameter in self.objects["model"].named_parameters():
-                for kind in optimizer.state[parameter]:
+                for kind in optimizer.state.get(parameter, ()):
                     optimizer.state[parameter][kind] = self._homes[f"{kind}/{name}"]
         gc.collect()
 
@@ -62,7 +63,7 @@ class State:
             return
         for name, parameter in self.objects["model"].named_parameters():
             yield name, parameter.detach()
-            for kind, value in self.objects["optimizer"].state[parameter].items():
+            for kind, value in self.objects["optimizer"].state.get(parameter, {}).items():
                 yield f"{kind}/{name}", value
 
 
@@ -75,33 +76,25 @@ def fill(live: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
 
 def make_state(workload: Workload, memory: mmap.mmap) -> State:
     """The live objects of a workload, all of whose tensors lie in the given memory."""
-    places, _ = place_tensors(state_shapes(workload))
-    views = {place.name: _view(memory, place) for place in places}
+    views = {name: torch.from_numpy(array) for name, array in view_arrays(workload, memory).items()}
     if workload.model is None:
         return State({"tensors": views})
     with torch.device("meta"):
-        model = Model(workload.model)
-    _check_shapes(model, workload.model)
-    for module in model.modules():
-        prefix = next(name for name, other in model.named_modules() if other is module)
+        bare = Model(workload.model)
+        model = Adapted(bare, workload.model, workload.adapter_rank) if workload.adapter_rank else bare
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if own != {name: shape for name, shape in state_shapes(workload) if "/" not in name}:
+        raise AssertionError("the model does not have the parameters that its workload says")
+    trained = [name for name in own if f"step/{name}" in views]
+    for prefix, module in model.named_modules():
         for name in list(module._parameters):
-            module._parameters[name] = nn.Parameter(views[f"{prefix}.{name}" if prefix else name])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {
+            full = f"{prefix}.{name}" if prefix else name
+            module._parameters[name] = nn.Parameter(views[full], requires_grad=full in trained)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+    for name in trained:
+        optimizer.state[model.get_parameter(name)] = {
             "step": views[f"step/{name}"],
             "exp_avg": views[f"exp_avg/{name}"],
             "exp_avg_sq": views[f"exp_avg_sq/{name}"],
         }
     return State({"model": model, "optimizer": optimizer})
-
-
-def _view(memory: mmap.mmap, place: Place) -> torch.Tensor:
-    count = (place.end - place.begin) // ITEM_BYTES
-    return torch.frombuffer(memory, dtype=torch.float32, count=count, offset=place.begin).reshape(place.shape)
-
-
-def _check_shapes(model: nn.Module, size: ModelSize) -> None:
-    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if own != dict(model_shapes(size)):
-        raise AssertionError("the model does not have the parameters that its workload says")

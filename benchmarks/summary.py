@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.results import Results, Round
+from benchmarks.results import LIMITS, Results, Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,26 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """All figures of one contender in one workload, and the memory that it took beyond the state itself."""
+    """All figures of one contender in one workload, and the memory that it took beyond the state itself.
+
+    Attributes:
+        contender: Its name.
+        figures: Of the rounds that count.
+        first: Of the round that warms up.
+        save_extra_bytes: The most while it saved.
+        restore_extra_bytes: The most while it restored.
+    """
 
     contender: str
     figures: dict[str, Figure]
-    first_stall_seconds: float | None
+    first: dict[str, Figure]
     save_extra_bytes: float | None
     restore_extra_bytes: float | None
-    disk_bytes: float | None
 
 
 LIMIT_OF = {
     "stall": "copy",
+    "held": "copy",
     "durable": "write",
     "restore_cold": "read_cold",
     "restore_warm": "read_warm",
@@ -60,55 +68,70 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values), len(values))
 
 
+def rounds_of(results: Results, workload: str, name: str) -> list[Round]:
+    """**Pure.** What one contender did in one workload, without the round that warms up."""
+    return [e for e in results.rounds if e.workload == workload and e.contender == name and e.number > 0]
+
+
 def limits_of(results: Results, workload: str) -> dict[str, Spread]:
     """**Pure.** The machine's limits while a workload ran, in seconds."""
-    rounds = [entry.figures for entry in _counted(results, workload, "limits")]
-    return {name: spread([figures[name] for figures in rounds]) for name in (rounds[0] if rounds else ())}
+    found = [entry for entry in results.rounds if entry.workload == workload and entry.contender == LIMITS]
+    # Where there is but one round, it has no other to warm up for.
+    counted = [entry.figures for entry in found if entry.number > 0] or [entry.figures for entry in found]
+    return {name: spread([figures[name] for figures in counted]) for name in LIMIT_OF.values() if counted}
 
 
 def standings(results: Results, workload: str) -> list[Standing]:
     """**Pure.** What each contender reached, in the order in which they first appear."""
     names = dict.fromkeys(entry.contender for entry in results.rounds if entry.workload == workload)
-    return [_standing(results, workload, name) for name in names if name != "limits"]
+    return [_standing(results, workload, name) for name in names if name != LIMITS]
+
+
+def standing_of(results: Results, workload: str, name: str) -> Standing | None:
+    """**Pure.** What one contender reached, or None if it was not measured."""
+    return next((standing for standing in standings(results, workload) if standing.contender == name), None)
 
 
 def ratio_to(
     results: Results, workload: str, contender: str, figure: str, peer: str, peer_figure: str
 ) -> Spread | None:
-    """**Pure.** A contender's figure over a peer's of the same round; None if they have no round in common."""
-    peers = {entry.number: entry.figures for entry in _counted(results, workload, peer)}
+    """**Pure.** A contender's figure over a peer's of the same round; None if they never ran side by side."""
+    peers = {(entry.slice, entry.number): entry.figures for entry in rounds_of(results, workload, peer)}
     ratios = [
-        entry.figures[figure] / peers[entry.number][peer_figure]
-        for entry in _counted(results, workload, contender)
-        if entry.number in peers
+        entry.figures[figure] / peers[entry.slice, entry.number][peer_figure]
+        for entry in rounds_of(results, workload, contender)
+        if (entry.slice, entry.number) in peers
     ]
     return spread(ratios) if ratios else None
 
 
 def _standing(results: Results, workload: str, name: str) -> Standing:
-    limits = {entry.number: entry.figures for entry in _counted(results, workload, "limits")}
-    rounds = list(_counted(results, workload, name))
-    first = next((e for e in results.rounds if (e.workload, e.contender, e.number) == (workload, name, 0)), None)
-    keys = [key for key in (rounds[0].figures if rounds else ()) if not key.endswith("_bytes")]
-    figures = {}
-    for key in keys:
-        limit = LIMIT_OF.get(key)
-        ratios = [e.figures[key] / limits[e.number][limit] for e in rounds if limit and e.number in limits]
-        figures[key] = Figure(spread([e.figures[key] for e in rounds]), spread(ratios) if ratios else None)
+    own = [e for e in results.rounds if e.workload == workload and e.contender == name]
+    limits = {
+        (e.slice, e.number): e.figures for e in results.rounds if e.workload == workload and e.contender == LIMITS
+    }
+    counted = [entry for entry in own if entry.number > 0]
     return Standing(
         name,
-        figures,
-        first.figures.get("stall") if first else None,
-        _largest(rounds, "save_extra_bytes"),
-        _largest(rounds, "restore_extra_bytes"),
-        _largest(rounds, "disk_bytes"),
+        dict(_figures(counted, limits)),
+        dict(_figures([entry for entry in own if entry.number == 0], limits)),
+        _largest(counted, "save_extra_bytes"),
+        _largest(counted, "restore_extra_bytes"),
     )
+
+
+def _figures(rounds: Sequence[Round], limits: dict[tuple[int, int], dict[str, float]]) -> Iterator[tuple[str, Figure]]:
+    keys = dict.fromkeys(key for entry in rounds for key in entry.figures if not key.endswith("_bytes"))
+    for key in keys:
+        having = [entry for entry in rounds if key in entry.figures]
+        limit = LIMIT_OF.get(key)
+        ratios = [
+            entry.figures[key] / limits[entry.slice, entry.number][limit]
+            for entry in having
+            if limit and (entry.slice, entry.number) in limits
+        ]
+        yield key, Figure(spread([e.figures[key] for e in having]), spread(ratios) if ratios else None)
 
 
 def _largest(rounds: Sequence[Round], key: str) -> float | None:
     return max((entry.figures[key] for entry in rounds if key in entry.figures), default=None)
-
-
-def _counted(results: Results, workload: str, name: str) -> Iterator[Round]:
-    """Without the round that warms up."""
-    return (e for e in results.rounds if e.workload == workload and e.contender == name and e.number > 0)

@@ -1,19 +1,23 @@
-"""A real training loop, and what saving takes from it."""
+"""A real training loop, and what saving takes from it; the same for all frameworks."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-import torch
+import numpy as np
 
-from benchmarks.model import Model
+from benchmarks.live import LiveState
 from benchmarks.peers.peer import Peer
-from benchmarks.state import State
-from benchmarks.workloads import TRAINED
+from benchmarks.workloads import ModelSize, Workload, model_shapes, state_shapes
 
+WARM_UP_STEPS = 3
 _SEQUENCES = 2
+
+S = TypeVar("S", bound=LiveState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,80 +26,90 @@ class Lost:
 
     Attributes:
         step_seconds: The mean of a step while nothing was saved, before and after the saves.
-        saving_seconds: All steps of the part with saves, the saves included.
-        saving_steps: How many steps those were.
-        saves: How many saves.
+        lost_seconds: Training time that one save has cost, its work in the background included.
         stall_seconds: The mean time in the call that saves.
+        wait_seconds: How much longer the first change of the state after a save took than others; None where the
+            change is not a part of the step that can be told from the rest.
     """
 
     step_seconds: float
-    saving_seconds: float
-    saving_steps: int
-    saves: int
+    lost_seconds: float
     stall_seconds: float
+    wait_seconds: float | None
+
+
+class Training(ABC, Generic[S]):
+    """A model of the GPT-2 kind with Adam on random tokens, on two threads.
+
+    Attributes:
+        state: What is saved.
+    """
+
+    state: S
 
     @property
-    def lost_seconds(self) -> float:
-        """Training time that one save has cost, its work in the background included."""
-        return (self.saving_seconds - self.saving_steps * self.step_seconds) / self.saves
-
-
-class Training:
-    """A model of the GPT-2 kind with AdamW on random tokens, on two threads."""
-
-    def __init__(self, scale: float) -> None:
-        torch.manual_seed(0)
-        size = TRAINED.scaled(scale)
-        self._model = Model(size)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._batch = torch.randint(size.vocabulary, (_SEQUENCES, size.context))
-        self._next_step = 1
-        for _ in range(3):
-            self._train()
-        self.state = State({"model": self._model, "optimizer": self._optimizer})
-
-    @property
+    @abstractmethod
     def size_bytes(self) -> int:
         """The bytes of the model and its optimizer's state."""
-        return sum(tensor.nbytes for tensor in self.state.tensors().values())
 
-    def measure(self, peer: Peer, saves: int, interval_steps: int) -> Lost:
+    @abstractmethod
+    def step(self, allow_update: Callable[[], object]) -> float | None:
+        """One step; calls `allow_update` before it changes the state.
+
+        Returns:
+            The seconds of that call and of the change, if they can be told.
+        """
+
+    def measure(self, peer: Peer[Any], first_step: int, saves: int, interval_steps: int) -> Lost:
         """Trains half an interval, then `saves` intervals that begin with a save each, then half an interval."""
         plain_steps = max(1, interval_steps // 2)
-        plain_seconds = self._stretch(plain_steps)
-        stalls = []
-        paths: list[int] = []
+        before, updates = self._stretch(peer, plain_steps)
+        stall_seconds = 0.0
+        waits: list[float] = []
         begun_at = time.perf_counter()
-        for _ in range(saves):
+        for number in range(saves):
             asked_at = time.perf_counter()
-            peer.save(self._next_step)
-            stalls.append(time.perf_counter() - asked_at)
-            paths.append(self._next_step)
-            self._stretch(interval_steps)
+            peer.save(first_step + number)
+            stall_seconds += time.perf_counter() - asked_at
+            waits += self._stretch(peer, interval_steps)[1][:1]
         saving_seconds = time.perf_counter() - begun_at
         peer.wait_durable()
-        plain_seconds += self._stretch(plain_steps)
-        for step in paths:
-            peer.remove(step)
+        after, more = self._stretch(peer, plain_steps)
+        for number in range(saves):
+            peer.remove(first_step + number)
+        updates += more
+        step_seconds = (before + after) / (2 * plain_steps)
         return Lost(
-            plain_seconds / (2 * plain_steps), saving_seconds, saves * interval_steps, saves, sum(stalls) / len(stalls)
+            step_seconds,
+            (saving_seconds - saves * interval_steps * step_seconds) / saves,
+            stall_seconds / saves,
+            sum(waits) / saves - sum(updates) / len(updates) if updates else None,
         )
 
-    def _stretch(self, steps: int) -> float:
+    def _stretch(self, peer: Peer[Any], steps: int) -> tuple[float, list[float]]:
+        """Trains; gives the seconds of all steps, and of the change of the state in each."""
+        allow_update = _nothing if peer.waits_by_itself else peer.wait_copied
         begun_at = time.perf_counter()
-        for _ in range(steps):
-            self._train()
-        return time.perf_counter() - begun_at
-
-    def _train(self) -> None:
-        self._optimizer.zero_grad()
-        self._model(self._batch).backward()
-        self._optimizer.step()
-        self._next_step += 1
+        updates = [self.step(allow_update) for _ in range(steps)]
+        return time.perf_counter() - begun_at, [seconds for seconds in updates if seconds is not None]
 
 
-def open_training(peer: Peer, directory: Path, scale: float) -> Training:
-    """A training loop whose state the peer saves."""
-    training = Training(scale)
-    peer.open(directory, training.state)
-    return training
+def _nothing() -> None:
+    return
+
+
+def first_arrays(size: ModelSize) -> dict[str, np.ndarray]:
+    """**Pure.** What training begins with: the model's parameters, and the optimizer's state for each."""
+    random = np.random.default_rng(0)
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in state_shapes(Workload("", "", model=size))}
+    for name, shape in model_shapes(size):
+        if "norm" in name:
+            arrays[name][...] = 1.0 if name.endswith("weight") else 0.0
+        else:
+            arrays[name][...] = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+    return arrays
+
+
+def first_batch(size: ModelSize) -> np.ndarray:
+    """**Pure.** Random tokens, which every step is trained on."""
+    return np.random.default_rng(1).integers(size.vocabulary, size=(_SEQUENCES, size.context))

@@ -11,10 +11,11 @@ from typing import BinaryIO
 
 import msgspec
 
+from benchmarks.live import THREADS
 from benchmarks.messages import Order, Reply, Start
+from benchmarks.peers import make_peer
+from benchmarks.peers.peer import MissingError
 from benchmarks.workloads import make_workload, place_tensors, state_shapes
-
-THREADS = 2
 
 
 class Duties:
@@ -50,39 +51,47 @@ class LimitDuties(Duties):
 
 
 class PeerDuties(Duties):
-    """Saves and restores state that lies in shared memory."""
+    """Saves and restores state that comes from shared memory."""
 
     def __init__(self, start: Start) -> None:
-        import torch
-
-        from benchmarks.peers import make_peer
-        from benchmarks.state import make_state
-
-        torch.set_num_threads(THREADS)
+        self._peer = make_peer(start.contender)
+        _limit_threads()
         workload = make_workload(start.workload, start.scale)
         _, size_bytes = place_tensors(state_shapes(workload))
         # Its page tables are filled here, so that no peer pays for that.
         memory = mmap.mmap(start.memory, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._state = make_state(workload, memory)
-        self._peer = make_peer(start.contender)
-        self._peer.open(Path(start.directory), self._state)
+        self._state = self._peer.make_state(workload, memory)
+        self._peer.open(Path(start.directory), self._state, start.keep)
         self.note = self._peer.makes_last
 
     def save(self, order: Order) -> dict[str, float]:
         """One save, until it is durable."""
+        self._peer.prepare()
         begun_at = time.perf_counter()
         self._peer.save(order.step)
-        stalled_at = time.perf_counter()
+        stall_seconds = time.perf_counter() - begun_at
+        wait_seconds = self._peer.wait_copied()
         self._peer.wait_durable()
-        return {"stall": stalled_at - begun_at, "durable": time.perf_counter() - begun_at}
+        return {
+            "stall": stall_seconds,
+            "held": stall_seconds + wait_seconds,
+            "durable": time.perf_counter() - begun_at,
+            "settling_saves": self._peer.settling_saves,
+        }
 
     def restore(self, order: Order) -> dict[str, float]:
-        """One restore; the tensors are then where they were before."""
+        """One restore; the values are then where they were before."""
+        self._state.forget()
         begun_at = time.perf_counter()
         parts = self._peer.restore(order.step)
         seconds = time.perf_counter() - begun_at
         self._state.come_home()
         return {"restore": seconds, **parts}
+
+    def retain(self, order: Order) -> dict[str, float]:
+        """Removes what need not be kept."""
+        self._peer.retain(order.step)
+        return {}
 
     def remove(self, order: Order) -> dict[str, float]:
         """Removes a save."""
@@ -99,22 +108,20 @@ class TrainingDuties(Duties):
     """Trains, and saves while it does."""
 
     def __init__(self, start: Start) -> None:
-        import torch
-
-        from benchmarks.peers import make_peer
-        from benchmarks.training import open_training
-
-        torch.set_num_threads(THREADS)
         self._peer = make_peer(start.contender)
-        self._training = open_training(self._peer, Path(start.directory), start.scale)
+        _limit_threads()
+        self._training = self._peer.make_training(start.scale)
+        self._peer.open(Path(start.directory), self._training.state)
 
     def train(self, order: Order) -> dict[str, float]:
         """One stretch of training."""
-        lost = self._training.measure(self._peer, order.saves, order.interval_steps)
+        lost = self._training.measure(self._peer, order.step, order.saves, order.interval_steps)
+        wait = {} if lost.wait_seconds is None else {"wait": lost.wait_seconds}
         return {
             "lost": lost.lost_seconds,
             "step": lost.step_seconds,
             "stall": lost.stall_seconds,
+            **wait,
             "size_bytes": self._training.size_bytes,
         }
 
@@ -122,6 +129,19 @@ class TrainingDuties(Duties):
         """Closes the peer."""
         self._peer.close()
         return {}
+
+
+class SmallDuties(Duties):
+    """Measures what has no state, and no torch."""
+
+    def __init__(self, start: Start) -> None:
+        self._directory = Path(start.directory)
+
+    def measure(self, order: Order) -> dict[str, float]:
+        """All small figures, once."""
+        from benchmarks.small import start_seconds, step_seconds
+
+        return {**start_seconds(), **step_seconds(self._directory)}
 
 
 def main() -> int:
@@ -133,12 +153,17 @@ def main() -> int:
     duties: Duties
     try:
         start = msgspec.json.decode(orders.readline(), type=Start)
-        if start.workload == "training":
+        if start.workload == "small":
+            duties = SmallDuties(start)
+        elif start.workload == "training":
             duties = TrainingDuties(start)
         elif start.contender == "limits":
             duties = LimitDuties(start)
         else:
             duties = PeerDuties(start)
+    except MissingError as error:
+        _say(replies, Reply(missing=str(error)))
+        return 0
     except Exception as error:
         _say(replies, Reply(error=_describe(error)))
         raise
@@ -151,6 +176,13 @@ def main() -> int:
             _say(replies, Reply(error=_describe(error)))
             raise
     return 0
+
+
+def _limit_threads() -> None:
+    """Frameworks that a peer has imported compute with as many threads as the others."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(THREADS)
 
 
 def _say(replies: BinaryIO, reply: Reply) -> None:

@@ -50,13 +50,15 @@ class Workload:
     Attributes:
         name: A short name.
         title: What it is, for people.
-        model: The model, with AdamW's state for each parameter; None for loose tensors.
+        model: The model, with AdamW's state for each parameter that is trained; None for loose tensors.
+        adapter_rank: If not 0, the model is frozen, and low-rank adapters beside two parts of each layer are trained.
         shapes: The loose tensors by name.
     """
 
     name: str
     title: str
     model: ModelSize | None = None
+    adapter_rank: int = 0
     shapes: Sequence[tuple[str, tuple[int, ...]]] = ()
 
 
@@ -74,6 +76,12 @@ def make_workload(name: str, scale: float) -> Workload:
     """**Pure.** The workload of that name, made smaller by `scale`."""
     if name == "model":
         return Workload(name, "a GPT-2-small with AdamW state, float32", model=GPT2_SMALL.scaled(scale))
+    if name == "mostly-frozen":
+        rank = max(1, round(_ADAPTER_RANK * math.sqrt(scale)))
+        title = "a frozen model, and adapters that are trained with AdamW, float32"
+        return Workload(name, title, model=FROZEN.scaled(scale), adapter_rank=rank)
+    if name == "many-saves":
+        return Workload(name, "a GPT-2-like model with AdamW state, float32", model=GPT2_SMALL.scaled(scale / 20))
     if name == "small-tensors":
         count = max(4, round(20_000 * scale))
         # Whole KiB, each size as often as its double. The seed is fixed: each process makes the same.
@@ -83,10 +91,13 @@ def make_workload(name: str, scale: float) -> Workload:
     raise ValueError(f"there is no workload {name!r}")
 
 
-WORKLOADS: Final = ("model", "small-tensors")
 GPT2_SMALL: Final = ModelSize(vocabulary=50_257, context=1024, width=768, layers=12)
 TRAINED: Final = ModelSize(vocabulary=20_000, context=32, width=512, layers=8)
 """The model of the training loop: 0.43 GB with its optimizer's state."""
+FROZEN: Final = ModelSize(vocabulary=50_257, context=1024, width=1024, layers=20)
+"""1.2 GB."""
+_ADAPTER_RANK: Final = 28
+"""Makes 20 MB of adapters for the frozen model."""
 
 
 def model_shapes(size: ModelSize) -> list[tuple[str, tuple[int, ...]]]:
@@ -107,14 +118,33 @@ def model_shapes(size: ModelSize) -> list[tuple[str, tuple[int, ...]]]:
     return [*shapes, ("norm.weight", (width,)), ("norm.bias", (width,))]
 
 
+def adapter_shapes(size: ModelSize, rank: int) -> list[tuple[str, tuple[int, ...]]]:
+    """**Pure.** The parameters of the adapters of a model."""
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+    for layer in range(size.layers):
+        for part, factor in (("attend", 3), ("widen", 4)):
+            name = f"adapters.{layer}.{part}"
+            shapes += [(f"{name}.down", (rank, size.width)), (f"{name}.up", (factor * size.width, rank))]
+    return shapes
+
+
 def state_shapes(workload: Workload) -> list[tuple[str, tuple[int, ...]]]:
     """**Pure.** All tensors of a workload; those of an optimizer are named by parameter."""
     if workload.model is None:
         return list(workload.shapes)
+    frozen = []
     parameters = model_shapes(workload.model)
+    if workload.adapter_rank:
+        frozen, parameters = parameters, adapter_shapes(workload.model, workload.adapter_rank)
     moments = [(f"{kind}/{name}", shape) for name, shape in parameters for kind in ("exp_avg", "exp_avg_sq")]
     steps: list[tuple[str, tuple[int, ...]]] = [(f"step/{name}", ()) for name, _ in parameters]
-    return [*parameters, *moments, *steps]
+    return [*frozen, *parameters, *moments, *steps]
+
+
+def trained_names(workload: Workload) -> set[str]:
+    """**Pure.** The names of the tensors that change in training."""
+    names = [name for name, _ in state_shapes(workload)]
+    return {name for name in names if not workload.adapter_rank or "adapters." in name}
 
 
 def place_tensors(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[list[Place], int]:

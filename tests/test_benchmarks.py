@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,13 +17,20 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks import page_cache
 from benchmarks.__main__ import RESULTS_NAME, main
+from benchmarks.frozen import growth_of
 from benchmarks.machine import Machine
+from benchmarks.many_saves import compare_many_saves
 from benchmarks.model import Model
-from benchmarks.peers import PEERS, make_peer
+from benchmarks.peers import PEERS, find_missing
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
 from benchmarks.results import Results, Round, Shape, merge, read_results, write_results
+from benchmarks.scratch import open_scratch
+from benchmarks.small import start_seconds, step_seconds
 from benchmarks.summary import limits_of, ratio_to, standings
+from benchmarks.targets import find_targets
+from benchmarks.turns import Bench
+from benchmarks.values import Values
 from benchmarks.workloads import (
     GPT2_SMALL,
     TRAINED,
@@ -26,9 +40,12 @@ from benchmarks.workloads import (
     place_tensors,
     state_bytes,
     state_shapes,
+    trained_names,
 )
 from click.testing import CliRunner
+from msgspec.structs import replace
 
+ROOT = Path(__file__).parent.parent
 MACHINE = Machine(
     processor="a processor",
     cores=2,
@@ -39,34 +56,84 @@ MACHINE = Machine(
 )
 
 
+TINY = ["--scale", "0.0005", "--rounds", "1"]
+SOME = ["--peer", "holdfast", "--peer", "safetensors"]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """What a tiny run of two peers leaves."""
+    """What two tiny runs leave: of every peer, and of two of them in the other parts."""
     out = tmp_path_factory.mktemp("bench")
-    options = ["--scale", "0.0005", "--rounds", "1", "--peer", "holdfast", "--peer", "safetensors", "--out", str(out)]
-    options += ["--only", "model", "--only", "training"]
-    outcome = CliRunner().invoke(main, options)
-    assert outcome.exit_code == 0, outcome.output
+    for options in (
+        ["--only", "small-tensors", *(word for name in PEERS for word in ("--peer", name))],
+        ["--only", "model", "--only", "training", "--only", "mostly-frozen", *SOME],
+    ):
+        outcome = CliRunner().invoke(main, [*TINY, "--out", str(out), *options])
+        assert outcome.exit_code == 0, outcome.output
     return read_results(out / RESULTS_NAME), out
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_gives_back_what_it_was_given_or_is_said_to_be_missing(
+    results: tuple[Results, Path], name: str
+) -> None:
+    found, out = results
+    rounds = [entry for entry in found.rounds if (entry.workload, entry.contender) == ("small-tensors", name)]
+    if name in found.missing:
+        assert not rounds
+        reason = found.missing[name]
+        assert "has no" in reason or all(package in reason for package in find_missing(PEERS[name].needs))
+        assert f"- {name}: {reason}" in (out / "benchmarks.md").read_text()
+    else:
+        # A run compares what was restored with what was saved, and what differs is a failure.
+        assert not [failure for failure in found.failures if failure[1] == name]
+        assert [entry.number for entry in rounds] == [0, 1]
+        restored = set() if PEERS[name].reads_as else {"restore_cold", "restore_warm"}
+        assert {"stall", "held", "durable", *restored} <= rounds[1].figures.keys()
+        assert "restore_cold" not in rounds[0].figures
+        assert found.makes_last[name] in (out / "benchmarks.md").read_text()
 
 
 def test_a_run_measures_every_contender_in_every_round(results: tuple[Results, Path]) -> None:
     found, _ = results
     assert found.failures == []
-    assert set(found.shapes) == {"model", "training"}
-    seen = {(entry.workload, entry.contender, entry.number) for entry in found.rounds}
-    assert {("model", name, n) for name in ("limits", "holdfast", "safetensors") for n in (0, 1)} <= seen
-    assert {("training", name, n) for name in ("holdfast", "safetensors") for n in (0, 1)} <= seen
+    assert set(found.shapes) == {"small-tensors", "model", "training", "mostly-frozen"}
+    seen = [(entry.workload, entry.contender, entry.number) for entry in found.rounds]
+    for name in ("holdfast", "safetensors"):
+        for workload in ("model", "training"):
+            assert [number for part, one, number in seen if (part, one) == (workload, name)] == [0, 1]
+        assert [number for part, one, number in seen if (part, one) == ("mostly-frozen", name)] == [*range(10)]
     for entry in found.rounds:
-        assert all(value > 0 for key, value in entry.figures.items() if key not in ("lost", "save_extra_bytes")), entry
+        assert all(
+            value > 0 for key, value in entry.figures.items() if key not in ("lost", "wait", "save_extra_bytes")
+        ), entry
+
+
+def test_those_of_one_slice_have_limits_of_their_own(results: tuple[Results, Path]) -> None:
+    found, _ = results
+    measured = {(entry.slice, entry.number) for entry in found.rounds if entry.contender == "limits"}
+    assert {(entry.slice, entry.number) for entry in found.rounds if entry.workload == "model"} <= measured
+    slices = {entry.slice for entry in found.rounds}
+    assert len(slices) == len({(entry.workload, entry.slice) for entry in found.rounds}) > 2
 
 
 def test_a_run_saves_all_bytes_and_removes_them(results: tuple[Results, Path]) -> None:
     found, out = results
     for entry in found.rounds:
-        if "disk_bytes" in entry.figures:
+        # What is compressed, and what fits into the directory's own block, may take less.
+        if "disk_bytes" in entry.figures and "Orbax" not in entry.contender:
             assert entry.figures["disk_bytes"] >= found.shapes[entry.workload].size_bytes
     assert sorted(path.name for path in out.iterdir()) == ["benchmarks.md", "benchmarks.svg", RESULTS_NAME]
+
+
+def test_ten_saves_without_deduplication_take_ten_full_states(results: tuple[Results, Path]) -> None:
+    found, _ = results
+    growth = growth_of(found, "safetensors")
+    assert growth is not None
+    assert found.changing is not None
+    full_bytes, changed_bytes = found.shapes["mostly-frozen"].size_bytes, found.changing.changed_bytes
+    assert growth.bytes_ratio >= 10 * full_bytes / (full_bytes + 9 * changed_bytes)
+    assert growth_of(found, "torch.save") is None
 
 
 def test_a_run_renders_a_page_and_a_picture_that_name_no_place(results: tuple[Results, Path]) -> None:
@@ -78,6 +145,91 @@ def test_a_run_renders_a_page_and_a_picture_that_name_no_place(results: tuple[Re
     again = CliRunner().invoke(main, ["--render", "--out", str(out)])
     assert again.exit_code == 0
     assert (out / "benchmarks.md").read_text() == page
+
+
+def test_there_is_nothing_to_render_before_a_run(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(main, ["--render", "--out", str(tmp_path)])
+    assert outcome.exit_code == 2
+    assert "nothing has been measured" in outcome.output
+
+
+def test_what_is_held_is_counted_after_some_saves(tmp_path: Path) -> None:
+    with open_scratch(tmp_path) as (directory, guard):
+        bench = Bench(Results(machine=MACHINE, scale=0.01), directory, guard, lambda text: None)
+        compare_many_saves(bench, ["holdfast"], counted=(2, 5))
+        kept = {entry.number: entry.figures for entry in bench.results.rounds}
+        assert bench.results.failures == []
+    assert list(kept) == [2, 5]
+    assert all(figures["descriptors"] > 3 and figures["threads"] > 1 for figures in kept.values())
+
+
+def test_small_figures_are_measured(tmp_path: Path) -> None:
+    assert all(seconds > 0 for seconds in step_seconds(tmp_path).values())
+    assert list(tmp_path.iterdir()) == []
+    assert start_seconds().keys() == {"start", "start_holdfast", "start_numpy"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--scale", "0.0005", "--only", "model", "--out", str(tmp_path)]
+    command += ["--peer", "DCP sync", "--peer", "DCP async, process", "--rounds", "100000"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    assert run.stdout is not None
+    # By then the contenders have begun, and one of them has a process of its own.
+    assert any("round 1, DCP async, process" in line for line in run.stdout)
+    below = [os.pidfd_open(pid) for pid in descendants(run.pid)]
+    assert len(below) >= 5
+    run.send_signal(number)
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    # Such a descriptor can be read once its process has ended.
+    assert [process for process in below if not select.select([process], [], [], 60)[0]] == []
+    for process in below:
+        os.close(process)
+    assert list(tmp_path.iterdir()) == []
+
+
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    ]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def test_what_a_killed_run_has_left_is_removed_and_what_a_live_one_uses_is_not(tmp_path: Path) -> None:
+    stale, used = tmp_path / "work-stale", tmp_path / "work-used"
+    for place in (stale, used):
+        place.mkdir()
+        (place / "file").touch()
+    descriptor = os.open(used, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with open_scratch(tmp_path) as (directory, _):
+            assert set(tmp_path.iterdir()) == {directory, used}
+    finally:
+        os.close(descriptor)
+    assert list(tmp_path.iterdir()) == [used]
+
+
+def test_packages_that_are_not_there_are_named() -> None:
+    assert find_missing(("numpy", "there-is-no-such-package")) == ["there-is-no-such-package"]
+
+
+def test_values_differ_between_tensors_and_between_rounds() -> None:
+    places, size_bytes = place_tensors([("a", (1000,)), ("b", (1000,)), ("c", (1000,))])
+    with mmap.mmap(-1, size_bytes) as memory:
+        values = Values(memory, places)
+        values.change()
+        first = [memory[place.begin : place.end] for place in places]
+        assert len(set(first)) == 3
+        assert values.are_back()
+        values.change(places[1:2])
+        second = [memory[place.begin : place.end] for place in places]
+        assert (first[0], first[2]) == (second[0], second[2])
+        assert first[1] != second[1]
+        values.wipe()
+        assert not values.are_back()
+        values.release()
 
 
 def _made_up() -> Results:
@@ -105,6 +257,12 @@ def _made_up() -> Results:
                 number=number,
                 figures={"lost": drift, "step": 1.0, "stall": 0.5},
             ),
+            Round(
+                workload="training",
+                contender="safetensors",
+                number=number,
+                figures={"lost": 2 * drift, "step": 1.0, "stall": 0.5},
+            ),
         ]
     return results
 
@@ -117,7 +275,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert (stall.value.low, stall.value.median, stall.value.high) == (2.0, 4.0, 8.0)
     assert stall.ratio is not None
     assert (stall.ratio.low, stall.ratio.median, stall.ratio.high, stall.ratio.count) == (2.0, 2.0, 2.0, 3)
-    assert own.first_stall_seconds == 100.0
+    assert own.first["stall"].value.median == 100.0
     assert own.save_extra_bytes == 105.0
     assert peer.save_extra_bytes is None
     against = ratio_to(results, "model", "holdfast", "restore_warm", "safetensors", "restore_warm")
@@ -126,30 +284,85 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert ratio_to(results, "model", "holdfast", "stall", "nobody", "stall") is None
 
 
-def test_parts_that_were_measured_before_stay_if_they_belong_together() -> None:
+def test_what_was_measured_before_stays_if_it_belongs_together() -> None:
     before, now = _made_up(), Results(machine=MACHINE, scale=1.0)
-    before.failures = [("model", "DCP sync", "no room"), ("training", "DCP sync", "no time")]
+    before.failures = [("model", "DCP sync", "no room"), ("training", "holdfast", "no time")]
+    before.missing = {"Orbax async": "not installed: jax", "TensorFlow async": "not installed: tensorflow-cpu"}
     now.shapes = {"training": Shape(title="a loop", size_bytes=7, tensors=0)}
-    now.rounds = [Round(workload="training", contender="holdfast", number=1, figures={"lost": 9.0})]
+    now.rounds = [
+        Round(workload="training", contender="holdfast", number=1, slice=1, figures={"lost": 9.0}),
+        Round(workload="training", contender="Orbax async", number=1, slice=1, figures={"lost": 8.0}),
+    ]
     both = merge(before, now)
-    assert [entry.figures for entry in both.rounds if entry.workload == "training"] == [{"lost": 9.0}]
+    training = [e for e in both.rounds if e.workload == "training" and e.contender != "safetensors"]
+    assert [entry.figures for entry in training] == [{"lost": 9.0}, {"lost": 8.0}]
+    assert [e for e in both.rounds if e.contender == "safetensors"] == [
+        e for e in before.rounds if e.contender == "safetensors"
+    ]
     assert [entry for entry in both.rounds if entry.workload == "model"] == [
         entry for entry in before.rounds if entry.workload == "model"
     ]
+    assert {entry.slice for entry in training}.isdisjoint(entry.slice for entry in before.rounds)
     assert both.failures == [("model", "DCP sync", "no room")]
+    assert both.missing == {"TensorFlow async": "not installed: tensorflow-cpu"}
     assert list(both.shapes) == ["model", "training"]
     assert both.shapes["training"].size_bytes == 7
     now.scale = 0.5
     assert merge(before, now) is now
 
 
+def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
+    before = _made_up()
+    now = Results(machine=MACHINE, scale=1.0, shapes={"model": before.shapes["model"]})
+    for number in range(2):
+        limits = dict.fromkeys(("copy", "write", "read_cold", "read_warm"), 10.0)
+        now.rounds.append(Round(workload="model", contender="limits", number=number, slice=1, figures=limits))
+        figures = {"stall": 30.0}
+        now.rounds.append(Round(workload="model", contender="safetensors", number=number, slice=1, figures=figures))
+    own, peer = standings(merge(before, now), "model")
+    assert own.figures["stall"] == standings(before, "model")[0].figures["stall"]
+    assert peer.figures["stall"].ratio is not None
+    assert peer.figures["stall"].ratio.median == 3.0
+    assert ratio_to(merge(before, now), "model", "holdfast", "stall", "safetensors", "stall") is None
+    # The limits go with the last contender that was measured beside them.
+    again = merge(merge(before, now), now)
+    assert len([entry for entry in again.rounds if entry.contender == "limits"]) == 6
+
+
+def test_figures_of_another_version_do_not_stay() -> None:
+    before, now = _made_up(), Results(machine=replace(MACHINE, versions={"torch": "3"}), scale=1.0)
+    assert merge(before, now) is now
+    more = Results(machine=replace(MACHINE, versions={"torch": "2", "jax": "1"}), scale=1.0)
+    assert merge(before, more).machine.versions == {"torch": "2", "jax": "1"}
+    assert merge(more, before).machine.versions == {"torch": "2", "jax": "1"}
+
+
+def test_targets_are_held_against_the_medians() -> None:
+    targets = {target.figure: target for target in find_targets(_made_up())}
+    stall = targets["Stall of a save, from the second on"]
+    assert (stall.reached, stall.holds) == ("2.00 (2.00 to 2.00) x; 4.00 (2.00 to 8.00) s", False)
+    assert targets["Overlapped copy: until the call returns"].reached == "not measured"
+    assert targets["Extra memory while a save runs"].holds is True
+    lost = targets["Training time lost for each save"]
+    assert lost.holds is False
+    assert lost.reached.startswith("0.50 of it")
+    assert "not measured" in {target.reached for target in find_targets(Results(machine=MACHINE, scale=1.0))}
+
+
 def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
     results = _made_up()
     results.failures.append(("model", "DCP sync", "no room"))
+    results.missing["Orbax async"] = "not installed: jax"
     write_results(results, tmp_path / "results.json")
     page = render_report(read_results(tmp_path / "results.json"), "picture.svg")
     assert "| **holdfast** | 4.00 (2.00 to 8.00) | 2.00 (2.00 to 2.00) |" in page
     assert "| 1.05 |  | files |" in page
+    durable = "at most 1.15 x the bare direct write | 3.00 (3.00 to 3.00) x; 6.00 (3.00 to 12.0) s"
+    assert f"| Until durable | {durable} | **no** |" in page
+    assert "- Orbax async: not installed: jax" in page
+    # Between its rounds the machine's limits differ by four.
+    assert "The machine was not steady" in page
+    assert "direct read 4.00" in page
     assert "A warm restore takes holdfast 1.25 (1.25 to 1.25) times as long" in page
     assert "model, DCP sync: no room" in page
     assert "quick look" not in page
@@ -167,6 +380,10 @@ def test_the_workloads_have_the_sizes_that_they_are_known_by() -> None:
     small = state_shapes(make_workload("small-tensors", 1.0))
     assert round(state_bytes(place_tensors(model)[0]) / 1e9, 2) == 1.49
     assert (len(small), round(state_bytes(place_tensors(small)[0]) / 1e9, 2)) == (20_000, 0.44)
+    frozen = make_workload("mostly-frozen", 1.0)
+    trained = [place for place in place_tensors(state_shapes(frozen))[0] if place.name in trained_names(frozen)]
+    assert round(state_bytes(trained) / 3e6) == 21
+    assert round((state_bytes(place_tensors(state_shapes(frozen))[0]) - state_bytes(trained)) / 1e9, 2) == 1.22
     assert len(model_shapes(GPT2_SMALL)) == 148
     assert len(model_shapes(TRAINED)) == 100
 
@@ -183,8 +400,3 @@ def test_a_dropped_file_is_out_of_the_page_cache(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert page_cache.drop(tmp_path) in (0.0, pytest.approx(1.0))  # A file system in memory cannot drop it.
     page_cache.fill(tmp_path)
-
-
-def test_every_peer_can_be_made() -> None:
-    for name in PEERS:
-        assert make_peer(name).makes_last

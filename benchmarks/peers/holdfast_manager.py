@@ -1,30 +1,45 @@
-"""holdfast, with the settings that it has by itself."""
+"""holdfast, as it comes and with its options."""
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
 
 import holdfast as hf
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.peer import MissingError, TorchPeer
 from benchmarks.state import State
+from benchmarks.timing import timed
 
 
-class Holdfast(Peer):
-    """One manager for all saves; each restore is a restarted job's, with a manager of its own."""
+class Holdfast(TorchPeer):
+    """One manager for all saves; each restore is a restarted job's, with a manager of its own.
+
+    Attributes:
+        options: What its manager is made with, beyond what it has by itself.
+    """
 
     makes_last = "files, names and directories"
+    options: ClassVar[dict[str, Any]] = {}
 
-    def open(self, directory: Path, state: State) -> None:
+    def __init__(self) -> None:
+        unknown = self.options.keys() - inspect.signature(hf.CheckpointManager).parameters.keys()
+        if unknown:
+            raise MissingError(f"holdfast {hf.__version__} has no {', '.join(sorted(unknown))}")
+
+    def open(self, directory: Path, state: State, keep: int | None = None) -> None:
         """Makes the manager."""
-        super().open(directory, state)
+        super().open(directory, state, keep)
         self._checkpoint = hf.Checkpoint(**state.objects)
-        self._manager = hf.CheckpointManager(directory, self._checkpoint)
+        retention = None if keep is None else hf.Latest(keep)
+        self._manager = hf.CheckpointManager(directory, self._checkpoint, keep=retention, **self.options)
         self._handles: dict[int, hf.SaveHandle] = {}
+        self._newest: hf.SaveHandle | None = None
 
     def save(self, step: int) -> None:
-        """Copies; the rest goes on behind."""
-        self._handles[step] = self._manager.save(step)
+        """Copies, or sees to it; the rest goes on behind."""
+        self._newest = self._handles[step] = self._manager.save(step)
 
     def wait_durable(self) -> None:
         """Waits for the commit, and for what is cleaned up behind it."""
@@ -36,6 +51,10 @@ class Holdfast(Peer):
             manager.restore(step)
         return {}
 
+    def retain(self, step: int) -> None:
+        """The manager does it; here only the handle is let go."""
+        self._handles.pop(step - (self.keep or 0), None)
+
     def remove(self, step: int) -> None:
         """Removes the step's directory; the run goes on with the next."""
         shutil.rmtree(self._handles.pop(step).path)
@@ -43,3 +62,20 @@ class Holdfast(Peer):
     def close(self) -> None:
         """Ends the threads."""
         self._manager.close()
+
+
+class Overlapped(Holdfast):
+    """Parameters and optimizer state are copied while training goes on; the optimizer's step waits by itself."""
+
+    options: ClassVar[dict[str, Any]] = {"overlap_copy": True}
+
+    def wait_copied(self) -> float:
+        """What the optimizer's step would wait, if it came at once."""
+        assert self._newest is not None
+        return timed(self._newest.wait_staged)
+
+
+class Incremental(Holdfast):
+    """What has not changed is referred to rather than written."""
+
+    options: ClassVar[dict[str, Any]] = {"incremental": True}

@@ -6,11 +6,11 @@ import time
 
 from safetensors.torch import load_file, save_file
 
-from benchmarks.peers.peer import Peer, sync_path
+from benchmarks.peers.peer import TorchPeer, sync_path
 from benchmarks.state import fill
 
 
-class Safetensors(Peer):
+class Safetensors(TorchPeer):
     """Writes through the page cache while training waits; keeps tensors alone."""
 
     makes_last = "nothing"

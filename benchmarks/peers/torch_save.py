@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers.peer import Peer, sync_path
+from benchmarks.peers.peer import TorchPeer, sync_path
 
 
-class TorchSave(Peer):
+class TorchSave(TorchPeer):
     """Writes through the page cache while training waits."""
 
     makes_last = "nothing"
