@@ -55,7 +55,7 @@ class Contender:
         self._ended = False
 
     def wait_ready(self) -> str:
-        """**Blocks.** Waits until the process has set up what it was started for.
+        """**Blocks.** Waits until the process has its state; then has it open what is measured.
 
         Returns:
             What is to be said beside its figures.
@@ -70,6 +70,7 @@ class Contender:
             self.kill()
             raise
         self._idle_bytes = held_bytes(self._process.pid)
+        self.order(Order(verb="open"))
         return note
 
     def order(self, order: Order) -> dict[str, float]:

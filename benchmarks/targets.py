@@ -44,6 +44,9 @@ def _saves(results: Results) -> Iterator[Target]:
     figures = own.figures if own else {}
     yield _ratio("Stall of a save, from the second on", 1.15, "the bare copy", figures.get("stall"))
     yield _ratio("Stall of the first save", None, "the bare copy", own.first.get("stall") if own else None)
+    ready = standing_of(results, "model", "holdfast, reserved")
+    title = "The same, its memory made ready beforehand"
+    yield _ratio(title, None, "the bare copy", ready.first.get("stall") if ready else None)
     lapped = standing_of(results, "model", "holdfast, overlapped")
     figures_lapped = lapped.figures if lapped else {}
     stall = _ratio("Overlapped copy: until the call returns", 0.15, "the bare copy", figures_lapped.get("stall"))

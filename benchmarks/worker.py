@@ -23,6 +23,10 @@ class Duties:
 
     note: str = ""
 
+    def open(self, order: Order) -> dict[str, float]:
+        """Opens what is to be measured with its memory."""
+        return {}
+
     def close(self, order: Order) -> dict[str, float]:
         """Ends whatever was opened."""
         return {}
@@ -61,8 +65,13 @@ class PeerDuties(Duties):
         # Its page tables are filled here, so that no peer pays for that.
         memory = mmap.mmap(start.memory, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._state = self._peer.make_state(workload, memory)
-        self._peer.open(Path(start.directory), self._state, start.keep)
+        self._start = start
         self.note = self._peer.makes_last
+
+    def open(self, order: Order) -> dict[str, float]:
+        """Opens the peer."""
+        self._peer.open(Path(self._start.directory), self._state, self._start.keep)
+        return {}
 
     def save(self, order: Order) -> dict[str, float]:
         """One save, until it is durable."""

@@ -49,6 +49,7 @@ PEERS: Final = {
         ("model", "training", "many-saves"),
         reads_as="holdfast",
     ),
+    "holdfast, reserved": Entry("benchmarks.peers.holdfast_manager:Reserved", "plain", ("model",), reads_as="holdfast"),
     "holdfast, incremental": Entry(
         "benchmarks.peers.holdfast_manager:Incremental", "plain", ("mostly-frozen", "many-saves")
     ),

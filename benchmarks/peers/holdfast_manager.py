@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
 import holdfast as hf
-from benchmarks.peers.peer import MissingError, TorchPeer
+from benchmarks.peers.peer import TorchPeer
 from benchmarks.state import State
 from benchmarks.timing import timed
 
@@ -22,11 +21,6 @@ class Holdfast(TorchPeer):
 
     makes_last = "files, names and directories"
     options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self) -> None:
-        unknown = self.options.keys() - inspect.signature(hf.CheckpointManager).parameters.keys()
-        if unknown:
-            raise MissingError(f"holdfast {hf.__version__} has no {', '.join(sorted(unknown))}")
 
     def open(self, directory: Path, state: State, keep: int | None = None) -> None:
         """Makes the manager."""
@@ -73,6 +67,12 @@ class Overlapped(Holdfast):
         """What the optimizer's step would wait, if it came at once."""
         assert self._newest is not None
         return timed(self._newest.wait_staged)
+
+
+class Reserved(Holdfast):
+    """The memory that the first save needs is made ready when the manager is made."""
+
+    options: ClassVar[dict[str, Any]] = {"reserve_bytes": "auto"}
 
 
 class Incremental(Holdfast):

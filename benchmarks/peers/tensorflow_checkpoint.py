@@ -22,7 +22,10 @@ class TensorFlowAsync(Peer[TensorFlowState]):
 
     def make_state(self, workload: Workload, memory: mmap.mmap) -> TensorFlowState:
         """Variables with the values that lie in the given memory."""
-        return make_state(workload, memory)
+        state = make_state(workload, memory)
+        # Made here, so that its memory does not count as the checkpoint's.
+        self._update = Update(state)
+        return state
 
     def make_training(self, scale: float) -> Training[TensorFlowState]:
         """A loop in TensorFlow."""
@@ -36,7 +39,6 @@ class TensorFlowAsync(Peer[TensorFlowState]):
             self._checkpoint, str(directory), max_to_keep=keep, checkpoint_name="step"
         )
         self._options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
-        self._update = Update(state)
         self._update_seconds = 0.0
 
     def prepare(self) -> None:
