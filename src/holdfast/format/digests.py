@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -21,6 +22,11 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     It finds damage; it is no proof against somebody who forges a checkpoint on purpose.
     """
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_each(parts: Iterable[memoryview]) -> list[str]:
+    """**Pure.** The digest of each of many pieces of memory."""
+    return list(map(xxhash.xxh3_128_hexdigest, parts))
 
 
 def is_digest(text: str) -> bool:

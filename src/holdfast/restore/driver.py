@@ -121,7 +121,7 @@ def restore_objects(
                 )
             )
             continue
-        except StorageError as error:
+        except (StorageError, ApplyError) as error:
             if touched:
                 error.add_note("Some live arrays hold what was read before: restore again before training on.")
             raise

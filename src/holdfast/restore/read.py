@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.errors import DamageError
-from holdfast.format.digests import digest
+from holdfast.format.digests import digest_each
 from holdfast.format.index import Index
 from holdfast.restore.destinations import Destinations
 from holdfast.restore.handoffs import Parts, Piece
@@ -22,7 +22,7 @@ _PAGE_BYTES: Final = 4096
 
 def find_damages(index: Index, path: str, piece: Piece, parts: Parts) -> Iterator[DamageError]:
     """The spans of a piece that do not match their digests."""
-    found = list(map(digest, parts))
+    found = digest_each(parts)
     if found == piece.digests:
         return
     for number, begin, end, is_digest, must_be in zip(

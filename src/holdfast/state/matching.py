@@ -52,7 +52,8 @@ class Matching:
             ApplyError: If an object refuses its state; objects before it have been changed.
         """
         for target in self.targets:
-            _fill_copies(target)
+            if target.copies:
+                _fill_copies(target)
         changed: dict[str, object] = {}
         settled: Settled = {}
         for renewal in self._renewals:
@@ -113,8 +114,6 @@ def match_objects(
 
 
 def _fill_copies(target: Target) -> None:
-    if not target.copies:
-        return
     data = target.backend.writable_view(target.array)
     if data is None:
         data = memoryview(bytearray(target.spec.size_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import operator
 from typing import Any, TypeAlias
 
 from holdfast.format.codecs import is_plain_dataclass
@@ -39,6 +40,8 @@ def settle(live: Any, value: Any, settled: Settled) -> Any:
     if isinstance(value, dict):
         if isinstance(value, collections.defaultdict):
             live.default_factory = value.default_factory
+        if _holds_the_same(live, value):
+            return live
         items = [(key, settle(live.get(key), part, settled)) for key, part in value.items()]
         live.clear()
         for key, part in items:
@@ -69,6 +72,16 @@ def settle(live: Any, value: Any, settled: Settled) -> Any:
     if is_plain_dataclass(type(value)):
         return _settle_dataclass(live, value, settled)
     return value
+
+
+def _holds_the_same(live: dict[Any, Any], value: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the very same parts under equal keys of the same types, in the same order."""
+    return (
+        len(live) == len(value)
+        and all(map(operator.is_, live.values(), value.values()))
+        and list(live) == list(value)
+        and list(map(type, live)) == list(map(type, value))
+    )
 
 
 def _settled_parts(live: Any, value: Any, settled: Settled) -> list[Any]:

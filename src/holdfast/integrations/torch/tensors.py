@@ -42,8 +42,6 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _DEVICES: Final = TorchDevices()
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
-_layout = attrgetter("layout")
-_is_nested = attrgetter("is_nested")
 _is_cpu = attrgetter("is_cpu")
 _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
@@ -110,12 +108,13 @@ class TorchBackend:
         plain = Plain([], [], [])
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
-            if not _all_plain(some):
+            try:
+                columns = _try_columns(some)
+            except RuntimeError:  # Sparse and nested tensors do not have all of these properties.
                 return None
-            addresses, dtypes, shapes = list(map(_address, some)), list(map(_dtype, some)), list(map(_shape, some))
-            names = list(map(DTYPES.get, dtypes))
-            if 0 in addresses or None in names:
+            if columns is None:
                 return None
+            addresses, names, dtypes, shapes = columns
             plain.specs.extend(map(_spec, names, shapes))
             plain.addresses.extend(addresses)
             # As `alias_key` gives them.
@@ -143,8 +142,11 @@ class TorchBackend:
         """Lets autograd, and other watchers of the version, notice changes that torch cannot see."""
         try:
             torch.autograd.graph.increment_version(arrays)
-        except RuntimeError:  # There are inference tensors among them, which have no version.
-            torch.autograd.graph.increment_version([array for array in arrays if not array.is_inference()])
+        except (RuntimeError, TypeError):
+            # Older versions of torch take one tensor, and refuse those of inference, which have no version.
+            for array in arrays:
+                if not array.is_inference():
+                    torch.autograd.graph.increment_version(array)
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills a tensor from bytes."""
@@ -200,14 +202,14 @@ def _note_change(array: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(array)
 
 
-def _all_plain(arrays: Sequence[torch.Tensor]) -> bool:
-    """Whether each is a plain tensor whose values lie contiguous in host memory."""
-    return (
-        _PLAIN_TYPES.issuperset(map(type, arrays))
-        and {torch.strided}.issuperset(map(_layout, arrays))
-        and not any(map(_is_nested, arrays))
-        and all(map(_is_cpu, arrays))
-        and all(map(_is_contiguous, arrays))
-        and not any(map(_is_neg, arrays))
-        and not any(map(_is_conj, arrays))
-    )
+def _try_columns(
+    arrays: Sequence[torch.Tensor],
+) -> tuple[list[int], list[str], list[torch.dtype], list[torch.Size]] | None:
+    """Addresses, element types and shapes of plain tensors whose values lie contiguous in host memory."""
+    if not _PLAIN_TYPES.issuperset(map(type, arrays)) or not all(map(_is_cpu, arrays)):
+        return None
+    if not all(map(_is_contiguous, arrays)) or any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)):
+        return None
+    addresses, dtypes, shapes = list(map(_address, arrays)), list(map(_dtype, arrays)), list(map(_shape, arrays))
+    names = [DTYPES.get(dtype, "") for dtype in dtypes]
+    return None if 0 in addresses or "" in names else (addresses, names, dtypes, shapes)
