@@ -58,7 +58,8 @@ MACHINE = Machine(
 
 TINY = ["--scale", "0.0005", "--rounds", "1"]
 # Two of the others are in the run that is stopped below; all are simpler than those that are here.
-GIVING_BACK = [name for name in PEERS if name not in ("DCP sync", "DCP async, thread", "DCP async, process")]
+SIMPLER = ("holdfast, reserved", "DCP sync", "DCP async, thread", "DCP async, process")
+GIVING_BACK = [name for name in PEERS if name not in SIMPLER]
 SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 
 
