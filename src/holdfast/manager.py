@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace as replace_fields
 from types import TracebackType
 from typing import Any, Final, Literal, Self
+
+from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint

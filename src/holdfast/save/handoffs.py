@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.state.leaves import Skeleton
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """One worker's state in host memory, laid out as its data file.
 
     Attributes:
@@ -24,8 +23,7 @@ class Snapshot:
     objects: dict[str, Skeleton]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipts:
+class Receipts(msgspec.Struct, frozen=True):
     """Proof that all workers' bytes of one step are durable.
 
     Attributes:

@@ -11,16 +11,16 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from holdfast.state.leaves import Differences, Skeleton
 
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """How strictly a stored tree is held against the live one.
 
     Attributes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.state.adapters import Rules
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target
+from holdfast.state.registry import backend_named
 
 
 @dataclass(slots=True)
@@ -40,8 +41,12 @@ class Claims:
             claim.receivers.append(claim.made)
         return claim.made[1]
 
-    def live(self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, path: str, rules: Rules) -> Any:
+    def live(
+        self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
+    ) -> Any:
         """The live array if it is to be filled where it is or does not fit, otherwise one made like it.
+
+        `library` is where the stored array came from: the live one's may not know its element type.
 
         Raises:
             UnsupportedValueError: If the live array has a form that cannot be filled.
@@ -49,7 +54,10 @@ class Claims:
         live = backend.spec(array, path)
         if live.shape != spec.shape:
             if not rules.in_place and 0 in live.shape:
-                return self.new(leaf, spec, backend, array)
+                is_known = live.dtype == spec.dtype or backend.name == library
+                return (
+                    self.new(leaf, spec, backend, array) if is_known else self.new(leaf, spec, backend_named(library))
+                )
             self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
             return array
         if live.dtype != spec.dtype:

@@ -6,8 +6,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.state.adapters import Loading, StateAdapter
@@ -15,8 +16,7 @@ from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
 
 
-@dataclass(frozen=True, slots=True)
-class RandomSource:
+class RandomSource(msgspec.Struct, frozen=True):
     """One random generator that a whole process shares.
 
     Attributes:
