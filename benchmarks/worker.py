@@ -41,6 +41,10 @@ class LimitDuties(Duties):
         places, size_bytes = place_tensors(state_shapes(make_workload(start.workload, start.scale)))
         self._limits = Limits(Path(start.directory), mmap.mmap(start.memory, size_bytes), places)
 
+    def copy(self, order: Order) -> dict[str, float]:
+        """The copy alone."""
+        return {"copy": self._limits.copy_seconds()}
+
     def measure(self, order: Order) -> dict[str, float]:
         """All limits, once."""
         try:

@@ -79,7 +79,7 @@ class CheckpointManager:
                 These steps stay then, whatever `keep` says.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
-            threads: How many threads write, and read at a restore.
+            threads: How many threads write; twice as many read at a restore, when nothing else goes on.
             overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
                 while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
                 by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
@@ -227,7 +227,7 @@ class CheckpointManager:
             step=None if step is None else check_step(step),
             select=make_selection(only),
             strict=strict,
-            threads=self._threads,
+            threads=2 * self._threads,
             emit=self._emit,
         )
         if restoration is None:
