@@ -66,6 +66,10 @@ class Limits:
         page_cache.drop(self._path.parent)
         return best
 
+    def rewrite_seconds(self) -> float:
+        """The same over the bytes of a file that is there. `write_seconds` comes before."""
+        return min(self._write(block, os.O_WRONLY) for block in WRITE_BLOCKS)
+
     def read_cold_seconds(self) -> float:
         """Direct reads into memory that has been touched. `write_seconds` comes before."""
         return min(self._read(block, threads, os.O_DIRECT) for block in READ_BLOCKS for threads in READ_THREADS)
@@ -79,12 +83,13 @@ class Limits:
         """Removes the file."""
         self._path.unlink(missing_ok=True)
 
-    def _write(self, block_bytes: int) -> float:
-        self.remove()
+    def _write(self, block_bytes: int, flags: int = os.O_WRONLY | os.O_CREAT | os.O_EXCL) -> float:
+        if flags & os.O_EXCL:
+            self.remove()
         view = memoryview(self._buffer)
 
         def write() -> None:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+            descriptor = os.open(self._path, flags | os.O_DIRECT)
             try:
                 os.posix_fallocate(descriptor, 0, self._padded_bytes)
                 _spread(

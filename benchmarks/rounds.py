@@ -34,7 +34,9 @@ def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], r
     with open_values(bench, make_workload(workload_name, bench.results.scale)) as (values, memory):
         for group in in_groups(contenders):
             with bench.started(
-                workload_name, [LIMITS, *group], lambda name: bench.start(name, workload_name, memory)
+                workload_name,
+                [LIMITS, *group],
+                lambda name: bench.start(name, workload_name, memory, keep=1 if "holdfast" in name else None),
             ) as live:
                 for number in range(rounds + 1):
                     values.change()

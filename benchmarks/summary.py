@@ -78,7 +78,8 @@ def limits_of(results: Results, workload: str) -> dict[str, Spread]:
     found = [entry for entry in results.rounds if entry.workload == workload and entry.contender == LIMITS]
     # Where there is but one round, it has no other to warm up for.
     counted = [entry.figures for entry in found if entry.number > 0] or [entry.figures for entry in found]
-    return {name: spread([figures[name] for figures in counted]) for name in LIMIT_OF.values() if counted}
+    names = (*LIMIT_OF.values(), "rewrite")
+    return {name: spread([figures[name] for figures in counted]) for name in names if counted and name in counted[0]}
 
 
 def standings(results: Results, workload: str) -> list[Standing]:

@@ -51,6 +51,7 @@ class LimitDuties(Duties):
             return {
                 "copy": self._limits.copy_seconds(),
                 "write": self._limits.write_seconds(),
+                "rewrite": self._limits.rewrite_seconds(),
                 "read_cold": self._limits.read_cold_seconds(),
                 "read_warm": self._limits.read_warm_seconds(),
             }
