@@ -146,9 +146,7 @@ def find_cover_problem(indexes: Iterable[Index]) -> str:
         for stored in index.stored_boxes():
             same = boxes.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
             if same.record.spans != stored.record.spans:
-                return (
-                    f"{stored.leaf!r}: workers {same.rank} and {stored.rank} have different values for {stored.box}"
-                )
+                return f"{stored.leaf!r}: workers {same.rank} and {stored.rank} have different values for {stored.box}"
             problem = _find_name_problem(named, stored.leaf, stored.dtype, stored.global_shape, index.rank)
             if problem:
                 return problem
@@ -169,9 +167,7 @@ def _find_name_problem(
     known = named.setdefault(leaf, (dtype, shape, rank))
     if known[:2] == (dtype, shape):
         return ""
-    return (
-        f"{leaf!r} is {known[0]} {list(known[1])} to worker {known[2]}, and {dtype} {list(shape)} to worker {rank}"
-    )
+    return f"{leaf!r} is {known[0]} {list(known[1])} to worker {known[2]}, and {dtype} {list(shape)} to worker {rank}"
 
 
 def _find_gap(shape: tuple[int, ...], boxes: Mapping[Box, StoredBox]) -> str:

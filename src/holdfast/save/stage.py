@@ -56,9 +56,7 @@ class Stager:
         moves = plan.moves
         if moves is None or not moves.fits(captured, base):
             moves = plan.moves = _plan_moves(plan, captured, base)
-        snapshot = Snapshot(
-            layout, image, captured.objects, captured.boxes, captured.elsewhere, captured.worker
-        )
+        snapshot = Snapshot(layout, image, captured.objects, captured.boxes, captured.elsewhere, captured.worker)
         staging = Staging(snapshot, captured)
         staging.now += moves.now
         staging.later += moves.later

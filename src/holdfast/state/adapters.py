@@ -81,9 +81,7 @@ class Loading(Protocol):
         """The objects that are restored together."""
         ...
 
-    def value(
-        self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None
-    ) -> Any:
+    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
         """The stored value, with arrays that hold their values only when `apply` runs; differences are noted.
 
         Args:

@@ -45,7 +45,7 @@ def plan_parts(leaf: str, box: Box, item_bytes: int, holders: Sequence[int]) -> 
         return [(holders[0], box)]
     writers = choose_writers(holders)
     parts = split_box(box, max(1, min(len(writers), size_bytes // PART_BYTES)))
-    first = xxhash.xxh3_64_intdigest(f"{leaf}\n{box.offsets}")
+    first = xxhash.xxh3_64_intdigest(f"{leaf}\n{box.offsets}".encode(errors="surrogatepass"))
     return [(writers[(first + number) % len(writers)], part) for number, part in enumerate(parts)]
 
 

@@ -100,7 +100,9 @@ class Shard:
         self.holders = None if holders is None else tuple(sorted(set(_numbers("holders", holders))))
         problem = find_box_problem(Box(self.offsets, tuple(tensor.shape)), self.global_shape)
         if problem:
-            raise UsageError(f"this cannot be a shard: {problem}", hint="offsets and shape of the tensor say its place.")
+            raise UsageError(
+                f"this cannot be a shard: {problem}", hint="offsets and shape of the tensor say its place."
+            )
 
     def __repr__(self) -> str:
         return f"Shard({Box(self.offsets, tuple(self.tensor.shape))} of {list(self.global_shape)})"
