@@ -193,9 +193,12 @@ class _Capturing(Encoder):
         outer = (sharing.is_own, sharing.holders)
         if not sharing.worker.is_alone:
             sharing.is_own = sharing.is_own or adapter.is_per_worker
-            sharing.holders = adapter.holders_of(value) or sharing.holders
         try:
-            return tagged("object", self.encode_apart(self._state_of(value, adapter, path), path, depth), adapter.kind)
+            state = self._state_of(value, adapter, path)
+            if not sharing.worker.is_alone:
+                # Only now: to be asked for its state may change how an object holds it.
+                sharing.holders = adapter.holders_of(value) or sharing.holders
+            return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
             sharing.is_own, sharing.holders = outer
 

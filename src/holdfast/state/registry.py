@@ -37,9 +37,11 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "numpy": "holdfast.state.numpy_arrays",
         "torch": "holdfast.integrations.torch",
+        # It takes torch a second to import this, and most programs do without.
+        "torch.distributed.tensor": "holdfast.integrations.torch.meshes",
     }
 )
-"""For each package that holdfast knows, the module that registers its kinds. The module is imported when an object
+"""For each package (or part of one) that holdfast knows, the module that registers its kinds. The module is imported when an object
 of that package is met, so the package itself is in memory already."""
 
 _adapters: dict[type, Adapter] = {}
@@ -150,8 +152,9 @@ def _handler(cls: type) -> Adapter | ArrayBackend | None:
 
 def _load_integrations_of(cls: type) -> None:
     for ancestor in cls.__mro__:
-        package = str(getattr(ancestor, "__module__", "")).partition(".")[0]
-        module = INTEGRATIONS.get(package)
-        # A class may name any module as its own: only what is in memory already counts.
-        if module is not None and module not in sys.modules and package in sys.modules:
-            importlib.import_module(module)
+        own = str(getattr(ancestor, "__module__", ""))
+        for package, module in INTEGRATIONS.items():
+            # A class may name any module as its own: only what is in memory already counts.
+            is_in_memory = package in sys.modules and module not in sys.modules
+            if is_in_memory and (own == package or own.startswith(f"{package}.")):
+                importlib.import_module(module)
