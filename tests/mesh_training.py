@@ -1,7 +1,7 @@
 """One worker of a training job that `torchrun` starts: trains in some layout and saves, or restores and compares.
 
-    torchrun --standalone --nproc-per-node 4 tests/mesh_training.py save 2x2 RUN
-    torchrun --standalone --nproc-per-node 2 tests/mesh_training.py check fsdp RUN
+torchrun --standalone --nproc-per-node 4 tests/mesh_training.py save 2x2 RUN
+torchrun --standalone --nproc-per-node 2 tests/mesh_training.py check fsdp RUN
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tests.simulated_job import commit_parts, restore_part, save_part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +25,6 @@ from holdfast.catalog import open_generation
 from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
 from holdfast.storage import LocalStorage
-from tests.simulated_job import commit_parts, restore_part, save_part
 
 
 class Net(nn.Module):

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.simulated_job import restore_part, save_job
 
 import holdfast as hf
-from holdfast import errors
 from holdfast.format.boxes import Box
 from holdfast.format.workers import Worker
-from holdfast.restore.driver import restore_objects
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage.memory import MemoryStorage
-from tests.simulated_job import restore_part, save_job
 
 Array = NDArray[Any]
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from tests.simulated_job import commit_parts, restore_part, save_part  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
@@ -30,7 +31,6 @@ from holdfast.integrations.torch.meshes import find_boxes  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402
 from holdfast.storage.memory import MemoryStorage  # noqa: E402
-from tests.simulated_job import commit_parts, restore_part, save_part  # noqa: E402
 
 
 @contextmanager
@@ -94,9 +94,7 @@ def distribute(whole: Any, mesh: DeviceMesh, placements: Any) -> DTensor:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     local = local_part(whole, tuple(mesh.shape), tuple(coordinate), placements)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def save_on_mesh(storage: Any, mesh_shape: tuple[int, ...], placements: Any, wholes: dict[str, Any]) -> None:

@@ -148,9 +148,7 @@ def _find_holders(mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any,
     return tuple(sorted(torch.as_tensor(mesh.mesh[place]).flatten().tolist()))
 
 
-def _check_ranks(
-    mesh: Any, coordinate: tuple[int, ...], holders: tuple[int, ...], worker: Worker, path: str
-) -> None:
+def _check_ranks(mesh: Any, coordinate: tuple[int, ...], holders: tuple[int, ...], worker: Worker, path: str) -> None:
     rank = int(mesh.mesh[coordinate])
     if rank != worker.rank or holders[-1] >= worker.world_size or max(_all_ranks(mesh)) >= worker.world_size:
         what = "a job of its own" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
