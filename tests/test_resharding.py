@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.simulated_job import restore_part, save_job
 
 import holdfast as hf
 from holdfast.format.boxes import Box
 from holdfast.format.workers import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage.memory import MemoryStorage
+from simulated_job import restore_part, save_job
 
 Array = NDArray[Any]
 

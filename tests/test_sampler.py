@@ -583,8 +583,8 @@ def test_every_sample_comes_once_whoever_takes_it(
     state: dict[str, Any] | None = None
     for number, (world_size, batch_size, steps) in enumerate(teams):
         samplers = team(length, world_size, max(batch_size, world_size), shuffle=shuffle, seed=3)
-        for sampler in samplers if state is not None else ():
-            sampler.load_state_dict(state)
+        for sampler in samplers:
+            sampler.load_state_dict(state or sampler.state_dict())
         is_last = number == len(teams) - 1
         taken, states = shares(samplers, None if is_last else steps)
         seen += [index for own in taken for batch in own for index in batch]

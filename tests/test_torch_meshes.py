@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from tests.simulated_job import commit_parts, restore_part, save_part  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
@@ -31,6 +30,7 @@ from holdfast.integrations.torch.meshes import find_boxes  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402
 from holdfast.storage.memory import MemoryStorage  # noqa: E402
+from simulated_job import commit_parts, restore_part, save_part  # noqa: E402
 
 
 @contextmanager

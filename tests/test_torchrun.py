@@ -16,9 +16,9 @@ PROGRAM = ROOT / "tests" / "mesh_training.py"
 
 
 def torchrun(workers: int, mode: str, layout: str, directory: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-        + [str(PROGRAM), mode, layout, str(directory)],
+        [*launch, str(PROGRAM), mode, layout, str(directory)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -41,8 +41,8 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "torch.distributed.tensor": "holdfast.integrations.torch.meshes",
     }
 )
-"""For each package (or part of one) that holdfast knows, the module that registers its kinds. The module is imported when an object
-of that package is met, so the package itself is in memory already."""
+"""For each package that holdfast knows, or a part of one, the module that registers its kinds. The module is imported
+when an object of that package is met, so the package itself is in memory already."""
 
 _adapters: dict[type, Adapter] = {}
 _backends: dict[type, ArrayBackend] = {}
