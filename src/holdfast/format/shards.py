@@ -144,12 +144,12 @@ def find_cover_problem(indexes: Iterable[Index]) -> str:
     boxes: dict[str, dict[Box, StoredBox]] = {}
     for index in indexes:
         for stored in index.stored_boxes():
-            same = boxes.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
-            if same.record.spans != stored.record.spans:
-                return f"{stored.leaf!r}: workers {same.rank} and {stored.rank} have different values for {stored.box}"
             problem = _find_name_problem(named, stored.leaf, stored.dtype, stored.global_shape, index.rank)
             if problem:
                 return problem
+            same = boxes.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
+            if same.record.spans != stored.record.spans:
+                return f"{stored.leaf!r}: workers {same.rank} and {stored.rank} have different values for {stored.box}"
         for absent in index.elsewhere:
             problem = _find_name_problem(named, absent.name, absent.dtype, absent.shape, index.rank)
             if problem:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import DamageError
-from holdfast.format.boxes import Box, intersect, shift, whole_box
+from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
 from holdfast.format.index import Index
 from holdfast.format.shards import StoredBox
 from holdfast.state.leaves import ArraySpec, Target, spec_of
@@ -60,6 +60,7 @@ class Assignment:
         # By the identity of a target, how many of its elements nobody has offered yet.
         self._left: dict[int, int] = {}
         self._open = 0
+        self._taken: dict[int, list[Box]] = {}
         self._seen: dict[str, set[Box]] = {}
         for target in targets:
             elements = target.box.elements
@@ -81,7 +82,7 @@ class Assignment:
         """What is taken of the arrays of an index.
 
         Raises:
-            DamageError: If it has other leaves of the same names, or boxes that another index has too.
+            DamageError: If it has other leaves of the same names.
         """
         order = Order()
         for number, stored in enumerate(index.stored_boxes()):
@@ -93,23 +94,17 @@ class Assignment:
             if stored.box not in seen:
                 seen.add(stored.box)
                 for target in targets:
-                    self._assign(order, number, stored, target, path)
+                    self._assign(order, number, stored, target)
         return order
 
-    def _assign(self, order: Order, number: int, stored: StoredBox, target: Target, path: str) -> None:
+    def _assign(self, order: Order, number: int, stored: StoredBox, target: Target) -> None:
         wanted, record = target.box, stored.record
         common = intersect(stored.box, wanted)
         if common is None:
             return
-        left = self._left[id(target)] = self._left[id(target)] - common.elements
-        self._open -= not left
-        if left < 0:
-            raise DamageError(
-                f"{path}: {stored.box} of {stored.leaf!r} overlaps what another array holds",
-                step=self._step,
-                path=path,
-                tensor=stored.leaf,
-            )
+        self._left[id(target)] -= common.elements
+        self._open -= not self._left[id(target)]
+        self._taken.setdefault(id(target), []).append(common)
         at = shift(common, wanted.offsets)
         if common == stored.box and record.name not in order.whole:
             order.whole[record.name] = target if common == wanted else _part(target, record.name, at)
@@ -131,19 +126,22 @@ class Assignment:
             )
 
     def check_complete(self) -> None:
-        """Makes sure that every target is served.
+        """Makes sure that every target is served, each of its elements once.
 
         Raises:
             DamageError: If one is not.
         """
         for leaf, targets in self._targets.items():
             for target in targets:
-                if self._left[id(target)]:
-                    raise DamageError(
-                        f"{self._left[id(target)]} elements of {leaf!r}, within {target.box}, lie with no worker",
-                        step=self._step,
-                        tensor=leaf,
-                    )
+                taken, left = self._taken.get(id(target), []), self._left[id(target)]
+                overlap = find_overlap(taken) if len(taken) > 1 else None
+                if overlap is not None:
+                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, and lie apart"
+                elif left:
+                    text = f"{leaf!r}: {left} elements of {target.box} lie with no worker"
+                else:
+                    continue
+                raise DamageError(text, step=self._step, tensor=leaf)
 
 
 def _part(target: Target, name: str, box: Box) -> Target:

@@ -19,7 +19,7 @@ MOST_WRITERS: Final = 64
 SMALL_BYTES: Final = 4096
 """What is no larger goes to the first holder: twenty thousand such arrays are little to write, and one file to read."""
 
-PART_BYTES: Final = 1 << 20
+PART_BYTES: Final = 256 << 10
 """No part of a box that is shared out is smaller."""
 
 
