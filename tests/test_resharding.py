@@ -143,7 +143,7 @@ def cut(whole: Array, axis: int, workers: int, transposed: bool) -> list[dict[st
 
 def test_replicas_are_shared_out_by_bytes() -> None:
     storage = MemoryStorage()
-    state = {f"layer{number}": np.full((512, 1024), number, np.float32) for number in range(20)}
+    state: dict[str, Any] = {f"layer{number}": np.full((512, 1024), number, np.float32) for number in range(20)}
     state |= {f"bias{number}": np.full(64, number, np.float32) for number in range(20)}
     manifest = save_job(storage, [dict(state) for _ in range(4)])
     sizes = [worker.data_bytes for worker in manifest.workers]
@@ -158,8 +158,8 @@ def test_each_worker_has_its_own_back() -> None:
     storage = MemoryStorage()
     save_job(storage, [{"own": hf.PerWorker({"n": rank, "x": np.array([rank])})} for rank in range(3)])
     for rank in range(3):
-        value = {"n": -1, "x": np.array([-1])}
-        array = value["x"]
+        array = np.array([-1])
+        value = {"n": -1, "x": array}
         events: list[Any] = []
         restore_part(storage, {"own": hf.PerWorker(value)}, Worker(rank, 3), events.append)
         assert value == {"n": rank, "x": array}

@@ -9,7 +9,7 @@ from holdfast.errors import DamageError
 from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
 from holdfast.format.index import Index
 from holdfast.format.shards import StoredBox
-from holdfast.state.leaves import ArraySpec, Target, spec_of
+from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,6 @@ class Assignment:
 
 def _part(target: Target, name: str, box: Box) -> Target:
     """A box of a target's array, as a target of its own."""
-    view = target.backend.part(target.array, box)
+    view = part_of(target.array, box)
     spec = spec_of(target.spec.dtype, box.shape)
     return Target(name, spec, view, target.backend, (), target.backend.address(view))

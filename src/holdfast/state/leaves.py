@@ -80,6 +80,14 @@ class DeviceCopier(Protocol):
         ...
 
 
+def part_of(array: Any, box: Box) -> Any:
+    """A box of a plain array, as a view of the same memory."""
+    # Tensors are told that autograd need not know of it.
+    plain = array.detach() if hasattr(array, "detach") else array
+    # The ellipsis makes it a view also where there is no dimension left.
+    return plain[(*map(slice, box.offsets, box.ends), ...)]
+
+
 @lru_cache(maxsize=1 << 16)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
@@ -174,10 +182,6 @@ class ArrayBackend(Protocol):
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new, uninitialised, contiguous array: where a live one of the same library lies, or in host memory."""
-        ...
-
-    def part(self, array: Any, box: Box) -> Any:
-        """A box of an array, as a view of the same memory."""
         ...
 
     def fillable(self, array: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.boxes import Box
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_adapter, register_backend
@@ -118,11 +117,6 @@ class NumpyBackend:
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new array."""
         return np.empty(spec.shape, _NUMPY_DTYPES[spec.dtype])
-
-    def part(self, array: Any, box: Box) -> Any:
-        """A view."""
-        # The ellipsis makes it a view also where there is no dimension left.
-        return array[(*map(slice, box.offsets, box.ends), ...)]
 
     def fillable(self, array: Any) -> bool:
         """Whether the array may be written to, each element by itself."""

@@ -15,7 +15,7 @@ from holdfast.state import permutation
 from holdfast.state.adapters import Adapter, Loading, Scene
 from holdfast.state.batches import Batches
 from holdfast.state.leaves import Differences, Skeleton
-from holdfast.state.position import Position, is_count
+from holdfast.state.position import Position, count_samples, is_count
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
 
@@ -86,7 +86,7 @@ class ResumableSampler:
         Raises:
             UsageError: If an argument is not of that form.
         """
-        self._length = _length(length_or_dataset)
+        self._length = count_samples(length_or_dataset)
         if not is_count(batch_size) or batch_size < 1:
             raise UsageError(f"batch_size={batch_size!r} is not a whole number from 1 on")
         if not is_count(seed) or seed >= 1 << 64:
@@ -371,21 +371,6 @@ def leave_alone() -> None:
 
 
 register_adapter(ResumableSampler, SamplerAdapter(lambda sampler: sampler))
-
-
-def _length(length_or_dataset: Any) -> int:
-    if isinstance(length_or_dataset, int):
-        length: Any = length_or_dataset
-    elif hasattr(length_or_dataset, "__len__"):
-        length = len(length_or_dataset)
-    else:
-        raise UsageError(
-            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
-            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
-        )
-    if not is_count(length) or length > permutation.MAX_LENGTH:
-        raise UsageError(f"{length!r} is not a number of samples")
-    return int(length)
 
 
 def _seed_draws(number: int) -> None:

@@ -10,7 +10,7 @@ from holdfast.format.boxes import shift, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.workers import Worker
-from holdfast.state.leaves import ArrayBackend, ArraySpec, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, part_of, spec_of
 from holdfast.state.owners import plan_parts
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -59,7 +59,7 @@ class Sharing:
                     continue
                 array = local.array
                 if part != local.box:
-                    array = sharding.backend.part(array, shift(part, local.box.offsets))
+                    array = part_of(array, shift(part, local.box.offsets))
                 name = f"{leaf}~b{written}" if written else leaf
                 if not part.is_whole(spec.shape):
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))

@@ -14,7 +14,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box
 from holdfast.format.workers import Worker
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArraySpec, spec_of
+from holdfast.state.leaves import ArraySpec, part_of, spec_of
 from holdfast.state.registry import register_sharder
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -54,7 +54,7 @@ class MeshSharder:
             )
         if len(boxes) == 1:
             return Sharding(spec, _BACKEND, (LocalBox(boxes[0][0], local, holders),), memory)
-        parts = (LocalBox(box, _BACKEND.part(local, place), holders) for box, place in boxes)
+        parts = (LocalBox(box, part_of(local, place), holders) for box, place in boxes)
         return Sharding(spec, _BACKEND, tuple(parts), memory)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.boxes import Box
 from holdfast.integrations.torch.devices import TorchDevices, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.strides import may_share_elements
@@ -159,10 +158,6 @@ class TorchBackend:
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
-
-    def part(self, array: Any, box: Box) -> Any:
-        """A view, of which autograd knows nothing."""
-        return array.detach()[(*map(slice, box.offsets, box.ends), ...)]
 
     def fillable(self, array: Any) -> bool:
         """Whether each element is memory of its own."""
