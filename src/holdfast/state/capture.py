@@ -170,7 +170,7 @@ class _Capturing(Encoder):
 
     def _encode_shared(self, sharding: Sharding, path: str) -> Node:
         """The node of an array of which other workers may have a part, or all."""
-        if self._sharing.is_own:
+        if self._sharing.is_own and any(local.holders is not None for local in sharding.boxes):
             raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
         backend = sharding.backend
         known = self._shared.get((backend.name, sharding.memory))

@@ -24,12 +24,13 @@ class LocalBox:
     Attributes:
         box: Which part of the array it is.
         array: Its values: a plain array of the box's shape.
-        holders: The ranks of all workers that hold this very box, in order, this one among them.
+        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
+            hold a plain array in that place.
     """
 
     box: Box
     array: Any
-    holders: Sequence[int]
+    holders: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class _PerWorkerAdapter(Adapter):
         value = loading.value(stored, obj.value, rules=OWNED)
 
         def load() -> None:
-            obj.value = settle(obj.value, value, {})
+            obj.value = settle(obj.value, loading.complete(value), {})
 
         return load
 

@@ -36,7 +36,7 @@ class Sharing:
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
         """A plain array as one that each holder has whole."""
         spec = backend.spec(array, path)
-        local = LocalBox(whole_box(spec.shape), array, self.holders)
+        local = LocalBox(whole_box(spec.shape), array, None)
         return Sharding(spec, backend, (local,), backend.alias_key(array))
 
     def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
@@ -53,7 +53,8 @@ class Sharing:
             if not local.box.elements and 0 not in spec.shape:
                 is_complete = False
                 continue
-            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], local.holders):
+            holders = (self.worker.rank,) if self.is_own else local.holders or self.holders
+            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], holders):
                 if owner != self.worker.rank:
                     others.add(owner)
                     continue
