@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from holdfast.cluster.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from holdfast.cluster.protocol import MAX_COUNT, MAX_KEY_BYTES, MAX_VALUE_BYTES
 from holdfast.errors import UsageError
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
@@ -49,6 +49,6 @@ def check_amount(key: str, amount: int) -> int:
     Raises:
         UsageError: If it is not.
     """
-    if not isinstance(amount, int) or isinstance(amount, bool) or not -(1 << 62) < amount < 1 << 62:
-        raise UsageError(f"{key}: {amount!r} is no whole number that can be added")
+    if not isinstance(amount, int) or isinstance(amount, bool) or not -MAX_COUNT < amount < MAX_COUNT:
+        raise UsageError(f"{key}: {amount!r} is no whole number of less than {MAX_COUNT}")
     return amount

@@ -17,6 +17,9 @@ from typing import Final, Protocol, runtime_checkable
 MAX_KEY_BYTES: Final = 200
 MAX_VALUE_BYTES: Final = 1 << 20
 
+MAX_COUNT: Final = 1 << 31
+"""A counter stays below this, above and below zero: there are stores that cannot read a larger one again."""
+
 ANSWER_SECONDS: Final = 10.0
 """How long a store may take to answer what it need not wait for. One that takes longer is taken for dead."""
 
@@ -53,7 +56,7 @@ class Cluster(Protocol):
         ...
 
     def node_of(self, rank: int) -> str:
-        """Where another worker runs. All have said so when they joined: this asks nobody."""
+        """**Thread-safe.** Where another worker runs, for people to read; empty if that cannot be found out now."""
         ...
 
     def set(self, key: str, value: bytes) -> None:
