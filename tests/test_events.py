@@ -16,6 +16,7 @@ from holdfast.errors import FormatError, UsageError
 from holdfast.events import (
     AnyEvent,
     Committed,
+    Diverged,
     Event,
     Failed,
     Fanout,
@@ -24,6 +25,7 @@ from holdfast.events import (
     JsonLinesSink,
     LoggingSink,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -51,6 +53,8 @@ ONE_OF_EACH: list[Event] = [
         training_saved_seconds=90.0,
     ),
     Restored(step=400, generation=2, blocked_seconds=1.5, size_bytes=1_500_000_000),
+    Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
+    Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     PassedOver(
         step=450,
         generation=2,

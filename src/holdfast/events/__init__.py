@@ -9,6 +9,7 @@ from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
+    Diverged,
     Event,
     Failed,
     GenerationOpened,
@@ -29,6 +30,7 @@ from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
 __all__ = [
     "AnyEvent",
     "Committed",
+    "Diverged",
     "Event",
     "Failed",
     "Fanout",

@@ -176,6 +176,26 @@ class Resized(Event, frozen=True):
         return f"{text} ({'; '.join(notes)})" if notes else text
 
 
+class Diverged(Event, frozen=True):
+    """Workers that should hold the same values of a tensor do not.
+
+    Attributes:
+        step: The step that was saved; it holds the values of one of them.
+        generation: The generation that saved it.
+        tensor: The leaf.
+        ranks: The workers, those that agree together; the most first.
+    """
+
+    step: int
+    generation: int
+    tensor: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
+        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
+
+
 class PassedOver(Event, frozen=True):
     """A step that is damaged was passed over for an older one.
 
@@ -286,6 +306,7 @@ AnyEvent: TypeAlias = (
     | Committed
     | Restored
     | Resized
+    | Diverged
     | PassedOver
     | Retained
     | Failed
@@ -319,6 +340,11 @@ def decode_event(line: bytes) -> AnyEvent:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"not an event: {error}") from error
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
 
 
 def _time(seconds: float) -> str:

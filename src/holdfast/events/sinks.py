@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from holdfast.events.kinds import (
     Committed,
+    Diverged,
     Event,
     Failed,
     GenerationOpened,
@@ -38,6 +39,7 @@ _LEVELS: dict[type[Event], int] = {
     Committed: logging.INFO,
     Restored: logging.INFO,
     Resized: logging.WARNING,
+    Diverged: logging.WARNING,
     PassedOver: logging.WARNING,
     Retained: logging.DEBUG,
     Failed: logging.ERROR,

@@ -191,6 +191,25 @@ class ArrayBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Replica:
+    """A box that several workers hold alike, and one of them writes.
+
+    Attributes:
+        key: Equal for the same box of the same leaf with all of them, and for no others.
+        leaf: The leaf's name.
+        holders: The ranks of all of them.
+        name: The name of the array with its values, among those that are written or among the witnesses.
+        is_written: Whether this worker writes it.
+    """
+
+    key: str
+    leaf: str = field(compare=False)
+    holders: Sequence[int] = field(compare=False)
+    name: str = field(compare=False)
+    is_written: bool = field(compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """The state of all named objects at one moment: plain values already taken, arrays still live.
@@ -209,6 +228,8 @@ class Captured:
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
+        replicas: The boxes that other workers hold too, if these are to be compared.
+        witnesses: What this worker does not write of them: nothing but arrays.
     """
 
     names: list[str]
@@ -221,6 +242,8 @@ class Captured:
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE
+    replicas: tuple[Replica, ...] = ()
+    witnesses: Captured | None = None
 
     @property
     def size_bytes(self) -> int:
