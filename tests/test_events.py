@@ -53,8 +53,6 @@ ONE_OF_EACH: list[Event] = [
         training_saved_seconds=90.0,
     ),
     Restored(step=400, generation=2, blocked_seconds=1.5, size_bytes=1_500_000_000),
-    Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
-    Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     PassedOver(
         step=450,
         generation=2,
@@ -67,6 +65,8 @@ ONE_OF_EACH: list[Event] = [
     Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
     Skipped(step=700, reason="the save of step 600 is still at work"),
     Warned(text="the clock went back", step=701),
+    Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
+    Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
 ]
 
 
