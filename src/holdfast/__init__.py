@@ -9,7 +9,7 @@ from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, S
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
-from holdfast.state import RNG, ResumableSampler, register_codec, register_type
+from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
 
 if TYPE_CHECKING:
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -26,12 +26,14 @@ __all__ = [
     "EveryN",
     "Latest",
     "Newer",
+    "PerWorker",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
     "Run",
     "SaveHandle",
     "Seconds",
+    "Shard",
     "Steps",
     "__version__",
     "errors",

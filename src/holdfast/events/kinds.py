@@ -150,6 +150,52 @@ class Restored(Event, frozen=True):
         return f"step {self.step} restored: {_size(self.size_bytes)} in {_time(self.blocked_seconds)}"
 
 
+class Resized(Event, frozen=True):
+    """The state of another number of workers has been restored.
+
+    Attributes:
+        step: The step.
+        generation: The generation that had saved it.
+        stored_workers: How many workers had saved it.
+        workers: How many there are now.
+        reseeded: Where random generators were seeded anew from what was saved, each worker's differently.
+        left: What is each worker's own and stays as it is, since what was saved is nobody's any more.
+    """
+
+    step: int
+    generation: int
+    stored_workers: int
+    workers: int
+    reseeded: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"step {self.step} was saved by {self.stored_workers} workers and is restored by {self.workers}"
+        notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
+        notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
+        return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+class Diverged(Event, frozen=True):
+    """Workers that should hold the same values of a tensor do not.
+
+    Attributes:
+        step: The step that was saved; it holds the values of one of them.
+        generation: The generation that saved it.
+        tensor: The leaf.
+        ranks: The workers, those that agree together; the most first.
+    """
+
+    step: int
+    generation: int
+    tensor: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
+        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
+
+
 class PassedOver(Event, frozen=True):
     """A step that is damaged was passed over for an older one.
 
@@ -259,6 +305,8 @@ AnyEvent: TypeAlias = (
     | Written
     | Committed
     | Restored
+    | Resized
+    | Diverged
     | PassedOver
     | Retained
     | Failed
@@ -292,6 +340,11 @@ def decode_event(line: bytes) -> AnyEvent:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"not an event: {error}") from error
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
 
 
 def _time(seconds: float) -> str:

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 
 from holdfast.events.kinds import (
     Committed,
+    Diverged,
     Event,
     Failed,
     GenerationOpened,
     Held,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -38,6 +40,8 @@ _LEVELS: dict[type[Event], int] = {
     Written: logging.DEBUG,
     Committed: logging.INFO,
     Restored: logging.INFO,
+    Resized: logging.WARNING,
+    Diverged: logging.WARNING,
     PassedOver: logging.WARNING,
     Retained: logging.DEBUG,
     Failed: logging.ERROR,
