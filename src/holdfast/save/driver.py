@@ -92,9 +92,10 @@ class Saver:
         overlap_copy: bool,
         timeout_seconds: float,
         incremental: bool,
+        reuse_space: bool,
     ) -> None:
         self._storage = storage
-        self._line = Line(storage, keep, incremental=incremental)
+        self._line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space)
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -209,9 +210,13 @@ class Saver:
         self._pending_events.put(event)
 
     def join(self, timeout_seconds: float) -> None:
-        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
+        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of buffer and disk."""
         if self._crew is not None:
             self._crew.join(timeout_seconds)
+        try:
+            self._line.close()
+        except HoldfastError as error:
+            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
         self._end_preparation()
         if self._hold is not None:
             self._hold.end()

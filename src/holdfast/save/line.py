@@ -19,12 +19,12 @@ from holdfast.save.discard import (
     discard_trash,
     discard_unfinished,
     next_attempt,
-    remove_own_files,
     withdraw,
 )
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.incremental import Incremental
 from holdfast.save.ledger import Ledger
+from holdfast.save.space import Space
 from holdfast.save.write import write
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
@@ -52,12 +52,15 @@ class Cleaning:
 class Line:
     """Writes checkpoints of one generation, one after the other. Not thread-safe: one save uses it at a time."""
 
-    def __init__(self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
+    ) -> None:
         self._storage = storage
         self._keep = keep
         self._generation: int | None = None
         self._ledger = Ledger(storage)
-        self._incremental = Incremental(storage, self._ledger) if incremental else None
+        self._space = Space(storage, reuse=reuse_space)
+        self._incremental = Incremental(storage, self._ledger, self._space) if incremental else None
 
     @property
     def generation(self) -> int | None:
@@ -67,6 +70,14 @@ class Line:
     def leave(self) -> None:
         """Ends the line: the next save opens a generation of its own."""
         self._generation = None
+
+    def close(self) -> None:
+        """**Blocks.** Gives back what was kept on the disk for a next save.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        self._space.close()
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
@@ -102,7 +113,7 @@ class Line:
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""
         if self._incremental is None:
-            return write(snapshot, self._storage, name, crew)
+            return write(snapshot, self._storage, name, crew, self._space)
         return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
 
     def commit(
@@ -154,7 +165,7 @@ class Line:
             and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        removed = self._remove(plan.remove, problems)
+        removed = self._remove(plan.remove, newest, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         swept = self._sweep(catalog, referred, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
@@ -178,7 +189,7 @@ class Line:
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
             return ()
 
-    def _remove(self, names: Collection[StepName], problems: list[HoldfastError]) -> list[StepName]:
+    def _remove(self, names: Collection[StepName], newest: StepName, problems: list[HoldfastError]) -> list[StepName]:
         """Removes committed steps: first all their manifests, then, if this generation still counts, their data."""
         withdrawn: list[StepName] = []
         needed: set[StepName] = set()
@@ -194,10 +205,12 @@ class Line:
         if withdrawn and self._generation is not None:
             # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
             check_fence(self._storage, self._generation)
+        manifest = self._ledger.manifest(newest)
+        wanted_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
-                remove_own_files(self._storage, name.directory)
+                self._space.discard_withdrawn(name.directory, newest.generation, wanted_bytes)
                 removed.append(name)
             except HoldfastError as error:
                 problems.append(error)
@@ -209,6 +222,10 @@ class Line:
         One that lost its manifest, but holds what a step refers to, stays.
         """
         swept: list[str] = []
+        try:
+            self._space.sweep()
+        except HoldfastError as error:
+            problems.append(error)
         for name in catalog.unfinished:
             if self._generation is not None and name.generation <= self._generation and name not in referred:
                 try:
