@@ -286,6 +286,7 @@ class CheckpointManager:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
         self._closed = True
         self._in_flight = None
+        self._saver.abandon()
         self._reports.abandon()
 
     def __enter__(self) -> Self:

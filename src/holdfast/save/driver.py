@@ -223,6 +223,10 @@ class Saver:
         self._flush_events()
         self._buffer.release()
 
+    def abandon(self) -> None:
+        """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
+        self._line.abandon()
+
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""
         work = inbox.get()

@@ -16,7 +16,6 @@ from holdfast.save.gather import Move, plan_moves, write_gathered
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.ledger import Ledger
 from holdfast.save.references import Held, Offer, choose_sources, find_unchanged, list_held, make_references
-from holdfast.save.space import Space
 from holdfast.save.write import conclude, make_index, take_digests
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
@@ -29,9 +28,8 @@ class Incremental:
     neither retention nor a person can remove as long as no newer step is committed.
     """
 
-    def __init__(self, storage: Storage, ledger: Ledger, space: Space) -> None:
+    def __init__(self, storage: Storage, ledger: Ledger) -> None:
         self._storage = storage
-        self._space = space
         self._ledger = ledger
         self._newest: StepName | None = None
         # What is known of that step; it is read when it is first needed, and never holds more than its arrays' records.
@@ -63,7 +61,7 @@ class Incremental:
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         layout, moves = _plan_file(snapshot, name, kept)
         self._storage.make_directory(name.directory)
-        writer = self._space.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
+        writer = self._storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
         try:
             write_gathered(snapshot.image, layout, moves, writer, crew)
             writer.finish()

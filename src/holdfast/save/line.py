@@ -60,7 +60,7 @@ class Line:
         self._generation: int | None = None
         self._ledger = Ledger(storage)
         self._space = Space(storage, reuse=reuse_space)
-        self._incremental = Incremental(storage, self._ledger, self._space) if incremental else None
+        self._incremental = Incremental(storage, self._ledger) if incremental else None
 
     @property
     def generation(self) -> int | None:
@@ -78,6 +78,10 @@ class Line:
             StorageError: If the place fails.
         """
         self._space.close()
+
+    def abandon(self) -> None:
+        """As `close`, at once: what was kept is left to the next job."""
+        self._space.abandon()
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
@@ -100,6 +104,7 @@ class Line:
             base = make_base(generation, origin)
             record_base(self._storage, base)
             self._generation = generation
+            self._space.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin)
         check_fence(self._storage, self._generation)
@@ -113,7 +118,7 @@ class Line:
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""
         if self._incremental is None:
-            return write(snapshot, self._storage, name, crew, self._space)
+            return write(snapshot, self._storage, name, crew)
         return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
 
     def commit(
@@ -165,9 +170,11 @@ class Line:
             and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        removed = self._remove(plan.remove, newest, problems)
+        manifest = self._ledger.manifest(newest)
+        newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
+        removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred, problems)
+        swept = self._sweep(catalog, referred, newest_bytes, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
 
@@ -189,7 +196,7 @@ class Line:
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
             return ()
 
-    def _remove(self, names: Collection[StepName], newest: StepName, problems: list[HoldfastError]) -> list[StepName]:
+    def _remove(self, names: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]) -> list[StepName]:
         """Removes committed steps: first all their manifests, then, if this generation still counts, their data."""
         withdrawn: list[StepName] = []
         needed: set[StepName] = set()
@@ -205,25 +212,25 @@ class Line:
         if withdrawn and self._generation is not None:
             # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
             check_fence(self._storage, self._generation)
-        manifest = self._ledger.manifest(newest)
-        wanted_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
-                self._space.discard_withdrawn(name.directory, newest.generation, wanted_bytes)
+                self._space.discard_withdrawn(name.directory, newest_bytes)
                 removed.append(name)
             except HoldfastError as error:
                 problems.append(error)
         return removed
 
-    def _sweep(self, catalog: Catalog, referred: Collection[StepName], problems: list[HoldfastError]) -> list[str]:
+    def _sweep(
+        self, catalog: Catalog, referred: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]
+    ) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
         One that lost its manifest, but holds what a step refers to, stays.
         """
         swept: list[str] = []
         try:
-            self._space.sweep()
+            self._space.sweep(newest_bytes)
         except HoldfastError as error:
             problems.append(error)
         for name in catalog.unfinished:

@@ -12,7 +12,6 @@ from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.save.space import Space
 from holdfast.state.leaves import Skeleton
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter, Storage
@@ -21,7 +20,7 @@ PIECE_BYTES: Final = 8 << 20
 """One write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
-def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew, space: Space) -> Receipts:
+def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> Receipts:
     """**Blocks.** Writes the snapshot of a job of one worker into a new directory and makes it last.
 
     A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
@@ -32,7 +31,7 @@ def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew, spac
     """
     storage.make_directory(name.directory)
     data_path = f"{name.directory}/{data_name(0, 1)}"
-    digests = _write_data(snapshot, space.open_writer(data_path, snapshot.layout.size_bytes), crew)
+    digests = _write_data(snapshot, storage.open_writer(data_path, snapshot.layout.size_bytes), crew)
     leaves = ("".join(spans) for spans in digests)
     return conclude(make_index(snapshot.layout, snapshot.objects, name, leaves), storage)
 

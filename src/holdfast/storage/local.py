@@ -17,7 +17,7 @@ from holdfast.storage.descriptors import make_last, open_directory, write_all
 from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.local_reader import LocalReader
-from holdfast.storage.local_spare import LocalSpare, Take
+from holdfast.storage.local_spare import LocalSpare, has_spare, take_spare
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.storage.paths import split_directory, split_path, trash_name
 from holdfast.storage.pieces import check_size
@@ -69,7 +69,7 @@ class LocalStorage:
     @property
     def spare(self) -> LocalSpare:
         """The file in whose room the next large one may be written; see `Spare`."""
-        return LocalSpare(self._root, self.open_writer, self._open_writer)
+        return LocalSpare(self._root)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
@@ -92,16 +92,24 @@ class LocalStorage:
                 pass
 
     def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it."""
-        return self._with_room(lambda: self._open_writer(path, size_bytes))
+        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it.
 
-    def _open_writer(self, path: str, size_bytes: int, take: Take | None = None) -> LocalWriter:
+        If there is a spare, a large file takes its room on the disk.
+        """
+        if size_bytes >= SMALLEST_DIRECT_BYTES and has_spare(self._root):
+            # If it has less room than is needed, and the disk no more, it is gone by now: that may have been too little
+            # only because it was there.
+            with suppress(StorageFullError):
+                return self._open_writer(path, size_bytes, takes_spare=True)
+        return self._with_room(lambda: self._open_writer(path, size_bytes, takes_spare=False))
+
+    def _open_writer(self, path: str, size_bytes: int, *, takes_spare: bool) -> LocalWriter:
         *parents, name = split_path(path)
         check_size(size_bytes, path)
         with self._errors("make", path, size_bytes), self._open_to_write(parents) as directory:
             descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
             try:
-                taken = take(directory, name, descriptor) if take is not None else None
+                taken = take_spare(self._root, directory, name, descriptor, size_bytes) if takes_spare else None
                 if taken is not None:
                     descriptor, empty = taken, descriptor
                     os.close(empty)

@@ -11,24 +11,15 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from holdfast.errors import StorageFullError
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage.descriptors import make_last, open_directory
 from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, round_up
 from holdfast.storage.failures import as_storage_errors
-from holdfast.storage.local_writer import LocalWriter
 from holdfast.storage.paths import split_path
-
-Take = Callable[[int, str, int], int | None]
-"""Given a directory, a name in it, and the new empty file of that name: the file to write in its place, or None."""
-
-_MAX_SHARE: Final = 2
-"""How many times as large as the file that is to be written the spare may be."""
 
 # Without O_NONBLOCK a FIFO would hold the opening up, and so would a file that somebody else has a lease on.
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -49,24 +40,11 @@ class LocalSpare:
     Any number of processes may use it at the same time: whoever renames it has it, and the others find none.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        open_new: Callable[[str, int], LocalWriter],
-        open_over: Callable[[str, int, Take], LocalWriter],
-    ) -> None:
-        """Reads and writes nothing yet.
-
-        Args:
-            root: The storage's root.
-            open_new: Begins a new file.
-            open_over: Begins one in whose place another may be taken.
-        """
+    def __init__(self, root: Path) -> None:
+        """Reads and writes nothing yet."""
         self._root = root
-        self._open_new = open_new
-        self._open_over = open_over
 
-    def try_keep(self, path: str, wanted_bytes: int) -> bool:
+    def try_keep(self, path: str, limit_bytes: int) -> bool:
         """Makes a file the spare; see `Spare`. A crash leaves it under its own name or as the spare.
 
         It is not kept if something speaks against its use already, nor if less is free on the disk than it takes: on a
@@ -77,7 +55,7 @@ class LocalSpare:
             with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
-                if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= _MAX_SHARE * wanted_bytes:
+                if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= limit_bytes:
                     return False
                 if not _can_be_used(root) or _free_bytes(root) < status.st_size:
                     return False
@@ -90,70 +68,71 @@ class LocalSpare:
             return False
         return True
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        """Begins a new file, in the room of the spare if that can be had; see `Spare`."""
-        if self._is_there():
-            # If there is no room for what it lacks, it is gone by now, and so all of its room is free.
-            with suppress(StorageFullError):
-                return self._open_over(
-                    path, size_bytes, lambda directory, name, made: self._take(directory, name, made, size_bytes)
-                )
-        return self._open_new(path, size_bytes)
-
-    def remove(self) -> bool:
+    def remove(self, beyond_bytes: int = -1) -> bool:
         """Removes the spare; see `Spare`."""
         with as_storage_errors("remove", SPARE_NAME, self._root):
             try:
                 with open_directory(self._root, ()) as root:
+                    status = _look(root)
+                    if status is None or stat.S_ISDIR(status.st_mode) or status.st_size <= beyond_bytes:
+                        return False
                     os.unlink(SPARE_NAME, dir_fd=root)
-            except (FileNotFoundError, IsADirectoryError):
-                return False
+            except FileNotFoundError:
+                return False  # Another process took it, or there is no root.
         return True
 
-    def _is_there(self) -> bool:
-        with suppress(OSError), open_directory(self._root, ()) as root:
-            return _look(root) is not None
-        return False
 
-    def _take(self, directory: int, name: str, made: int, size_bytes: int) -> int | None:
-        """Puts the spare in the place of a new empty file. `OSError` goes through.
+def has_spare(root: Path) -> bool:
+    """Whether there is something under the spare's name."""
+    return os.path.lexists(root / SPARE_NAME)
 
-        The bytes in it may be changed only if nobody else sees them. Whoever had the file open, or had a link to it,
-        when it was a checkpoint's has it still: that is found out once it has its new name, so that nobody can come by
-        it any more through an older one.
 
-        What a crash leaves behind, by the step it comes after: the file renamed: it, under the name of a new file that
-        is not whole. The root synced: the same, and for good no other name by which it could be taken once more, by
-        which time it may be a checkpoint's file again. Its size changed: the same.
+def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int) -> int | None:
+    """Puts the spare in the place of a new empty file. `OSError` goes through.
 
-        Returns:
-            A descriptor of the file that now has the name, with bytes that are to be overwritten or none; or None if it
-            is still the new one.
-        """
-        with open_directory(self._root, ()) as root:
-            before = _look(root)
-            if before is None or stat.S_ISDIR(before.st_mode):
-                return None
-            if size_bytes < SMALLEST_DIRECT_BYTES or not _is_alike(before, os.fstat(made)) or not _can_be_used(root):
-                with suppress(OSError):
-                    os.unlink(SPARE_NAME, dir_fd=root)
-                return None
-            try:
-                os.rename(SPARE_NAME, name, src_dir_fd=root, dst_dir_fd=directory)
-            except OSError:
-                return None  # Another process took it.
-            make_last(root)
-        taken = _open_unseen(directory, name, made)
-        if taken is None:
-            os.unlink(name, dir_fd=directory)
-            return os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+    The bytes in it may be changed only if nobody else sees them. Whoever had the file open, or had a link to it, when
+    it was still wanted has it still: that is found out once it has its new name, so that nobody can come by it any more
+    through an older one. A spare that cannot be used is removed.
+
+    What a crash leaves behind, by the step it comes after: the file renamed: it, under the name of a new file that is
+    not whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may
+    be wanted again. Its size changed: the same.
+
+    Args:
+        root: The storage's root.
+        directory: The directory of the new file.
+        name: The new file's name there.
+        made: The new file.
+        size_bytes: How large it is to be.
+
+    Returns:
+        A descriptor of the file that now has the name, with bytes that are to be overwritten or none; or None if that
+        is still the new one.
+    """
+    with open_directory(root, ()) as place:
+        before = _look(place)
+        if before is None or stat.S_ISDIR(before.st_mode):
+            return None
+        if not _is_alike(before, os.fstat(made)) or not _can_be_used(place):
+            with suppress(OSError):
+                os.unlink(SPARE_NAME, dir_fd=place)
+            return None
         try:
-            if os.fstat(taken).st_size > round_up(size_bytes):
-                os.ftruncate(taken, round_up(size_bytes))
+            os.rename(SPARE_NAME, name, src_dir_fd=place, dst_dir_fd=directory)
         except OSError:
-            os.close(taken)
-            raise
-        return taken
+            return None  # Another process took it.
+        make_last(place)
+    taken = _open_unseen(directory, name, made)
+    if taken is None:
+        os.unlink(name, dir_fd=directory)
+        return os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+    try:
+        if os.fstat(taken).st_size > round_up(size_bytes):
+            os.ftruncate(taken, round_up(size_bytes))
+    except OSError:
+        os.close(taken)
+        raise
+    return taken
 
 
 def _look(root: int) -> os.stat_result | None:

@@ -169,38 +169,32 @@ class Storage(Protocol):
 
 
 class Spare(Protocol):
-    """At most one file that is no longer wanted, into whose room on the disk the next large one may be written.
+    """At most one file that is no longer wanted, and into whose room on the disk the next large one is written.
 
-    It lies in the storage's root under a name of its own, and holds nothing that anybody may rely on. It is never the
-    reason why there is no room: it is removed before a storage says so.
+    It lies in the storage's root under a name of its own, and holds nothing that anybody may rely on. It is written
+    over only where nobody else can notice; if that cannot be made sure of, it is removed. It is never the reason why
+    there is no room: it is removed before a storage says so.
     """
 
-    def try_keep(self, path: str, wanted_bytes: int) -> bool:
+    def try_keep(self, path: str, limit_bytes: int) -> bool:
         """Makes a whole file that no longer counts the spare, if it is of more use than the one that is there.
 
         Nobody may be writing it any more, and what vouched for it must be gone for good.
 
         Args:
             path: The file.
-            wanted_bytes: How large the next file may be expected to be; one that is much larger is not kept for it.
+            limit_bytes: A larger one is not kept.
 
         Returns:
             True if it has gone from its path. If False, it lies there as before, and may be removed.
         """
         ...
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
-        """Begins a new file as `Storage.open_writer` does, in the room of the spare if nobody else can see that.
-
-        After it there is no spare: one that cannot be used is removed.
-        """
-        ...
-
-    def remove(self) -> bool:
-        """Removes the spare.
+    def remove(self, beyond_bytes: int = -1) -> bool:
+        """Removes the spare, if it is larger than that.
 
         Returns:
-            True if there was one, and it is gone now.
+            True if it is gone now; False if there was none to be removed.
         """
         ...
 
