@@ -21,9 +21,10 @@ from holdfast.format.names import SPARE_NAME
 from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
+from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.faulty import FaultyStorage
 from test_storage_faults import needs_strace
-from test_storage_spare import can_reuse, reader_of, small_disk
+from test_storage_spare import can_reuse, identity, reader_of, small_disk
 
 DATA = "data-00000-of-00001.safetensors"
 LENGTH = 300_000
@@ -36,10 +37,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def number_of(run: Path, step: int) -> int:
+def number_of(run: Path, step: int) -> tuple[int, int]:
     """Which file a step's data file is."""
     (data,) = run.glob(f"step-{step:09d}.*/{DATA}")
-    return data.stat().st_ino
+    return identity(data)
 
 
 def has_spare(run: Path) -> bool:
@@ -85,7 +86,7 @@ def test_every_checkpoint_is_whole_and_what_it_was(
     storage = LocalStorage(run, direct=direct)
     state: dict[str, np.ndarray] = {}
     saved: dict[int, dict[str, np.ndarray]] = {}
-    files: set[int] = set()
+    files: set[tuple[int, int]] = set()
     reused = 0
     with hf.CheckpointManager(storage, hf.Checkpoint(state=state), keep=keep, incremental=incremental) as manager:
         for step in range(1, 26):
@@ -101,9 +102,9 @@ def test_every_checkpoint_is_whole_and_what_it_was(
             check_all_whole(storage)
             number = number_of(run, step)
             reused += number in files
-            files = {data.stat().st_ino for data in run.glob(f"step-*/{DATA}")}
+            files = {identity(data) for data in run.glob(f"step-*/{DATA}")}
             if has_spare(run):
-                files.add((run / SPARE_NAME).stat().st_ino)
+                files.add(identity(run / SPARE_NAME))
         assert reused > 0
         for step in manager.steps():
             target: dict[str, np.ndarray] = {name: np.zeros_like(array) for name, array in saved[step].items()}
@@ -118,9 +119,9 @@ def test_it_is_the_same_file_from_save_to_save(run: Path) -> None:
     array = np.zeros(LENGTH)
     with hf.CheckpointManager(run, hf.Checkpoint(a=array), keep=hf.Latest(1)) as manager:
         save_steps(manager, array, range(1, 3))
-        numbers = {number_of(run, 2), (run / SPARE_NAME).stat().st_ino}
+        numbers = {number_of(run, 2), identity(run / SPARE_NAME)}
         save_steps(manager, array, range(3, 9))
-        assert {number_of(run, 8), (run / SPARE_NAME).stat().st_ino} == numbers
+        assert {number_of(run, 8), identity(run / SPARE_NAME)} == numbers
         assert call_json("verify", run)["is_whole"]
     assert restored_value(run) == (8, 8.0)
     assert not has_spare(run)
@@ -160,7 +161,7 @@ def test_what_others_rely_on_is_not_taken(run: Path) -> None:
         source = number_of(run, 1)
         save_steps(manager, head, range(2, 7))
         assert number_of(run, 1) == source
-        assert (run / SPARE_NAME).stat().st_ino != source
+        assert identity(run / SPARE_NAME) != source
         head[:] = 66
         manager.save(6, replace=True)
         manager.wait(60)
@@ -243,6 +244,9 @@ if sys.argv[2] == "killed":
     manager.wait()
     assert os.path.exists(sys.argv[1] + "/.holdfast-spare")
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "abandoned":
+    manager.wait()
+    manager.abandon()
 if sys.argv[2] == "failed":
     raise SystemExit("own error")
 """
@@ -260,10 +264,45 @@ def test_a_program_that_ends_without_closing_leaves_none(run: Path, how: str) ->
     assert not has_spare(run)
 
 
+def test_a_program_that_leaves_at_once_leaves_it_as_a_kill_does(run: Path) -> None:
+    assert run_program(run, "abandoned") == 0
+    assert has_spare(run)
+    assert run_program(run, "ended") == 0
+    assert not has_spare(run)
+    assert restored_value(run) == (8, 8.0)
+
+
+def test_a_manager_that_restores_in_between_leaves_none(run: Path) -> None:
+    array = np.zeros(LENGTH)
+    for steps in (0, 1, 3):
+        with hf.CheckpointManager(run, hf.Checkpoint(a=array), keep=hf.Latest(1), begin_anew=True) as manager:
+            save_steps(manager, array, range(1, 4))
+            assert has_spare(run)
+            manager.restore()
+            save_steps(manager, array, range(4, 4 + steps))
+        assert not has_spare(run)
+        assert restored_value(run) == (3 + steps, 3.0 + steps)
+
+
+def test_a_storage_of_ones_own_is_still_asked(run: Path) -> None:
+    class Counting(LocalStorage):
+        opened = 0
+
+        def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+            self.opened += 1
+            return super().open_writer(path, size_bytes)
+
+    storage, array = Counting(run), np.zeros(LENGTH)
+    with hf.CheckpointManager(storage, hf.Checkpoint(a=array), keep=hf.Latest(1)) as manager:
+        save_steps(manager, array, range(1, 6))
+        assert has_spare(run)
+    assert storage.opened == 5
+
+
 @pytest.mark.parametrize("reuse_space", [True, False])
 def test_what_a_killed_job_left_is_used_or_swept(run: Path, reuse_space: bool) -> None:
     assert run_program(run, "killed") < 0
-    left = (run / SPARE_NAME).stat().st_ino
+    left = identity(run / SPARE_NAME)
     assert restored_value(run) == (4, 4.0)
     assert has_spare(run), "who only reads removes nothing"
     array = np.zeros(LENGTH)
