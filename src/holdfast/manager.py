@@ -57,6 +57,7 @@ class CheckpointManager:
         failures_allowed: int = 0,
         begin_anew: bool = False,
         incremental: bool = False,
+        reuse_space: bool = True,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
@@ -77,6 +78,9 @@ class CheckpointManager:
                 line, until a person prunes them.
             incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
                 These steps stay then, whatever `keep` says.
+            reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
+                file system can (ext4, XFS), instead of removing that and making a new one. Until the manager is closed
+                the run takes one data file more. False if others read files of removed checkpoints by NFS version 3.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
@@ -96,7 +100,7 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
         check_policies(save_every, keep)
-        check_switches(overlap_copy=overlap_copy, incremental=incremental)
+        check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
         check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
@@ -118,6 +122,7 @@ class CheckpointManager:
             threads=threads,
             overlap_copy=overlap_copy,
             incremental=incremental,
+            reuse_space=reuse_space,
             timeout_seconds=timeout_seconds,
         )
         living = () if begin_anew else read_catalog(self._storage).living
@@ -282,6 +287,7 @@ class CheckpointManager:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
         self._closed = True
         self._in_flight = None
+        self._saver.abandon()
         self._reports.abandon()
 
     def __enter__(self) -> Self:

@@ -35,6 +35,7 @@ def resumable(
     strict: bool = True,
     begin_anew: bool = False,
     incremental: bool = False,
+    reuse_space: bool = True,
     failures_allowed: int = 0,
     when_busy: Literal["wait", "skip"] = "wait",
     sinks: Iterable[Sink] = (),
@@ -62,6 +63,8 @@ def resumable(
         strict: False to take from the checkpoint what fits, if objects have changed since.
         begin_anew: True to begin from nothing although there may be checkpoints.
         incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
+        reuse_space: False to write no save over the data file of a checkpoint that `keep` has given up, as
+            `CheckpointManager` says.
         failures_allowed: How many saves in a row may fail before the loop ends with an error.
         when_busy: What a save does while the one before is in flight: wait for it, or be left out.
         sinks: Functions that are told of each event.
@@ -90,6 +93,7 @@ def resumable(
         failures_allowed=failures_allowed,
         begin_anew=begin_anew,
         incremental=incremental,
+        reuse_space=reuse_space,
         sinks=sinks,
         timeout_seconds=timeout_seconds,
         threads=threads,

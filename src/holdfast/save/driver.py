@@ -91,9 +91,10 @@ class Saver:
         overlap_copy: bool,
         timeout_seconds: float,
         incremental: bool,
+        reuse_space: bool,
     ) -> None:
         self._storage = storage
-        self._line = Line(storage, keep, incremental=incremental)
+        self._line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space)
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -208,14 +209,22 @@ class Saver:
         self._pending_events.put(event)
 
     def join(self, timeout_seconds: float) -> None:
-        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
+        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of buffer and disk."""
         if self._crew is not None:
             self._crew.join(timeout_seconds)
+        try:
+            self._line.close()
+        except HoldfastError as error:
+            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
         self._end_preparation()
         if self._hold is not None:
             self._hold.end()
         self._flush_events()
         self._buffer.release()
+
+    def abandon(self) -> None:
+        """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
+        self._line.abandon()
 
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""
