@@ -10,6 +10,7 @@ from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, ResumableSampler, register_codec, register_type
+from holdfast.worker_state import Backup, WorkerTrainingState
 
 if TYPE_CHECKING:
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -20,6 +21,7 @@ __all__ = [
     "RNG",
     "All",
     "Auto",
+    "Backup",
     "Best",
     "Checkpoint",
     "CheckpointManager",
@@ -33,6 +35,7 @@ __all__ = [
     "SaveHandle",
     "Seconds",
     "Steps",
+    "WorkerTrainingState",
     "__version__",
     "errors",
     "events",
