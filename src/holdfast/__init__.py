@@ -2,8 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast import errors, events
+from holdfast import errors, events, jobs
 from holdfast.checkpoint import Checkpoint
+from holdfast.jobs import (
+    Job,
+    JobRunner,
+    LocalSession,
+    MultiNodeCheckpointManager,
+    UploadTaskGroupBuilder,
+    epoch_limiter,
+)
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
 from holdfast.restore.driver import Restoration
@@ -26,7 +34,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "EveryN",
+    "Job",
+    "JobRunner",
     "Latest",
+    "LocalSession",
+    "MultiNodeCheckpointManager",
     "Newer",
     "Restoration",
     "ResumableDataLoader",
@@ -35,10 +47,13 @@ __all__ = [
     "SaveHandle",
     "Seconds",
     "Steps",
+    "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
+    "epoch_limiter",
     "errors",
     "events",
+    "jobs",
     "register_codec",
     "register_type",
     "resumable",

@@ -6,6 +6,7 @@
 * `DamageError`: bytes are there but are not what was written. Fall back to an older step.
 * `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
 * `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
+* `TaskFailedError`: a task of an epoch job raised. Mend it, and start the job again: it goes on from the last epoch.
 * `FencedError`: another job has taken over the directory. Stop this one.
 * `DeadlineError`: a wait ran out of time.
 
@@ -47,6 +48,10 @@ class UnsupportedValueError(UsageError):
     def __init__(self, message: str, *, path: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.path = path
+
+
+class OutOfRangeError(UsageError, ValueError):
+    """A number is not one that can be meant."""
 
 
 class StepExistsError(UsageError):
@@ -164,6 +169,22 @@ class ChangedError(HoldfastError):
     def __init__(self, message: str, *, leaves: tuple[str, ...] = (), hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.leaves = leaves
+
+
+class TaskFailedError(HoldfastError):
+    """A task of a job raised an error, which is its `__cause__`; or it had to be given up.
+
+    Attributes:
+        group: The group that was running.
+        task: The task.
+        node: The node on which it ran.
+    """
+
+    def __init__(self, message: str, *, group: str, task: str, node: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.group = group
+        self.task = task
+        self.node = node
 
 
 class FencedError(HoldfastError):

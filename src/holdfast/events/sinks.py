@@ -13,7 +13,9 @@ from holdfast.events.kinds import (
     Event,
     Failed,
     GenerationOpened,
+    GroupEnded,
     Held,
+    NodesTimed,
     PassedOver,
     Restored,
     Retained,
@@ -41,6 +43,8 @@ _LEVELS: dict[type[Event], int] = {
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
+    GroupEnded: logging.INFO,
+    NodesTimed: logging.INFO,
 }
 
 

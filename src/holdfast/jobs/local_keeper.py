@@ -1,0 +1,105 @@
+"""Saves and restores the workspaces of one process: one writer, one data file, one commit for all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import HoldfastError
+from holdfast.events import Committed, Event
+from holdfast.format.names import parse_step_directory
+from holdfast.jobs.keeper import KeeperOptions, NodeDurations, share_by_bytes
+from holdfast.jobs.workspace import Workspace
+from holdfast.manager import CheckpointManager
+from holdfast.restore.driver import Restoration
+from holdfast.save.handle import SaveHandle
+
+ANY_NUMBER: Final = 1 << 62
+"""Of failures that the manager tolerates: whoever waits for a save hears of its failure, and counts them."""
+
+
+class LocalKeeper:
+    """A `Keeper` for workspaces of this process. Each node is an object of the checkpoint, under its own name."""
+
+    def __init__(self, workspaces: Sequence[Workspace], options: KeeperOptions) -> None:
+        self._workspaces = {workspace.node: workspace for workspace in workspaces}
+        self._storage = options.storage
+        self._seconds: dict[int, float] = {}
+        self._checkpoint = Checkpoint()
+        self._manager = CheckpointManager(
+            options.storage,
+            self._checkpoint,
+            keep=options.keep,
+            begin_anew=options.begin_anew,
+            failures_allowed=ANY_NUMBER,
+            sinks=[self._note, *options.sinks],
+            timeout_seconds=options.timeout_seconds,
+            threads=options.threads,
+        )
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> LocalSaving:
+        """Copies all workspaces and returns; see `Keeper`."""
+        self._name(self._workspaces)
+        return LocalSaving(self, self._manager.save(epoch, metadata=metadata))
+
+    def restore(
+        self,
+        epoch: int | None,
+        *,
+        nodes: Sequence[str],
+        only: Sequence[str] | None = None,
+        keep_added: bool = False,
+        strict: bool = True,
+    ) -> tuple[Restoration, NodeDurations] | None:
+        """**Blocks.** Restores workspaces; see `Keeper`."""
+        self._name(nodes)
+        before = [(self._workspaces[node], dict(self._workspaces[node])) for node in nodes] if keep_added else []
+        restoration = self._manager.restore(epoch, only=only, strict=strict)
+        if restoration is None:
+            return None
+        for workspace, values in before:
+            workspace.update({name: value for name, value in values.items() if name not in workspace})
+        return restoration, share_by_bytes(restoration.seconds, self._storage, restoration.name, nodes)
+
+    def time(self, handle: SaveHandle) -> NodeDurations:
+        """**Blocks.** How long a save that is committed took each node."""
+        seconds = self._seconds.pop(handle.step, 0.0)
+        nodes = tuple(self._workspaces)
+        name = parse_step_directory(handle.path.rpartition("/")[2])
+        try:
+            assert name is not None, "a save that is committed has a place"
+            return share_by_bytes(seconds, self._storage, name, nodes)
+        except HoldfastError:
+            # The checkpoint stands; how its bytes are shared out cannot be looked up now.
+            return NodeDurations(dict.fromkeys(nodes, seconds / len(nodes)))
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        self._manager.close()
+
+    def _name(self, nodes: Sequence[str] | Mapping[str, Workspace]) -> None:
+        """Makes the checkpoint one of just these nodes."""
+        for node in list(self._checkpoint):
+            del self._checkpoint[node]
+        for node in nodes:
+            self._checkpoint[node] = self._workspaces[node]
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._seconds[event.step] = event.blocked_seconds + event.background_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSaving:
+    """A save of all workspaces of a process."""
+
+    keeper: LocalKeeper
+    handle: SaveHandle
+
+    def wait(self) -> NodeDurations:
+        """**Blocks.** Waits until it is committed, and what it replaces is gone."""
+        self.handle.wait_committed()
+        self.handle.wait_ended()
+        return self.keeper.time(self.handle)
