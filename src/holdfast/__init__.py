@@ -17,7 +17,7 @@ from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, S
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
-from holdfast.state import RNG, ResumableSampler, register_codec, register_type
+from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
 from holdfast.worker_state import Backup, WorkerTrainingState
 
 if TYPE_CHECKING:
@@ -40,12 +40,14 @@ __all__ = [
     "LocalSession",
     "MultiNodeCheckpointManager",
     "Newer",
+    "PerWorker",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
     "Run",
     "SaveHandle",
     "Seconds",
+    "Shard",
     "Steps",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",

@@ -150,6 +150,32 @@ class Restored(Event, frozen=True):
         return f"step {self.step} restored: {_size(self.size_bytes)} in {_time(self.blocked_seconds)}"
 
 
+class Resized(Event, frozen=True):
+    """The state of another number of workers has been restored.
+
+    Attributes:
+        step: The step.
+        generation: The generation that had saved it.
+        stored_workers: How many workers had saved it.
+        workers: How many there are now.
+        reseeded: Where random generators were seeded anew from what was saved, each worker's differently.
+        left: What is each worker's own and stays as it is, since what was saved is nobody's any more.
+    """
+
+    step: int
+    generation: int
+    stored_workers: int
+    workers: int
+    reseeded: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"step {self.step} was saved by {self.stored_workers} workers and is restored by {self.workers}"
+        notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
+        notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
+        return f"{text} ({'; '.join(notes)})" if notes else text
+
+
 class PassedOver(Event, frozen=True):
     """A step that is damaged was passed over for an older one.
 
@@ -297,6 +323,7 @@ AnyEvent: TypeAlias = (
     | Written
     | Committed
     | Restored
+    | Resized
     | PassedOver
     | Retained
     | Failed

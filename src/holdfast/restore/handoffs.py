@@ -18,7 +18,7 @@ class OpenedStep:
     Attributes:
         directory: The path of its directory below the storage's root; empty for the root itself.
         manifest: Its manifest.
-        indexes: The index of each worker, in order of rank.
+        indexes: The indexes of its workers that have been read: all in order of rank, or those that are needed.
     """
 
     directory: str
@@ -32,7 +32,7 @@ class OpenedStep:
 
     def data_path(self, rank: int) -> str:
         """The path of a worker's data file."""
-        return join(self.directory, data_name(rank, len(self.indexes)))
+        return join(self.directory, data_name(rank, self.manifest.world_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ OpenPart: TypeAlias = tuple[Part, FileReader]
 def list_parts(opened: OpenedStep) -> list[Part]:
     """**Pure.** The files of a step: its own in order of rank, each followed by those of earlier steps."""
     parts: list[Part] = []
-    for rank, index in enumerate(opened.indexes):
+    for index in opened.indexes:
         own = msgspec.structs.replace(index, sources=(), referred=())
-        parts.append(Part(opened.data_path(rank), own, index.data_bytes, None, opened.directory))
+        parts.append(Part(opened.data_path(index.rank), own, index.data_bytes, None, opened.directory))
         for number, leaves in groupby(index.referred, key=lambda leaf: leaf.source):
             source = index.sources[number]
             parts.append(

@@ -56,7 +56,8 @@ class Stager:
         moves = plan.moves
         if moves is None or not moves.fits(captured, base):
             moves = plan.moves = _plan_moves(plan, captured, base)
-        staging = Staging(Snapshot(layout, image, captured.objects), captured)
+        snapshot = Snapshot(layout, image, captured.objects, captured.boxes, captured.elsewhere, captured.worker)
+        staging = Staging(snapshot, captured)
         staging.now += moves.now
         staging.later += moves.later
         self._add_others(staging, moves, plan, captured)

@@ -9,7 +9,10 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from holdfast.format.boxes import Box
 from holdfast.format.dtypes import array_bytes
+from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.workers import ALONE, Worker
 
 Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference in place of each array."""
@@ -75,6 +78,14 @@ class DeviceCopier(Protocol):
             What undoes it, or None if nothing was done.
         """
         ...
+
+
+def part_of(array: Any, box: Box) -> Any:
+    """A box of a plain array, as a view of the same memory."""
+    # Tensors are told that autograd need not know of it.
+    plain = array.detach() if hasattr(array, "detach") else array
+    # The ellipsis makes it a view also where there is no dimension left.
+    return plain[(*map(slice, box.offsets, box.ends), ...)]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -195,6 +206,9 @@ class Captured:
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
         held: The places, in the columns, of arrays that stay as they are until a step that waits.
+        boxes: What those arrays are that are no whole leaves.
+        elsewhere: The leaves of which other workers write a part, or all.
+        worker: Whose state it is.
     """
 
     names: list[str]
@@ -204,6 +218,9 @@ class Captured:
     backends: list[ArrayBackend]
     objects: dict[str, Skeleton]
     held: frozenset[int] = frozenset()
+    boxes: tuple[BoxRecord, ...] = ()
+    elsewhere: tuple[ElsewhereRecord, ...] = ()
+    worker: Worker = ALONE
 
     @property
     def size_bytes(self) -> int:
@@ -250,16 +267,17 @@ class Differences:
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where the bytes of one stored array are wanted.
+    """Where the bytes of one stored leaf, or of a box of it, are wanted.
 
     Attributes:
         leaf: The stored leaf's name.
-        spec: What is stored, and what `array` is.
+        spec: What `array` is, and what is stored if it is the whole leaf.
         array: The destination: a live array, filled in place, or a new one.
         backend: The library of `array`.
         copies: Further arrays, not sharing memory with `array`, that get the same values afterwards, each with its
             backend; `Matching.apply` sees to them.
         address: Where the bytes of `array` lie; see `ArrayBackend.address`.
+        offsets: Where `array` begins in the leaf; None if it is the whole leaf.
     """
 
     leaf: str
@@ -268,3 +286,10 @@ class Target(msgspec.Struct, frozen=True):
     backend: ArrayBackend
     copies: tuple[tuple[ArrayBackend, Any], ...] = ()
     address: int | None = None
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def box(self) -> Box:
+        """Which part of the leaf it is."""
+        shape = self.spec.shape
+        return Box((0,) * len(shape) if self.offsets is None else self.offsets, shape)
