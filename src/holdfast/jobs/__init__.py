@@ -10,6 +10,7 @@ from holdfast.jobs.result import JobResult
 from holdfast.jobs.runner import JobRunner
 from holdfast.jobs.session import Session
 from holdfast.jobs.task import Task, TaskGroup, TaskOutput
+from holdfast.jobs.torchrun_session import RemoteOutput, TorchrunSession
 from holdfast.jobs.upload import UploadTaskGroupBuilder, UploadTo
 from holdfast.jobs.workspace import Workspace
 
@@ -24,10 +25,12 @@ __all__ = [
     "MultiNodeCheckpointManager",
     "NodeCheckpointManager",
     "NodeDurations",
+    "RemoteOutput",
     "Session",
     "Task",
     "TaskGroup",
     "TaskOutput",
+    "TorchrunSession",
     "UploadTaskGroupBuilder",
     "UploadTo",
     "Workspace",

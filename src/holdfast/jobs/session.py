@@ -81,7 +81,7 @@ class Session(ABC):
         ]
         outputs = self.run_placed(group.name, placed, epoch) if placed else {}
         for task in group.tasks:
-            task.note_results({one.node: value for one, value in outputs.items() if one.task is task})
+            task.note_results({one.node: outputs[one] for one in placed if one.task is task})
 
     def agree(self, value: Any) -> Any:
         """What the master gives for `value`, in every process of the session; plain JSON."""
