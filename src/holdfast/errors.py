@@ -7,6 +7,7 @@
 * `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
 * `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
 * `TaskFailedError`: a task of an epoch job raised. Mend it, and start the job again: it goes on from the last epoch.
+* `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
 * `FencedError`: another job has taken over the directory. Stop this one.
 * `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
@@ -186,6 +187,18 @@ class TaskFailedError(HoldfastError):
         self.group = group
         self.task = task
         self.node = node
+
+
+class NodeLostError(HoldfastError):
+    """A node of a job is gone: its process has ended, or its machine.
+
+    Attributes:
+        nodes: The nodes.
+    """
+
+    def __init__(self, message: str, *, nodes: tuple[str, ...], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.nodes = nodes
 
 
 class FencedError(HoldfastError):

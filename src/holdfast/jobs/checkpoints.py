@@ -99,6 +99,7 @@ class MultiNodeCheckpointManager:
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
         self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, tuple(sinks))
+        self._begins_anew = begin_anew
         self._session: Session | None = None
         self._nodes: tuple[str, ...] = ()
         self._keeper: Keeper | None = None
@@ -129,12 +130,13 @@ class MultiNodeCheckpointManager:
         """Whether `init` was called for just these, and nothing has been closed since."""
         return self._keeper is not None and self._session is session and self._nodes == tuple(nodes)
 
-    def init(self, session: Session, nodes: Sequence[str]) -> None:
+    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
         """**Blocks.** Makes ready for a run; what the manager did for an earlier one is brought to its end.
 
         Args:
             session: Where the nodes are.
             nodes: Those whose state is kept.
+            goes_on: Whether this is the same run as before, whose nodes were replaced: it begins nothing anew.
 
         Raises:
             UsageError: If these are other nodes than before, and `take_over_nodes` was not asked for.
@@ -151,7 +153,8 @@ class MultiNodeCheckpointManager:
             self._stands_at = None
         self._session = session
         self._nodes = tuple(nodes)
-        self._keeper = session.open_keeper(self._nodes, self._options)
+        self._begins_anew = self._options.begin_anew and not goes_on
+        self._keeper = session.open_keeper(self._nodes, replace(self._options, begin_anew=self._begins_anew))
         if session.is_master:
             self._handler.set_params(self.url, self._nodes)
 
@@ -163,7 +166,7 @@ class MultiNodeCheckpointManager:
             UsageError: If one was asked for although the manager begins anew.
         """
         session = self._ready()[0]
-        if self._options.begin_anew:
+        if self._begins_anew:
             if user_epoch is not None:
                 raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
             return None
@@ -354,7 +357,7 @@ class MultiNodeCheckpointManager:
 class NodeCheckpointManager(MultiNodeCheckpointManager):
     """The same for a job whose only node has a state to keep; a second node is refused."""
 
-    def init(self, session: Session, nodes: Sequence[str]) -> None:
+    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
         """**Blocks.** As `MultiNodeCheckpointManager.init`.
 
         Raises:
@@ -365,7 +368,7 @@ class NodeCheckpointManager(MultiNodeCheckpointManager):
                 f"this manager keeps the state of one node, not of {', '.join(nodes)}",
                 hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
             )
-        super().init(session, nodes)
+        super().init(session, nodes, goes_on=goes_on)
 
 
 def _check(restoration: Restoration, gone: Sequence[str], keep_added: bool) -> None:

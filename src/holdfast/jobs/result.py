@@ -11,7 +11,8 @@ class JobResult:
 
     Attributes:
         last_epoch: The last epoch that is over.
-        resumed_from: The epoch that was loaded at the beginning; None if the job began from nothing.
+        resumed_from: The epoch that was loaded last, at the beginning as a rule; None if the job began from nothing.
+        replacements: How often nodes were lost and replaced.
         last_saved_epoch: The newest epoch that is saved for all nodes, by this run or before it; None if none is.
         saves_committed: How many epochs this run has saved.
         saves_failed: How many it could not save.
@@ -21,6 +22,7 @@ class JobResult:
 
     last_epoch: int = 0
     resumed_from: int | None = None
+    replacements: int = 0
     last_saved_epoch: int | None = None
     saves_committed: int = 0
     saves_failed: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from holdfast.errors import FencedError, HoldfastError, SaveFailedError, UsageError
+from holdfast.errors import FencedError, HoldfastError, NodeLostError, SaveFailedError, UsageError
 from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
@@ -101,6 +101,7 @@ class JobRunner:
             NoCheckpointError: If the epoch to resume from was not saved; no task has run.
             NoWholeCheckpointError: If what is to be resumed from is damaged; no task has run.
             MismatchError: If the checkpoint does not fit the job; no task has run.
+            NodeLostError: If a node is gone, and the session does not replace it or nothing is kept.
             TaskFailedError: If a task failed. A failed upload is raised when all else is done.
             SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
                 one has.
@@ -166,8 +167,23 @@ class JobRunner:
         job.freeze(session.nodes)
 
     def _train(self, session: Session) -> int:
+        """Runs the job to its end, with other nodes in place of those that are lost."""
+        goes_on = False
+        while True:
+            try:
+                return self._run_all(session, goes_on=goes_on)
+            except NodeLostError as lost:
+                if self._manager is None or not session.try_replace(lost):
+                    raise
+                self._emit(Warned(text=f"{lost.message}; all go on from the last epoch that all nodes have"))
+                self._pending = None
+                self._result = replace(self._result, replacements=self._result.replacements + 1)
+                # What an earlier run has left is not this one's to go on from.
+                goes_on = self._result.last_saved_epoch is not None
+
+    def _run_all(self, session: Session, *, goes_on: bool) -> int:
         job = self._job
-        epoch, stopped = self._begin(session)
+        epoch, stopped = self._begin(session, goes_on=goes_on)
         while not stopped:
             epoch += 1
             self._run(session, job.epoch_group, epoch)
@@ -207,23 +223,24 @@ class JobRunner:
             session.make_objects(self._job.objects)
         return self._manager
 
-    def _begin(self, session: Session) -> tuple[int, bool]:
+    def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
         """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
         job, manager = self._job, self._manager
         if manager is None:
             session.make_objects(job.objects)
             self._run(session, job.init_group, 0)
             return 0, False
-        manager.init(session, job.nodes_to_checkpoint(session.nodes))
-        resume_from = manager.choose_epoch(self._resume_from_epoch)
+        manager.init(session, job.nodes_to_checkpoint(session.nodes), goes_on=goes_on)
+        asked_for = None if goes_on else self._resume_from_epoch
+        resume_from = manager.choose_epoch(asked_for)
         session.make_objects(job.objects)
         if resume_from is None:
             self._run(session, job.init_group, 0)
             self._save(0)
             return 0, False
-        loaded = manager.load(resume_from, or_older=self._resume_from_epoch is None)
+        loaded = manager.load(resume_from, or_older=asked_for is None)
         epoch = loaded.epoch
-        self._result = JobResult(last_epoch=epoch, resumed_from=epoch, last_saved_epoch=epoch)
+        self._result = replace(self._result, last_epoch=epoch, resumed_from=epoch, last_saved_epoch=epoch)
         if loaded.new_nodes:
             self._run(session, job.init_group, epoch, only=loaded.new_nodes)
         outputs = loaded.restoration.manifest.metadata.get(_STOPPED)
@@ -295,6 +312,8 @@ class JobRunner:
                 self._emit(Warned(text=f"epoch {epoch} is uploaded, the last one that was saved", step=epoch))
             group = self._upload_builder.build(epoch, self._manager)
             self._run(session, group, self._result.last_epoch)
+        except NodeLostError:
+            raise
         except Exception as error:  # noqa: BLE001  An upload is the user's code as well.
             self._result = replace(self._result, upload_error=error)
             self._emit(Failed(stage="upload", error=getattr(error, "message", repr(error)), step=epoch))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.errors import ClosedError, UsageError
+from holdfast.errors import ClosedError, NodeLostError, UsageError
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.task import Task, TaskGroup, check_place
@@ -64,6 +64,7 @@ class Session(ABC):
 
         Raises:
             TaskFailedError: If a task raised an error.
+            NodeLostError: If a node is gone.
             UsageError: If a task is placed on a node that the session has not.
             ClosedError: If the session is closed.
         """
@@ -86,6 +87,14 @@ class Session(ABC):
     def agree(self, value: Any) -> Any:
         """What the master gives for `value`, in every process of the session; plain JSON."""
         return value
+
+    def try_replace(self, lost: NodeLostError) -> bool:
+        """**Blocks.** Makes nodes that are gone anew, so that all can go on from a checkpoint.
+
+        Returns:
+            False if that cannot be done, or was done as often as it may be.
+        """
+        return False
 
     def check_open(self) -> None:
         """Makes sure that the session can be used.

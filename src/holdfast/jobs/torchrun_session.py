@@ -16,7 +16,7 @@ from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
-from holdfast.jobs.peers import PeerFailedError, Peers
+from holdfast.jobs.meetings import Meetings, PeerFailedError
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import check_place
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
@@ -113,7 +113,7 @@ class TorchrunSession(Session):
         super().__init__(names)
         self.is_master = self._cluster.rank == 0
         self._grace_seconds = grace_seconds
-        self._peers = Peers(self._cluster)
+        self._meetings = Meetings(self._cluster)
         self._workspace = Workspace(names[self._cluster.rank])
 
     @property
@@ -142,23 +142,23 @@ class TorchrunSession(Session):
         """**Collective.** **Blocks.** Runs this node's tasks, and meets the others; see `Session`."""
         if epoch is not None:
             self._workspace.begin_epoch(epoch)
-        self._peers.begin()
+        self._meetings.begin()
         own = [one for one in placed if one.node == self.node]
         results: dict[Placed, Any] = {}
         failure: TaskFailedError | None = None
         is_interrupted = False
         try:
-            with self._peers.watching():
+            with self._meetings.watching():
                 results = run_here(group, own, {self.node: self._workspace}, self._grace_seconds) if own else {}
         except TaskFailedError as error:
             failure = error
-            self._peers.cry(error.message)
+            self._meetings.cry(error.message)
         except PeerFailedError:
             is_interrupted = True
         part = _Part(task=failure.task, text=failure.message) if failure else _Part(_encode(placed, results))
         patience_seconds = self._grace_seconds if failure or is_interrupted else None
         try:
-            records = self._peers.meet(msgspec.json.encode(part), patience_seconds)
+            records = self._meetings.meet(msgspec.json.encode(part), patience_seconds)
         except HoldfastError as error:
             if failure is None:
                 raise
@@ -170,9 +170,9 @@ class TorchrunSession(Session):
 
     def agree(self, value: Any) -> Any:
         """**Collective.** **Blocks.** What rank 0 gives for `value`; plain JSON."""
-        self._peers.begin()
+        self._meetings.begin()
         record = msgspec.json.encode(value) if self.is_master else b""
-        return msgspec.json.decode(self._peers.meet(record)[0])
+        return msgspec.json.decode(self._meetings.meet(record)[0])
 
     def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
@@ -190,7 +190,7 @@ class TorchrunSession(Session):
     def _end(self, *, in_peace: bool) -> None:
         if not self._closed:
             super().close()
-            self._peers.close(in_peace=in_peace)
+            self._meetings.close(in_peace=in_peace)
             if self._owns_cluster:
                 self._cluster.close()
 

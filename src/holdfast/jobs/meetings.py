@@ -31,7 +31,7 @@ class PeerFailedError(HoldfastError):
     """Another worker's task has failed while this one was at work; the session tells of it."""
 
 
-class Peers:
+class Meetings:
     """Meetings without a deadline, as epochs last as long as they do: who is dead or has left is noticed instead."""
 
     def __init__(
