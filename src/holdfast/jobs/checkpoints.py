@@ -7,17 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.catalog import read_catalog
-from holdfast.errors import DamageError, MismatchError, NoCheckpointError, SaveFailedError, UsageError
-from holdfast.events import Failed, Fanout, NodesTimed, Sink, Warned
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.errors import (
+    DamageError,
+    MismatchError,
+    NoCheckpointError,
+    NoWholeCheckpointError,
+    SaveFailedError,
+    UsageError,
+)
+from holdfast.events import Failed, Fanout, NodesTimed, PassedOver, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.names import StepName
-from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving, find_writer, read_names
+from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving
+from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.session import Session
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS
 from holdfast.policies import All, RetentionPolicy
-from holdfast.restore.driver import Restoration
 from holdfast.save.arguments import check_policies, check_step, check_switches
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
@@ -33,13 +40,15 @@ class Loaded:
 
     Attributes:
         epoch: The epoch that the nodes now have.
-        restoration: More of it: differences, damaged epochs that were passed over, metadata.
+        metadata: What was saved with it.
         new_nodes: Nodes of which the checkpoint knows nothing; they have only been made.
+        passed_over: What is wrong with newer epochs.
     """
 
     epoch: int
-    restoration: Restoration
+    metadata: Mapping[str, Any]
     new_nodes: tuple[str, ...] = ()
+    passed_over: tuple[DamageError, ...] = ()
 
 
 class MultiNodeCheckpointManager:
@@ -189,27 +198,20 @@ class MultiNodeCheckpointManager:
             MismatchError: If it is one of other nodes, or does not fit their objects.
             StorageError: If the place fails.
         """
-        _, keeper = self._ready()
-        name = self._find(check_step(epoch))
-        is_newest = name == read_catalog(self._storage).newest
-        stored, gone = self._compare_nodes(name)
-        here = [node for node in self._nodes if node in stored]
-        keep_added = self._stands_at == epoch
-        lenient = keep_added or bool(gone) or not self._strict
-        done = keeper.restore(
-            None if or_older and is_newest else epoch, nodes=here, keep_added=keep_added, strict=not lenient
+        newest = self._find(check_step(epoch))
+        older = [name for name in read_catalog(self._storage).living if name < newest] if or_older else []
+        damages: list[DamageError] = []
+        for name in (newest, *reversed(older)):
+            try:
+                return self._load(name, epoch, damages)
+            except NoWholeCheckpointError as error:
+                damages += error.damages
+        listed = "\n".join(f"  {damage.message}" for damage in damages)
+        raise NoWholeCheckpointError(
+            f"{self.url}: epoch {epoch} is damaged{', and so is every older one' if or_older else ''}:\n{listed}",
+            damages=tuple(damages),
+            hint="`holdfast verify` shows the extent; restore another copy, or begin anew on purpose.",
         )
-        if done is None:
-            raise NoCheckpointError(f"there is no checkpoint in {self.url} any more")
-        restoration, durations = done
-        if lenient and self._strict:
-            _check(restoration, gone, keep_added)
-        self._stands_at = restoration.step
-        new_nodes = tuple(node for node in self._nodes if node not in here)
-        if gone or new_nodes:
-            self._warn(f"the job has other nodes than epoch {epoch}: without {gone}, new {list(new_nodes)}")
-        self._report(LOAD, restoration.step, durations)
-        return Loaded(restoration.step, restoration, new_nodes)
 
     def begin_save(self, epoch: int, metadata: Mapping[str, Any] | None = None) -> Saving:
         """Copies the state of all nodes and returns; `finish_save` waits for the rest.
@@ -223,7 +225,7 @@ class MultiNodeCheckpointManager:
             reason = "checkpoints cannot be written now, says the metadata handler"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
-        return keeper.save(check_step(epoch), {"nodes": list(self._nodes), **(metadata or {})})
+        return keeper.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
 
     def finish_save(self, epoch: int, saving: Saving) -> None:
         """**Blocks.** Waits until an epoch is committed for all nodes, and has that noted.
@@ -258,7 +260,8 @@ class MultiNodeCheckpointManager:
         _, keeper = self._ready()
         wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
         name = self._find(check_step(epoch))
-        stored = {node: known for node, known in read_names(self._storage, name).items() if node in self._nodes}
+        places = read_places(self._storage, name)
+        stored = {place.node: place.names for place in places if place.node in self._nodes}
         wrong = [one for one in wanted if not any(one in known for known in stored.values())]
         if wrong or not wanted:
             known = ", ".join(dict.fromkeys(one for known in stored.values() for one in known))
@@ -268,10 +271,8 @@ class MultiNodeCheckpointManager:
             )
         found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
         found = {node: taken for node, taken in found.items() if taken}
-        only = [f"{node}/{one}" for node, taken in found.items() for one in taken]
-        done = keeper.restore(epoch, nodes=tuple(found), only=only)
-        if done is not None:
-            self._report(PARTIAL_LOAD, epoch, done[1])
+        durations = keeper.load(name, found, stored=[place.node for place in places])
+        self._report(PARTIAL_LOAD, epoch, durations)
         return found
 
     def epochs(self) -> tuple[int, ...]:
@@ -283,11 +284,15 @@ class MultiNodeCheckpointManager:
 
         Raises:
             NoCheckpointError: If the epoch was not saved.
-            DamageError: If its records are damaged.
+            DamageError: If its manifest is damaged.
+            NoWholeCheckpointError: If its records are.
             StorageError: If the place fails.
         """
-        path = find_writer(self._storage, self._find(check_step(epoch)), node)
-        return None if path is None else f"{self.url}/{path}"
+        name = self._find(check_step(epoch))
+        stored = stored_nodes(self._storage, name)
+        if node not in stored:
+            return None
+        return f"{self.url}/{data_path(name, find_place(self._storage, name, node, stored))}"
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.
@@ -314,12 +319,27 @@ class MultiNodeCheckpointManager:
                 f"epoch {epoch} was not saved in {self.url}", hint=f"Epochs that are there: {known or 'none'}."
             ) from None
 
-    def _compare_nodes(self, name: StepName) -> tuple[list[str], list[str]]:
-        """The nodes of a checkpoint, and those of them that the job has not."""
+    def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
+        _, keeper = self._ready()
         try:
-            stored = list(read_names(self._storage, name))
-        except DamageError:
-            return list(self._nodes), []  # Restoring says what is damaged, or takes an older one.
+            stored = stored_nodes(self._storage, name)
+            metadata = read_manifest(self._storage, name).metadata
+        except DamageError as damage:
+            self._emit(PassedOver(step=name.step, generation=name.generation, file=damage.path, error=damage.message))
+            raise NoWholeCheckpointError(damage.message, damages=(damage,)) from damage
+        new, gone = self._compare_nodes(name, stored)
+        here = {node: None for node in self._nodes if node not in new}
+        keep_added = self._stands_at == epoch == name.step
+        durations = keeper.load(name, here, stored=stored, keep_added=keep_added, strict=self._strict)
+        keeper.go_on_from(name.step)
+        self._stands_at = name.step
+        if gone or new:
+            self._warn(f"the job has other nodes than epoch {name.step}: without {gone}, new are {new}")
+        self._report(LOAD, name.step, durations)
+        return Loaded(name.step, metadata, tuple(new), tuple(damages))
+
+    def _compare_nodes(self, name: StepName, stored: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The nodes that a checkpoint has not, and those that it has and the job has not."""
         gone = [node for node in stored if node not in self._nodes]
         new = [node for node in self._nodes if node not in stored]
         if (gone or new) and not self._take_over_nodes:
@@ -329,7 +349,7 @@ class MultiNodeCheckpointManager:
                 differences=Differences(missing=new, extra=gone),
                 hint="Run the job on the same nodes, or ask for take_over_nodes=True.",
             )
-        return stored, gone
+        return new, gone
 
     def _is_accessible(self) -> bool:
         try:
@@ -369,17 +389,3 @@ class NodeCheckpointManager(MultiNodeCheckpointManager):
                 hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
             )
         super().init(session, nodes, goes_on=goes_on)
-
-
-def _check(restoration: Restoration, gone: Sequence[str], keep_added: bool) -> None:
-    """Makes sure that what was taken leniently differs only where it was meant to."""
-    differences = restoration.differences
-    extra = [path for path in differences.extra if path not in gone]
-    missing = [] if keep_added else differences.missing
-    rest = replace(differences, extra=extra, missing=missing)
-    if rest:
-        raise MismatchError(
-            f"epoch {restoration.step} does not fit the job's objects, which may have been changed:\n{rest}",
-            differences=rest,
-            hint="Mend the objects, or take what fits with strict=False.",
-        )

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.catalog import read_index, read_manifest
-from holdfast.errors import UsageError
 from holdfast.events import Sink
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
-from holdfast.jobs.workspace import KIND
 from holdfast.policies import RetentionPolicy
-from holdfast.restore.driver import Restoration
-from holdfast.restore.verify import open_step
 from holdfast.storage import Storage
 
 
@@ -44,8 +40,8 @@ class NodeDurations:
     """How long an action took each node.
 
     Attributes:
-        node_seconds: For each node. Nodes that share a process are saved and loaded together; the time counts for each
-            by its share of the bytes.
+        node_seconds: For each node. Nodes that share a process are saved together; the time counts for each by its
+            share of the bytes.
     """
 
     node_seconds: Mapping[str, float]
@@ -76,62 +72,39 @@ class Keeper(Protocol):
         """Copies the state of all nodes and returns; the rest goes on behind it."""
         ...
 
-    def restore(
+    def load(
         self,
-        epoch: int | None,
+        name: StepName,
+        nodes: Mapping[str, Sequence[str] | None],
         *,
-        nodes: Sequence[str],
-        only: Sequence[str] | None = None,
+        stored: Sequence[str],
         keep_added: bool = False,
         strict: bool = True,
-    ) -> tuple[Restoration, NodeDurations] | None:
-        """**Blocks.** Gives nodes the state of a checkpoint.
+    ) -> NodeDurations:
+        """**Blocks.** Gives nodes the state that they had in a checkpoint; every byte is checked.
 
         Args:
-            epoch: The epoch; None for the newest whole one.
-            nodes: The nodes that take part.
-            only: What to restore (`node/name`), all else stays; None for everything.
+            name: The checkpoint.
+            nodes: The nodes, each with the names of the values to load; None for all of them.
+            stored: All nodes of the checkpoint, in order.
             keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is
                 all there was.
             strict: Whether any difference is an error.
 
-        Returns:
-            What was done; None if there is no checkpoint.
+        Raises:
+            NoWholeCheckpointError: If it is damaged for one of them.
+            MismatchError: If it does not fit one of them.
+            StorageError: If the place fails.
         """
+        ...
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** What is saved next follows this epoch; those beyond it are no longer on the living line."""
         ...
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
         ...
-
-
-def read_names(storage: Storage, name: StepName) -> dict[str, tuple[str, ...]]:
-    """**Blocks.** The nodes of a checkpoint, each with the names of its values.
-
-    Raises:
-        DamageError: If its records are damaged.
-        StorageError: If the place fails.
-    """
-    names: dict[str, tuple[str, ...]] = {}
-    for index in open_step(storage, name.directory, name).indexes:
-        for node, skeleton in index.objects.items():
-            values = skeleton.get("v") if isinstance(skeleton, dict) and skeleton.get("k") == KIND else None
-            if not isinstance(values, dict):
-                raise UsageError(
-                    f"step {name.step} of {storage.url} is a checkpoint, but not one of a job's nodes",
-                    hint="Give each job a directory of its own.",
-                )
-            names[node] = tuple(values)
-    return names
-
-
-def find_writer(storage: Storage, name: StepName, node: str) -> str | None:
-    """**Blocks.** The path of the data file that holds the state of a node; None if there is no such node."""
-    opened = open_step(storage, name.directory, name)
-    for rank, index in enumerate(opened.indexes):
-        if node in index.objects:
-            return opened.data_path(rank)
-    return None
 
 
 def share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:

@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
-from holdfast.events import Committed, Event
-from holdfast.format.names import parse_step_directory
+from holdfast.events import Committed, Event, Fanout
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.names import StepName, parse_step_directory
 from holdfast.jobs.keeper import KeeperOptions, NodeDurations, share_by_bytes
+from holdfast.jobs.loading import find_place, load_node
 from holdfast.jobs.workspace import Workspace
 from holdfast.manager import CheckpointManager
-from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 
 ANY_NUMBER: Final = 1 << 62
@@ -26,6 +27,8 @@ class LocalKeeper:
     def __init__(self, workspaces: Sequence[Workspace], options: KeeperOptions) -> None:
         self._workspaces = {workspace.node: workspace for workspace in workspaces}
         self._storage = options.storage
+        self._threads = options.threads
+        self._emit = Fanout([LoggingSink(), *options.sinks])
         self._seconds: dict[int, float] = {}
         self._checkpoint = Checkpoint()
         self._manager = CheckpointManager(
@@ -44,24 +47,36 @@ class LocalKeeper:
         self._name(self._workspaces)
         return LocalSaving(self, self._manager.save(epoch, metadata=metadata))
 
-    def restore(
+    def load(
         self,
-        epoch: int | None,
+        name: StepName,
+        nodes: Mapping[str, Sequence[str] | None],
         *,
-        nodes: Sequence[str],
-        only: Sequence[str] | None = None,
+        stored: Sequence[str],
         keep_added: bool = False,
         strict: bool = True,
-    ) -> tuple[Restoration, NodeDurations] | None:
-        """**Blocks.** Restores workspaces; see `Keeper`."""
-        self._name(nodes)
-        before = [(self._workspaces[node], dict(self._workspaces[node])) for node in nodes] if keep_added else []
-        restoration = self._manager.restore(epoch, only=only, strict=strict)
-        if restoration is None:
-            return None
-        for workspace, values in before:
-            workspace.update({name: value for name, value in values.items() if name not in workspace})
-        return restoration, share_by_bytes(restoration.seconds, self._storage, restoration.name, nodes)
+    ) -> NodeDurations:
+        """**Blocks.** Restores workspaces, one after the other; see `Keeper`."""
+        node_seconds = {}
+        for node, only in nodes.items():
+            restoration = load_node(
+                self._storage,
+                name,
+                find_place(self._storage, name, node, stored),
+                self._workspaces[node],
+                only=only,
+                keep_added=keep_added,
+                strict=strict,
+                threads=self._threads,
+                emit=self._emit,
+            )
+            node_seconds[node] = restoration.seconds
+        return NodeDurations(node_seconds)
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
+        self._name(())
+        self._manager.restore(epoch, strict=False)
 
     def time(self, handle: SaveHandle) -> NodeDurations:
         """**Blocks.** How long a save that is committed took each node."""

@@ -243,7 +243,7 @@ class JobRunner:
         self._result = replace(self._result, last_epoch=epoch, resumed_from=epoch, last_saved_epoch=epoch)
         if loaded.new_nodes:
             self._run(session, job.init_group, epoch, only=loaded.new_nodes)
-        outputs = loaded.restoration.manifest.metadata.get(_STOPPED)
+        outputs = loaded.metadata.get(_STOPPED)
         if isinstance(outputs, list) and len(outputs) == len(job.stop_outputs):
             self._outputs = [one is True for one in outputs]
         return epoch, any(self._outputs) or self._is_stopped(session, epoch)

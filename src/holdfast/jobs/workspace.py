@@ -83,6 +83,7 @@ class WorkspaceAdapter(Adapter):
     """Serves workspaces: what is stored stands, but for objects, which have to be there."""
 
     kind = KIND
+    is_per_worker = True
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The values by name."""
