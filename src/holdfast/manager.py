@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace as replace_fields
 from types import TracebackType
 from typing import Any, Final, Literal, Self
+
+from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.cluster.peers import LIVENESS_SECONDS
-from holdfast.errors import ClosedError, HoldfastError, UsageError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
@@ -22,15 +23,7 @@ from holdfast.policies import All, RetentionPolicy, SavePolicy, is_by_step
 from holdfast.restore.agreement import JointAgreement
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
-from holdfast.save.arguments import (
-    check_directory,
-    check_liveness,
-    check_numbers,
-    check_place,
-    check_policies,
-    check_step,
-    check_switches,
-)
+from holdfast.save import arguments
 from holdfast.save.company import open_company
 from holdfast.save.driver import SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
@@ -97,7 +90,7 @@ class CheckpointManager:
                 These steps stay then, whatever `keep` says.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
-            threads: How many threads write, and read at a restore.
+            threads: How many threads write; twice as many read at a restore, when nothing else goes on.
             overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
                 while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
                 by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
@@ -106,8 +99,8 @@ class CheckpointManager:
                 to reckon it from the objects.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead, and a save that waits for
-                it fails. One that lives may take its time, up to `timeout_seconds`.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead, and saves that need it
+                fail. One that lives may take its time, up to `timeout_seconds`.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -115,17 +108,16 @@ class CheckpointManager:
             AbsentError: If other workers of the job do not come.
             ClusterError: If the job's store does not answer.
         """
-        if when_busy not in ("wait", "skip"):
-            raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
+        arguments.check_busy(when_busy)
         if not isinstance(checkpoint, Checkpoint):
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
-        check_policies(save_every, keep)
-        check_switches(overlap_copy=overlap_copy, incremental=incremental)
-        check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
-        check_liveness(liveness_seconds)
+        arguments.check_policies(save_every, keep)
+        arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental)
+        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
+        arguments.check_liveness(liveness_seconds)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
-        check_directory(self._storage)
+        arguments.check_directory(self._storage)
         self._save_every = save_every
         self._when_busy = when_busy
         self._timeout_seconds = timeout_seconds
@@ -253,15 +245,15 @@ class CheckpointManager:
             NoWholeCheckpointError: If checkpoints are there but none is whole.
             StorageError: If the place fails.
         """
-        self._check_open()
+        arguments.check_usable(self.url, self._process, is_closed=self._closed)
         self._settle(None)
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
-            step=None if step is None else check_step(step),
+            step=None if step is None else arguments.check_step(step),
             select=make_selection(only),
             strict=strict,
-            threads=self._threads,
+            threads=2 * self._threads,
             emit=self._emit,
             worker=self._worker,
             agreement=None if self._company is None else JointAgreement(self._company.peers),
@@ -353,9 +345,9 @@ class CheckpointManager:
         reason: str,
     ) -> SaveHandle:
         asked_at = time.monotonic()
-        self._check_open()
+        arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
-        step = check_step(step)
+        step = arguments.check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
         exchange = None if self._company is None else self._company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
@@ -381,7 +373,7 @@ class CheckpointManager:
             return handle
         self._settle(None)
         order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
-        check_place(step, self.url, self._living, self._newest_asked, replace=replace)
+        arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
         captured = self._saver.capture(self.checkpoint.objects)
         untold = self._reports.take(last=False)
         self._in_flight = handle
@@ -407,12 +399,3 @@ class CheckpointManager:
         self._in_flight = None
         if handle.committed:
             self._living.add(handle.step)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
-                hint="Save in the process that made the manager, or make one of its own in the child.",
-            )

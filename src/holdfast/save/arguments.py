@@ -8,11 +8,42 @@ import threading
 from collections.abc import Collection
 from typing import Final
 
-from holdfast.errors import StepExistsError, UsageError
+from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
 from holdfast.storage import LocalStorage, Storage
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
+
+
+def check_usable(url: str, process: int, *, is_closed: bool) -> None:
+    """Whether a manager may be used now, by this process.
+
+    Args:
+        url: Where the run lies, for the error.
+        process: The process that made the manager.
+        is_closed: Whether it was closed.
+
+    Raises:
+        ClosedError: If it was closed.
+        UsageError: If it belongs to another process.
+    """
+    if is_closed:
+        raise ClosedError(f"the manager of {url} is closed", hint="Make a new one.")
+    if os.getpid() != process:
+        raise UsageError(
+            f"the manager of {url} belongs to process {process}, and this is a child of it",
+            hint="Save in the process that made the manager, or make one of its own in the child.",
+        )
+
+
+def check_busy(when_busy: object) -> None:
+    """**Pure.** What to do with a save while another one is in flight.
+
+    Raises:
+        UsageError: If it is none of both.
+    """
+    if when_busy not in ("wait", "skip"):
+        raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
 
 
 def check_step(step: int) -> int:

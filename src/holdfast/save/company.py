@@ -17,7 +17,7 @@ from holdfast.cluster.protocol import Cluster
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.exchange import Exchange
-from holdfast.save.places import EndRecord, Place, Places
+from holdfast.save.places import EndRecord, Places
 
 _LOOK_SECONDS: Final = 0.5
 """How often a worker looks what the leader has planned."""

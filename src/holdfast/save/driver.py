@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.errors import ChangedError, FencedError, HoldfastError, SaveFailedError, StorageError
+import msgspec
+from msgspec.structs import replace
+
+from holdfast.errors import ChangedError, HoldfastError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
@@ -44,8 +46,7 @@ from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOrder:
+class SaveOrder(msgspec.Struct, frozen=True):
     """One save that is to be made.
 
     Attributes:
@@ -69,8 +70,7 @@ class SaveOrder:
     exchange: Exchange | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """What is handed over to the background: one save whose state has been copied, or is held until it is."""
 
     staging: Staging

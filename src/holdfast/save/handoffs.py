@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
@@ -12,8 +12,7 @@ from holdfast.format.workers import ALONE, Worker
 from holdfast.state.leaves import Skeleton
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Where the next generation of a manager begins.
 
     Attributes:
@@ -26,8 +25,7 @@ class Origin:
     sources: tuple[StepName, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """One worker's state in host memory, laid out as its data file.
 
     Attributes:
@@ -47,8 +45,7 @@ class Snapshot:
     worker: Worker = ALONE
 
 
-@dataclass(frozen=True, slots=True)
-class Receipts:
+class Receipts(msgspec.Struct, frozen=True):
     """Proof that all workers' bytes of one step are durable.
 
     Attributes:

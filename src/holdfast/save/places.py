@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from typing import Final
+
 import msgspec
 
 from holdfast.cluster.peers import Failure

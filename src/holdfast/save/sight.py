@@ -17,7 +17,7 @@ from holdfast.storage.protocol import Storage
 _T = TypeVar("_T")
 
 SIGHT_SECONDS: Final = 30.0
-"""How long what one node has written may stay unseen on another: network file systems keep what they knew for a while."""
+"""How long what one node has written may stay unseen on another: network file systems remember for a while."""
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
