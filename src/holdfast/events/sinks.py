@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from holdfast.events.kinds import (
     Committed,
@@ -83,8 +85,7 @@ class Fanout:
                     logger.exception("the event sink %r failed; its further errors are not logged", sink)
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """What has added up over a run.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
@@ -19,8 +18,7 @@ from holdfast.state.leaves import Target
 from holdfast.storage.protocol import FileReader, Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """What of a step lies in one file.
 
     Attributes:

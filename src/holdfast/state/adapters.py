@@ -11,8 +11,9 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from holdfast.format.workers import Worker
 from holdfast.state.leaves import Differences, Skeleton
@@ -20,8 +21,7 @@ from holdfast.state.leaves import Differences, Skeleton
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """How strictly a stored tree is held against the live one.
 
     Attributes:

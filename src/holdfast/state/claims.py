@@ -11,6 +11,7 @@ from holdfast.format.boxes import Box
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Rules
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target, spec_of
+from holdfast.state.registry import backend_named
 
 if TYPE_CHECKING:
     from holdfast.state.shards import Sharder, Sharding
@@ -51,15 +52,20 @@ class Claims:
             claim.receivers.append(claim.made)
         return claim.made[1]
 
-    def live(self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, path: str, rules: Rules) -> Any:
+    def live(
+        self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
+    ) -> Any:
         """The live array if it is to be filled where it is or does not fit, otherwise one made like it.
+
+        `library` is where the stored array came from: the live one's may not know its element type.
 
         Raises:
             UnsupportedValueError: If the live array has a form that cannot be filled.
         """
         live = backend.spec(array, path)
         if live.shape != spec.shape and not rules.in_place and 0 in live.shape:
-            return self.new(leaf, spec, backend, array)
+            is_known = live.dtype == spec.dtype or backend.name == library
+            return self.new(leaf, spec, backend, array) if is_known else self.new(leaf, spec, backend_named(library))
         if not self._fits(live, spec, path):
             return array
         memory = backend.alias_key(array)

@@ -6,8 +6,9 @@ import collections
 import importlib
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
@@ -48,8 +49,7 @@ _FORMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """The loading of one object, prepared.
 
     Attributes:
@@ -166,7 +166,7 @@ class Comparison(Decoder):
             return self.claims.live_shared(leaf, spec, live, sharder, path, self.rules)
         backend = backend_of(live)
         if backend is not None:
-            return self.claims.live(leaf, spec, live, backend, path, self.rules)
+            return self.claims.live(leaf, spec, live, backend, library, path, self.rules)
         if live is ABSENT and (self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys):
             self.differences.extra.append(path)
             return ABSENT

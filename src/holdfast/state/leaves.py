@@ -18,8 +18,7 @@ Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference in place of each array."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
+class ArraySpec(msgspec.Struct, frozen=True):
     """What an array is, apart from its values.
 
     Attributes:
@@ -94,8 +93,7 @@ def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec(dtype, tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(msgspec.Struct, frozen=True):
     """Arrays that lie in host memory just as they are stored and may be written to; an entry for each.
 
     Attributes:
@@ -191,8 +189,7 @@ class ArrayBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
+class Captured(msgspec.Struct, frozen=True):
     """The state of all named objects at one moment: plain values already taken, arrays still live.
 
     The arrays stand in columns, since there may be very many. Each distinct array is there once; arrays that share

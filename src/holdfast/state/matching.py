@@ -7,8 +7,9 @@ and prepares each object's loading. When the arrays have been filled, `Matching.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import ApplyError, HoldfastError
 from holdfast.format.decoding import ABSENT
@@ -20,15 +21,13 @@ from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.settling import Settled, settle
 
 
-@dataclass(frozen=True, slots=True)
-class _Renewal:
+class _Renewal(msgspec.Struct, frozen=True):
     name: str
     live: Any
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Matching:
+class Matching(msgspec.Struct, frozen=True):
     """How a checkpoint goes into live objects.
 
     Attributes:

@@ -7,8 +7,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import digest
@@ -19,8 +20,7 @@ from holdfast.state.permutation import derive
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
 
 
-@dataclass(frozen=True, slots=True)
-class RandomSource:
+class RandomSource(msgspec.Struct, frozen=True):
     """One random generator that a whole process shares.
 
     Attributes:

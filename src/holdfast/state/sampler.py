@@ -7,8 +7,9 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from holdfast.errors import MismatchError, UsageError
 from holdfast.state import permutation
@@ -26,8 +27,7 @@ _BLOCK_SAMPLES: Final = 8192
 _FOR_LOADERS: Final = 4
 
 
-@dataclass(slots=True)
-class _Pass:
+class _Pass(msgspec.Struct):
     """One way of a loader through the rest of an epoch, the position following it."""
 
     batches: int
