@@ -2,14 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast import errors, events
+from holdfast import errors, events, jobs
 from holdfast.checkpoint import Checkpoint
+from holdfast.jobs import (
+    Job,
+    JobRunner,
+    LocalSession,
+    MultiNodeCheckpointManager,
+    UploadTaskGroupBuilder,
+    epoch_limiter,
+)
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
+from holdfast.worker_state import Backup, WorkerTrainingState
 
 if TYPE_CHECKING:
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -20,11 +29,16 @@ __all__ = [
     "RNG",
     "All",
     "Auto",
+    "Backup",
     "Best",
     "Checkpoint",
     "CheckpointManager",
     "EveryN",
+    "Job",
+    "JobRunner",
     "Latest",
+    "LocalSession",
+    "MultiNodeCheckpointManager",
     "Newer",
     "PerWorker",
     "Restoration",
@@ -35,9 +49,13 @@ __all__ = [
     "Seconds",
     "Shard",
     "Steps",
+    "UploadTaskGroupBuilder",
+    "WorkerTrainingState",
     "__version__",
+    "epoch_limiter",
     "errors",
     "events",
+    "jobs",
     "register_codec",
     "register_type",
     "resumable",

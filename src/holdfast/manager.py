@@ -12,16 +12,22 @@ from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import ClosedError, HoldfastError, StepExistsError, UsageError
+from holdfast.cluster import Cluster
+from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
-from holdfast.policies import All, RetentionPolicy, SavePolicy
+from holdfast.format.workers import ALONE
+from holdfast.policies import All, RetentionPolicy, SavePolicy, is_by_step
+from holdfast.restore.agreement import JointAgreement
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
-from holdfast.save.arguments import check_directory, check_numbers, check_policies, check_step, check_switches
-from holdfast.save.driver import Origin, SaveOrder, Saver
+from holdfast.save import arguments
+from holdfast.save.company import open_company
+from holdfast.save.driver import SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
+from holdfast.save.handoffs import Origin
 from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import reckon_bytes
@@ -63,8 +69,13 @@ class CheckpointManager:
         threads: int = 3,
         overlap_copy: bool = False,
         reserve_bytes: int | Literal["auto"] | None = None,
+        cluster: Cluster | Literal["auto", "alone"] = "auto",
+        liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
+
+        In a job of several workers (under torchrun, say) each makes a manager, with the same arguments and in the same
+        order if it makes several; this waits for the others. Then each calls `restore` and `save` at the same steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
@@ -90,28 +101,39 @@ class CheckpointManager:
                 does not see it (`.data`, NumPy).
             reserve_bytes: Host memory to make ready now, behind the caller, which otherwise the first save does; "auto"
                 to reckon it from the objects.
+            cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
+                worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead, and saves that need it
+                fail. One that lives may take its time, up to `timeout_seconds`.
 
         Raises:
             UsageError: If an argument is wrong.
             StorageError: If the directory cannot be looked at.
+            AbsentError: If other workers of the job do not come.
+            ClusterError: If the job's store does not answer.
         """
-        if when_busy not in ("wait", "skip"):
-            raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
+        arguments.check_busy(when_busy)
         if not isinstance(checkpoint, Checkpoint):
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
-        check_policies(save_every, keep)
-        check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
-        check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
+        arguments.check_policies(save_every, keep)
+        arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
+        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
+        arguments.check_liveness(liveness_seconds)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
-        check_directory(self._storage)
+        arguments.check_directory(self._storage)
         self._save_every = save_every
         self._when_busy = when_busy
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
+        reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
+        living = () if begin_anew else read_catalog(self._storage).living
+        self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self._worker = ALONE if self._company is None else self._company.worker
         # The events of a run on a local disk are kept beside its checkpoints.
-        journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
+        has_journal = self._worker.is_leader and isinstance(self._storage, LocalStorage)
+        journal = [RunJournal(self.url)] if has_journal else []
         self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
@@ -124,8 +146,8 @@ class CheckpointManager:
             incremental=incremental,
             reuse_space=reuse_space,
             timeout_seconds=timeout_seconds,
+            company=self._company,
         )
-        living = () if begin_anew else read_catalog(self._storage).living
         self._origin = Origin(base=living[-1] if living else None)
         self._living = {name.step for name in living}
         self._newest_asked = -1
@@ -133,8 +155,8 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
-        if reserve_bytes is not None:
-            self._saver.prepare(reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes)
+        if reserved_bytes is not None:
+            self._saver.prepare(reserved_bytes)
 
     @property
     def url(self) -> str:
@@ -198,10 +220,14 @@ class CheckpointManager:
         if self._save_every is None:
             return None
         moment = self._pace.moment(step, *self._saver.costs)
-        decision = self._save_every.decide_save(moment)
-        if not decision.save or step in self._living:
+        if self._company is None or is_by_step(self._save_every):
+            decision = self._save_every.decide_save(moment)
+            reason = decision.reason if decision.save else None
+        else:
+            reason = self._company.try_plan(self._save_every, moment)
+        if reason is None or step in self._living:
             return None
-        return self._save(step, metrics, metadata, replace=False, reason=decision.reason)
+        return self._save(step, metrics, metadata, replace=False, reason=reason)
 
     def restore(
         self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
@@ -224,19 +250,23 @@ class CheckpointManager:
             NoWholeCheckpointError: If checkpoints are there but none is whole.
             StorageError: If the place fails.
         """
-        self._check_open()
+        arguments.check_usable(self.url, self._process, is_closed=self._closed)
         self._settle(None)
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
-            step=None if step is None else check_step(step),
+            step=None if step is None else arguments.check_step(step),
             select=make_selection(only),
             strict=strict,
             threads=2 * self._threads,
             emit=self._emit,
+            worker=self._worker,
+            agreement=None if self._company is None else JointAgreement(self._company.peers),
         )
         if restoration is None:
             return None
+        if self._company is not None:
+            self._company.begin_epoch()
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
         if only is None:
@@ -281,6 +311,8 @@ class CheckpointManager:
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        if self._company is not None:
+            self._company.close()
         raise_newest(self._reports.take(last=True), None)
 
     def abandon(self) -> None:
@@ -289,6 +321,8 @@ class CheckpointManager:
         self._in_flight = None
         self._saver.abandon()
         self._reports.abandon()
+        if self._company is not None:
+            self._company.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -317,21 +351,36 @@ class CheckpointManager:
         reason: str,
     ) -> SaveHandle:
         asked_at = time.monotonic()
-        self._check_open()
+        arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
-        step = check_step(step)
+        step = arguments.check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
+        exchange = None if self._company is None else self._company.begin(step)
+        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
+        try:
+            return self._begin(order, handle, replace=replace)
+        except BaseException as error:
+            if self._company is not None and exchange is not None and not handle.begun:
+                self._company.tell(exchange, error)
+                # The others take this step for tried; what is due next must be the same here.
+                self._pace.saved(step)
+            raise
+
+    def _begin(self, order: SaveOrder, handle: SaveHandle, *, replace: bool) -> SaveHandle:
+        step = order.step
         busy = self._in_flight
         if busy is not None and not busy.ended and self._when_busy == "skip":
             reason = f"the save of step {busy.step} is still in flight"
             handle.mark_skipped(reason)
             self._saver.emit_soon(Skipped(step=step, reason=reason))
+            if self._company is not None and order.exchange is not None:
+                self._company.leave_out(order.exchange, reason)
+                self._pace.saved(step)
             return handle
         self._settle(None)
-        waited_seconds = time.monotonic() - asked_at
-        self._check_place(step, replace)
+        order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
+        arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
         captured = self._saver.capture(self.checkpoint.objects)
-        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds, reason)
         untold = self._reports.take(last=False)
         self._in_flight = handle
         try:
@@ -356,29 +405,3 @@ class CheckpointManager:
         self._in_flight = None
         if handle.committed:
             self._living.add(handle.step)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
-                hint="Save in the process that made the manager, or make one of its own in the child.",
-            )
-
-    def _check_place(self, step: int, replace: bool) -> None:
-        newest = max(self._living, default=-1)
-        if step < self._newest_asked and not replace:
-            # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
-            raise UsageError(f"step {step} lies before step {self._newest_asked}, which was saved or tried already")
-        if step > newest or (replace and step in self._living):
-            return
-        if step in self._living:
-            raise StepExistsError(
-                f"step {step} of {self.url} is committed already",
-                hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
-            )
-        raise UsageError(
-            f"step {step} lies before step {newest}, which {self.url} has already",
-            hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
-        )

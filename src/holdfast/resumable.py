@@ -15,6 +15,8 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
@@ -43,6 +45,8 @@ def resumable(
     threads: int = 3,
     overlap_copy: bool = False,
     reserve_bytes: int | Literal["auto"] | None = None,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+    liveness_seconds: float = LIVENESS_SECONDS,
     **objects: object,
 ) -> Run:
     """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
@@ -72,12 +76,16 @@ def resumable(
         threads: How many threads write, and read at a restore.
         overlap_copy: True to copy parameters and optimizer state while training goes on; `CheckpointManager` says when.
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
+        liveness_seconds: After how long without a sign of life a worker is taken for dead.
         **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
             `CheckpointManager` take any.
 
     Raises:
         UsageError: If an argument is wrong, or nothing is to be kept.
         StorageError: If the directory cannot be looked at.
+        AbsentError: If other workers of the job do not come.
+        ClusterError: If the job's store does not answer.
     """
     _check_names(objects)
     if not isinstance(strict, bool):
@@ -99,6 +107,8 @@ def resumable(
         threads=threads,
         overlap_copy=overlap_copy,
         reserve_bytes=reserve_bytes,
+        cluster=cluster,
+        liveness_seconds=liveness_seconds,
     )
     return Run(manager, strict=strict, begin_anew=begin_anew)
 

@@ -12,19 +12,20 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
-from holdfast.cluster.rendezvous import make_absent_error
+from holdfast.cluster.rendezvous import LEADER, make_absent_error
 from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
 from holdfast.gate import Gate
 
 INTERVAL_SECONDS: Final = 1.0
 TIMEOUT_SECONDS: Final = 15.0
 
-_LEADER: Final = 0
-
 _GOODBYE: Final = -(1 << 30)
 """Added to a worker's count when it leaves; nobody counts so far that the sum is not negative."""
 
 _STOP_SECONDS: Final = 2.0
+
+_BEGIN_FACTOR: Final = 4
+"""So many times longer than later a worker may be silent before its first sign."""
 
 
 class _Missed(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ class Heartbeat:
             cluster: The workers.
             interval_seconds: How long to wait between two signs.
             timeout_seconds: How long after its last sign everybody takes a worker for lost, at the latest. One that has
-                not given any sign yet is not lost.
+                not given any sign yet has four times as long.
             name: What its keys begin with; the same on all workers, and of this heartbeat alone.
 
         Raises:
@@ -127,9 +128,13 @@ class Heartbeat:
                 hint=failure.hint,
             ) from failure
 
+    def leave(self) -> None:
+        """Lets the thread say goodbye and end, without waiting for it."""
+        self._wake.put(None)
+
     def stop(self) -> None:
         """**Blocks** for a moment. Says goodbye, if the store can be reached, and ends the thread; harmless twice."""
-        self._wake.put(None)
+        self.leave()
         self._ended.wait(_STOP_SECONDS)
 
     def _run(self) -> None:
@@ -138,7 +143,7 @@ class Heartbeat:
                 begun_at = time.monotonic()
                 try:
                     self._cluster.add(self._key(self._cluster.rank), 1)
-                    self._missed = self._look_at_all() if self._cluster.rank == _LEADER else self._look_at_leader()
+                    self._missed = self._look_at_all() if self._cluster.rank == LEADER else self._look_at_leader()
                 except ClosedError:
                     return
                 except HoldfastError as error:
@@ -170,7 +175,7 @@ class Heartbeat:
         return missed
 
     def _look_at_leader(self) -> _Missed:
-        own = self._look_at((_LEADER,))
+        own = self._look_at((LEADER,))
         told = self._cluster.try_get(f"{self._name}/missed")
         if told is None:
             return own
@@ -185,10 +190,12 @@ class Heartbeat:
         for rank in ranks:
             count = self._cluster.add(self._key(rank), 0)
             known, silent_seconds = self._heard.get(rank, (0, 0.0))
-            self._heard[rank] = (count, silent_seconds + passed_seconds if count == known != 0 else 0.0)
+            self._heard[rank] = (count, silent_seconds + passed_seconds if count == known else 0.0)
         return _Missed(
             lost=tuple(
-                rank for rank, (count, seconds) in self._heard.items() if count > 0 and seconds >= self._lost_seconds
+                rank
+                for rank, (count, seconds) in self._heard.items()
+                if count >= 0 and seconds >= (self._lost_seconds if count else _BEGIN_FACTOR * self._timeout_seconds)
             ),
             gone=tuple(rank for rank, (count, _) in self._heard.items() if count < 0),
         )

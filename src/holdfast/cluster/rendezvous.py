@@ -1,9 +1,10 @@
-"""Meetings of all workers: each brings a small record, and gets those of all."""
+"""Meetings of all workers: each brings a small record, and gets those of all, or what the leader makes of them."""
 
 from __future__ import annotations
 
 import time
-from typing import Final, NoReturn
+from collections.abc import Callable, Collection
+from typing import Final, NoReturn, TypeAlias
 
 import msgspec
 
@@ -11,8 +12,15 @@ from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster
 from holdfast.errors import AbsentError, DeadlineError
 
-_LEADER: Final = 0
+LEADER: Final = 0
+
+Check: TypeAlias = Callable[[Collection[int]], None]
+"""Raises `AbsentError` if one of these workers is known to be missing, such as `Heartbeat.check`."""
+
 _NAMED_NODES: Final = 32
+_LOOK_SECONDS: Final = 0.5
+_LONGEST_LOOK_SECONDS: Final = 4.0
+"""How long to wait at a time, between two looks whether the others are there."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -20,101 +28,172 @@ class _Outcome(msgspec.Struct, frozen=True):
 
     Attributes:
         absent: Who did not come; empty if all did.
-        pieces: In how many pieces the records lie in the store.
+        pieces: In how many pieces the answer lies in the store.
     """
 
     absent: tuple[int, ...] = ()
     pieces: int = 0
 
 
-def gather(cluster: Cluster, name: str, record: bytes, timeout_seconds: float) -> list[bytes]:
-    """**Collective.** **Blocks.** The records of all workers.
+def gather(
+    cluster: Cluster, name: str, record: bytes, timeout_seconds: float, *, check: Check | None = None
+) -> list[bytes]:
+    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `confer`.
 
-    Either all workers that get an answer get the same records, or all get the same error: once one of them has run out
-    of time, the meeting has failed for those that come later too.
+    All get all: where there are very many workers, `confer` takes less of the store.
+
+    Raises:
+        AbsentError: If workers did not come in time; it names them.
+        ClusterError: If the store does not answer.
+    """
+    answer = confer(cluster, name, record, msgspec.msgpack.encode, timeout_seconds, check=check)
+    return msgspec.msgpack.decode(answer, type=list[bytes])
+
+
+def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
+    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `confer`.
+
+    Raises:
+        AbsentError: If workers did not come in time; it names them.
+        ClusterError: If the store does not answer.
+    """
+    confer(cluster, name, b"", lambda records: b"", timeout_seconds)
+
+
+def confer(
+    cluster: Cluster,
+    name: str,
+    record: bytes,
+    decide: Callable[[list[bytes]], bytes],
+    timeout_seconds: float,
+    *,
+    check: Check | None = None,
+) -> bytes:
+    """**Collective.** **Blocks.** What the leader makes of the records of all workers.
+
+    All workers that get an answer get the same: what was decided, or that workers are absent. Once one of them has run
+    out of time, the meeting has failed for those that come later too.
 
     Args:
         cluster: The workers.
         name: The meeting's; each name is used once in the life of a cluster.
         record: What this worker brings.
+        decide: Makes the answer from the records, in order of rank; called by the leader, and raises nothing.
         timeout_seconds: How long to wait for the others.
-
-    Returns:
-        The records, in order of rank.
+        check: Asked now and then whether those that are waited for are still there.
 
     Raises:
-        AbsentError: If workers did not come in time; it names them.
+        AbsentError: If workers did not come in time, or are lost; it names them.
         ClusterError: If the store does not answer.
     """
     if cluster.world_size == 1:
-        return [record]
-    end_at = time.monotonic() + timeout_seconds
+        return decide([record])
+    meeting = _Meeting(cluster, name, timeout_seconds, check)
     cluster.set(f"{name}/record/{cluster.rank}", record)
-    if cluster.rank == _LEADER:
-        return _lead(cluster, name, record, timeout_seconds, end_at)
-    return _follow(cluster, name, timeout_seconds, end_at)
+    return meeting.lead(record, decide) if cluster.rank == LEADER else meeting.follow()
 
 
-def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
-    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `gather`.
+class _Meeting:
+    """One worker's part in a meeting.
 
-    Raises:
-        AbsentError: If workers did not come in time; it names them.
-        ClusterError: If the store does not answer.
+    NAME/record/RANK          what each has brought
+    NAME/answer/NUMBER        the leader's answer, in pieces
+    NAME/outcome              how it ended: written once, by the leader or by the first that gives up
+    NAME/read                 how many have read the answer
     """
-    gather(cluster, name, b"", timeout_seconds)
 
+    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, check: Check | None) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._end_at = time.monotonic() + timeout_seconds
+        self._check = check
 
-def _lead(cluster: Cluster, name: str, record: bytes, timeout_seconds: float, end_at: float) -> list[bytes]:
-    records = [record]
-    for rank in range(1, cluster.world_size):
+    def lead(self, record: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """The leader's part."""
+        cluster = self._cluster
+        records = [record]
+        for rank in range(1, cluster.world_size):
+            try:
+                records.append(self._wait(f"record/{rank}", range(rank, cluster.world_size)))
+            except DeadlineError as error:
+                lost = error.ranks if isinstance(error, AbsentError) else ()
+                self._raise_absent(self._decide(_Outcome(absent=lost or self._find_missing() or (rank,))))
+        answer = decide(records)
+        starts = range(0, len(answer), MAX_VALUE_BYTES)
+        for number, start in enumerate(starts):
+            cluster.set(self._key(f"answer/{number}"), answer[start : start + MAX_VALUE_BYTES])
+        outcome = self._decide(_Outcome(pieces=len(starts)))
+        if outcome.absent:
+            # Somebody's time had run out before the last one came.
+            self._raise_absent(outcome)
+        for rank in range(cluster.world_size):
+            cluster.delete(self._key(f"record/{rank}"))
+        return answer
+
+    def follow(self) -> bytes:
+        """The part of the others."""
+        cluster = self._cluster
         try:
-            records.append(cluster.wait_get(f"{name}/record/{rank}", max(end_at - time.monotonic(), 0.0)))
-        except DeadlineError:
-            outcome = _decide(cluster, name, _Outcome(absent=_find_missing(cluster, name) or (rank,)))
-            _raise_absent(cluster, name, outcome.absent, timeout_seconds)
-    joined = msgspec.msgpack.encode(records)
-    starts = range(0, len(joined), MAX_VALUE_BYTES)
-    for number, start in enumerate(starts):
-        cluster.set(f"{name}/records/{number}", joined[start : start + MAX_VALUE_BYTES])
-    outcome = _decide(cluster, name, _Outcome(pieces=len(starts)))
-    if outcome.absent:
-        # Somebody's time had run out before the last one came.
-        _raise_absent(cluster, name, outcome.absent, timeout_seconds)
-    for rank in range(cluster.world_size):
-        cluster.delete(f"{name}/record/{rank}")
-    return records
+            outcome = msgspec.json.decode(self._wait("outcome", (LEADER,)), type=_Outcome)
+        except DeadlineError as error:
+            lost = error.ranks if isinstance(error, AbsentError) else ()
+            # When all have come, it is the leader that has not answered.
+            outcome = self._decide(_Outcome(absent=lost or self._find_missing() or (LEADER,)))
+        if outcome.absent:
+            self._raise_absent(outcome)
+        # The leader has put these down before the outcome.
+        pieces = [cluster.wait_get(self._key(f"answer/{number}"), ANSWER_SECONDS) for number in range(outcome.pieces)]
+        if cluster.add(self._key("read"), 1) == cluster.world_size - 1:
+            # All have read: the last one leaves nothing behind.
+            for key in ("outcome", "read", *(f"answer/{number}" for number in range(outcome.pieces))):
+                cluster.delete(self._key(key))
+        return b"".join(pieces)
 
+    def _wait(self, key: str, ranks: Collection[int]) -> bytes:
+        """The value of a key; meanwhile it is looked whether these workers are there.
 
-def _follow(cluster: Cluster, name: str, timeout_seconds: float, end_at: float) -> list[bytes]:
-    try:
-        data = cluster.wait_get(f"{name}/outcome", max(end_at - time.monotonic(), 0.0))
-        outcome = msgspec.json.decode(data, type=_Outcome)
-    except DeadlineError:
-        # When all have come, it is the leader that has not answered.
-        outcome = _decide(cluster, name, _Outcome(absent=_find_missing(cluster, name) or (_LEADER,)))
-    if outcome.absent:
-        _raise_absent(cluster, name, outcome.absent, timeout_seconds)
-    # The leader has put these down before the outcome.
-    pieces = [cluster.wait_get(f"{name}/records/{number}", ANSWER_SECONDS) for number in range(outcome.pieces)]
-    records = msgspec.msgpack.decode(b"".join(pieces), type=list[bytes])
-    if cluster.add(f"{name}/read", 1) == cluster.world_size - 1:
-        # All have read: the last one leaves nothing behind.
-        for key in ("outcome", "read", *(f"records/{number}" for number in range(outcome.pieces))):
-            cluster.delete(f"{name}/{key}")
-    return records
+        Raises:
+            AbsentError: If one of them is lost, and has not brought its record before.
+            DeadlineError: If the time is up.
+        """
+        full = self._key(key)
+        look_seconds = _LOOK_SECONDS
+        while True:
+            left_seconds = max(self._end_at - time.monotonic(), 0.0)
+            try:
+                return self._cluster.wait_get(full, min(left_seconds, look_seconds) if self._check else left_seconds)
+            except DeadlineError:
+                if time.monotonic() >= self._end_at:
+                    raise
+            look_seconds = min(2 * look_seconds, _LONGEST_LOOK_SECONDS)
+            try:
+                if self._check is not None:
+                    self._check(ranks)
+            except AbsentError as error:
+                # One that brought its record, and then went, is not missed here.
+                lost = tuple(rank for rank in error.ranks if self._has_not_brought(rank))
+                if lost and self._cluster.try_get(full) is None:
+                    raise make_absent_error(self._cluster, lost, "lost") from error
 
+    def _has_not_brought(self, rank: int) -> bool:
+        # What the leader brings stands there until it has answered, and is of no use without the answer.
+        return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
 
-def _find_missing(cluster: Cluster, name: str) -> tuple[int, ...]:
-    return tuple(rank for rank in range(cluster.world_size) if cluster.try_get(f"{name}/record/{rank}") is None)
+    def _find_missing(self) -> tuple[int, ...]:
+        cluster = self._cluster
+        return tuple(rank for rank in range(cluster.world_size) if cluster.try_get(self._key(f"record/{rank}")) is None)
 
+    def _decide(self, outcome: _Outcome) -> _Outcome:
+        standing = self._cluster.set_once(self._key("outcome"), msgspec.json.encode(outcome))
+        return msgspec.json.decode(standing, type=_Outcome)
 
-def _decide(cluster: Cluster, name: str, outcome: _Outcome) -> _Outcome:
-    return msgspec.json.decode(cluster.set_once(f"{name}/outcome", msgspec.json.encode(outcome)), type=_Outcome)
+    def _raise_absent(self, outcome: _Outcome) -> NoReturn:
+        what = f"did not come to {self._name!r} within {self._timeout_seconds:g} s, or died on the way"
+        raise make_absent_error(self._cluster, outcome.absent, what)
 
-
-def _raise_absent(cluster: Cluster, name: str, absent: tuple[int, ...], timeout_seconds: float) -> NoReturn:
-    raise make_absent_error(cluster, absent, f"did not come to {name!r} within {timeout_seconds:g} s")
+    def _key(self, key: str) -> str:
+        return f"{self._name}/{key}"
 
 
 def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str, *, hint: str = "") -> AbsentError:

@@ -16,7 +16,9 @@ from holdfast.events.kinds import (
     Event,
     Failed,
     GenerationOpened,
+    GroupEnded,
     Held,
+    NodesTimed,
     PassedOver,
     Resized,
     Restored,
@@ -47,6 +49,8 @@ _LEVELS: dict[type[Event], int] = {
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
+    GroupEnded: logging.INFO,
+    NodesTimed: logging.INFO,
 }
 
 

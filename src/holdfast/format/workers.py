@@ -19,6 +19,11 @@ class Worker:
     world_size: int
 
     @property
+    def is_leader(self) -> bool:
+        """Whether this is the worker that decides."""
+        return self.rank == 0
+
+    @property
     def is_alone(self) -> bool:
         """Whether the job has no other worker."""
         return self.world_size == 1

@@ -34,6 +34,7 @@ from holdfast.policies.saving import (
     SavePolicy,
     Seconds,
     Steps,
+    is_by_step,
 )
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Seconds",
     "Steps",
     "absent_metrics",
+    "is_by_step",
     "plan_retention",
     "spare_referred",
 ]

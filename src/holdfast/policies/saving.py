@@ -242,5 +242,15 @@ def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
     return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
 
 
+def is_by_step(policy: SavePolicy) -> bool:
+    """**Pure.** Whether a policy looks at steps alone, so that all workers of a job find the same by themselves.
+
+    One of the user's own may say so with an attribute `by_step = True`.
+    """
+    if isinstance(policy, AnySave):
+        return all(is_by_step(each) for each in policy.policies)
+    return isinstance(policy, Steps) or getattr(policy, "by_step", False) is True
+
+
 def _has_saved(moment: SaveMoment) -> bool:
     return moment.saved_from_step > moment.first_step

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.catalog import Catalog, read_catalog
-from holdfast.errors import ApplyError, DamageError, MismatchError, NoWholeCheckpointError, StorageError, UsageError
+from holdfast.errors import (
+    AbsentError,
+    ApplyError,
+    ClusterError,
+    DamageError,
+    MismatchError,
+    NoWholeCheckpointError,
+    StorageError,
+    UsageError,
+)
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.manifest import SHARDS, Manifest
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
+from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
@@ -67,6 +77,7 @@ def restore_objects(
     threads: int,
     emit: Sink,
     worker: Worker = ALONE,
+    agreement: Agreement | None = None,
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -83,42 +94,40 @@ def restore_objects(
         threads: How many threads read.
         emit: Told of what happens.
         worker: Which worker this is. It reads what is its own, whoever wrote it.
+        agreement: How it keeps together with the others; None for a worker by itself.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
 
     Raises:
         MismatchError: If the checkpoint does not fit; nothing has been changed.
+        PeerError: If another worker has failed.
+        AbsentError: If another worker does not come, or dies.
         NoCheckpointError: If the step that was asked for does not exist.
         NoWholeCheckpointError: If there are checkpoints, but none is whole.
         StorageError: If the place fails.
     """
     begun_at = time.monotonic()
+    agreement = agreement or AloneAgreement()
     catalog = read_catalog(storage)
     for fault in catalog.faults:
         emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
-    candidates = choose_candidates(catalog, step)
+    candidates = agreement.choose(step, lambda: choose_candidates(catalog, step))
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
     damages: list[DamageError] = []
     touched = False
     for name in candidates:
+        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched)
         try:
-            opened = open_step(storage, name.directory, name, worker)
-            # The files are opened first: memory is taken for what really lies there, not for what an index claims.
-            with open_parts(storage, opened) as parts, _enough_memory(opened):
-                matching = _match(opened, objects, select, strict, touched, worker)
-                if SHARDS not in opened.manifest.features and all(one.offsets is None for one in matching.targets):
-                    touched = True
-                    targets = {target.leaf: target for target in matching.targets}
-                    size_bytes = read_parts(parts, targets, threads=threads)
-                else:
-                    orders = assign_parts(storage, opened, matching.targets, _list_specs(opened))
-                    touched = True
-                    readers = {part.path: reader for part, reader in parts}
-                    size_bytes = read_orders(storage, orders, readers, threads=threads)
-        except DamageError as damage:
+            damage = trial.go(agreement)
+        except (StorageError, ApplyError, ClusterError, AbsentError) as error:
+            if trial.touched:
+                error.add_note("Some live arrays hold what was read before: restore again before training on.")
+            raise
+        touched = trial.touched
+        if damage is not None:
             damages.append(damage)
             emit(
                 PassedOver(
@@ -131,35 +140,103 @@ def restore_objects(
                 )
             )
             continue
-        except (StorageError, ApplyError) as error:
-            if touched:
-                error.add_note("Some live arrays hold what was read before: restore again before training on.")
-            raise
-        replaced = matching.apply()
-        if opened.manifest.world_size != worker.world_size:
+        matching, manifest = trial.matching, trial.opened.manifest
+        if manifest.world_size != worker.world_size:
             emit(
                 Resized(
                     step=name.step,
                     generation=name.generation,
-                    stored_workers=opened.manifest.world_size,
+                    stored_workers=manifest.world_size,
                     workers=worker.world_size,
                     reseeded=matching.reseeded,
                     left=matching.left,
                 )
             )
         seconds = time.monotonic() - begun_at
-        emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=size_bytes))
+        emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
         return Restoration(
             step=name.step,
             name=name,
-            manifest=opened.manifest,
+            manifest=manifest,
             differences=matching.differences,
-            replaced=replaced,
+            replaced=trial.replaced,
             passed_over=tuple(damages),
-            size_bytes=size_bytes,
+            size_bytes=trial.size_bytes,
             seconds=seconds,
         )
     raise _no_whole(storage, step, tuple(damages), touched)
+
+
+class _Trial:
+    """One checkpoint that is tried.
+
+    Attributes:
+        touched: Whether live arrays have been read into, now or before.
+        opened: Its records, once they have been read and checked.
+        matching: How they fit the live objects.
+        size_bytes: What was read.
+        replaced: New values of named objects that could not be changed in place.
+    """
+
+    opened: OpenedStep
+    matching: Matching
+
+    def __init__(
+        self,
+        storage: Storage,
+        name: StepName,
+        objects: Mapping[str, object],
+        select: Selection | None,
+        strict: bool,
+        threads: int,
+        worker: Worker,
+        touched: bool,
+    ) -> None:
+        self._storage = storage
+        self._name = name
+        self._objects = objects
+        self._select = select
+        self._strict = strict
+        self._threads = threads
+        self._worker = worker
+        self._files = ExitStack()
+        self._read: Callable[[], int]
+        self.touched = touched
+        self.size_bytes = 0
+        self.replaced: Mapping[str, Any] = {}
+
+    def go(self, agreement: Agreement) -> DamageError | None:
+        """**Blocks.** Restores the checkpoint, or gives the damage that was found in it."""
+        agreement.see(self._storage, self._name)
+        with self._files:
+            return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
+
+    def _prepare(self) -> None:
+        """Nothing live is touched: finds out whether the checkpoint is there, and fits."""
+        storage = self._storage
+        self.opened = opened = open_step(storage, self._name.directory, self._name, self._worker)
+        # The files are opened first: memory is taken for what really lies there, not for what an index claims.
+        parts = self._files.enter_context(open_parts(storage, opened))
+        with _enough_memory(opened):
+            self.matching = _match(opened, self._objects, self._select, self._strict, self.touched, self._worker)
+            wanted = self.matching.targets
+            if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
+                targets = {target.leaf: target for target in wanted}
+                self._read = lambda: read_parts(parts, targets, threads=self._threads)
+            else:
+                orders = assign_parts(storage, opened, wanted, _list_specs(opened))
+                readers = {part.path: reader for part, reader in parts}
+                self._read = lambda: read_orders(storage, orders, readers, threads=self._threads)
+
+    def _fill(self) -> None:
+        """Reads into live arrays."""
+        self.touched = True
+        with _enough_memory(self.opened):
+            self.size_bytes = self._read()
+
+    def _apply(self) -> None:
+        """Sets all else, when every byte has been checked, by all workers."""
+        self.replaced = self.matching.apply()
 
 
 def _match(

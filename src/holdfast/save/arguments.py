@@ -5,10 +5,45 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from collections.abc import Collection
+from typing import Final
 
-from holdfast.errors import UsageError
+from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
 from holdfast.storage import LocalStorage, Storage
+
+LEAST_LIVENESS_SECONDS: Final = 1.0
+
+
+def check_usable(url: str, process: int, *, is_closed: bool) -> None:
+    """Whether a manager may be used now, by this process.
+
+    Args:
+        url: Where the run lies, for the error.
+        process: The process that made the manager.
+        is_closed: Whether it was closed.
+
+    Raises:
+        ClosedError: If it was closed.
+        UsageError: If it belongs to another process.
+    """
+    if is_closed:
+        raise ClosedError(f"the manager of {url} is closed", hint="Make a new one.")
+    if os.getpid() != process:
+        raise UsageError(
+            f"the manager of {url} belongs to process {process}, and this is a child of it",
+            hint="Save in the process that made the manager, or make one of its own in the child.",
+        )
+
+
+def check_busy(when_busy: object) -> None:
+    """**Pure.** What to do with a save while another one is in flight.
+
+    Raises:
+        UsageError: If it is none of both.
+    """
+    if when_busy not in ("wait", "skip"):
+        raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
 
 
 def check_step(step: int) -> int:
@@ -21,6 +56,37 @@ def check_step(step: int) -> int:
     if not 0 <= number <= MAX_STEP:
         raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
     return number
+
+
+def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
+    """**Pure.** Whether a step may be saved now.
+
+    Args:
+        step: The step.
+        url: Where the run lies, for the error.
+        living: The steps that are committed on the living line.
+        newest_asked: The newest step that was asked for before, or restored.
+        replace: Whether it may take the place of one that is committed.
+
+    Raises:
+        StepExistsError: If it is committed already.
+        UsageError: If it lies before what was saved.
+    """
+    newest = max(living, default=-1)
+    if step < newest_asked and not replace:
+        # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
+        raise UsageError(f"step {step} lies before step {newest_asked}, which was saved or tried already")
+    if step > newest or (replace and step in living):
+        return
+    if step in living:
+        raise StepExistsError(
+            f"step {step} of {url} is committed already",
+            hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
+        )
+    raise UsageError(
+        f"step {step} lies before step {newest}, which {url} has already",
+        hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
+    )
 
 
 def check_policies(save_every: object, keep: object) -> None:
@@ -46,6 +112,19 @@ def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} is neither True nor False")
+
+
+def check_liveness(seconds: object) -> None:
+    """**Pure.** How long a worker may be silent.
+
+    Raises:
+        UsageError: If it is no length of time.
+    """
+    if not isinstance(seconds, int | float) or not LEAST_LIVENESS_SECONDS <= seconds <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"liveness_seconds={seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
+            hint="A worker gives fifteen signs of life in that time.",
+        )
 
 
 def check_numbers(failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object) -> None:

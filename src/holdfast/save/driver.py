@@ -11,14 +11,32 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.errors import ChangedError, FencedError, HoldfastError, SaveFailedError, StorageError
-from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Retained, Sink, Staged, Warned, Written
+from holdfast.errors import ChangedError, HoldfastError, SaveFailedError
+from holdfast.events import (
+    Committed,
+    Event,
+    Failed,
+    GenerationOpened,
+    Held,
+    Sink,
+    Skipped,
+    Staged,
+    Warned,
+    Written,
+)
 from holdfast.format.names import StepName
+from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
 from holdfast.save.buffer import HostBuffer
+from holdfast.save.cleaning import Cleaner
+from holdfast.save.company import Company
+from holdfast.save.exchange import Exchange
 from holdfast.save.handle import SaveHandle
+from holdfast.save.handoffs import Origin
+from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
 from holdfast.save.overlap import StepHold
+from holdfast.save.places import LeftOutError
 from holdfast.save.prepare import Preparation
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
@@ -26,19 +44,6 @@ from holdfast.state import Captured, Captures, capture_objects
 from holdfast.state.leaves import Transfer
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Where the next generation of a manager begins.
-
-    Attributes:
-        base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
-            it was made. None if it begins anew.
-        sources: Checkpoints of which a part was restored.
-    """
-
-    base: StepName | None = None
-    sources: tuple[StepName, ...] = ()
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
@@ -52,6 +57,7 @@ class SaveOrder(msgspec.Struct, frozen=True):
         asked_at: When the save was asked for, by the monotonic clock.
         waited_seconds: How long it had to wait for the save before.
         reason: Why a policy wanted it; empty if the user asked for it.
+        exchange: What is said about it between workers; None if there is one alone.
     """
 
     step: int
@@ -59,8 +65,9 @@ class SaveOrder(msgspec.Struct, frozen=True):
     metadata: Mapping[str, Any]
     origin: Origin
     asked_at: float
-    waited_seconds: float
+    waited_seconds: float = 0.0
     reason: str = ""
+    exchange: Exchange | None = None
 
 
 class _Work(msgspec.Struct, frozen=True):
@@ -92,9 +99,15 @@ class Saver:
         timeout_seconds: float,
         incremental: bool,
         reuse_space: bool,
+        company: Company | None = None,
     ) -> None:
         self._storage = storage
-        self._line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space)
+        # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
+        line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
+        self._company = company
+        self._joint = None if company is None else JointLine(line, storage, company.peers)
+        self._line = self._joint or line
+        self._worker = ALONE if company is None else company.worker
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -112,7 +125,7 @@ class Saver:
         self._durable_seconds: float | None = None
         self._blocked_seconds: float | None = None
         self._newest: StepName | None = None
-        self._told_problems: set[str] = set()
+        self._cleaner = Cleaner(self._line, reports, emit)
 
     @property
     def generation(self) -> int | None:
@@ -140,8 +153,8 @@ class Saver:
             UnsupportedValueError: If something cannot be stored.
         """
         if self._hold is None:
-            return capture_objects(objects, self._captures)
-        captured = capture_objects(objects, self._captures, self._hold.try_hold)
+            return capture_objects(objects, self._captures, worker=self._worker)
+        captured = capture_objects(objects, self._captures, self._hold.try_hold, self._worker)
         steady = (
             place
             for place in captured.held
@@ -235,15 +248,20 @@ class Saver:
         try:
             self._emit(work.staged)
             try:
+                self._begin_joint(work)
                 self._copy_later(work)
             finally:
                 self._let_go([])
             name = self._save(work, begun_at)
+        except LeftOutError as left:
+            self._leave_out(work, left.reason)
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
             self._fail(work, error, time.monotonic() - begun_at)
         else:
-            self._clean(name, work.order.origin)
+            if self._worker.is_leader:
+                self._cleaner.clean(name, work.order.origin)
         finally:
+            self._end_joint()
             work.crew.close()
             self._flush_events()
             # Not before: from here on the program may end, or the next save begin.
@@ -290,9 +308,12 @@ class Saver:
                     size_bytes=receipts.size_bytes,
                 )
             )
-            manifest = self._line.commit(receipts, name, order.metrics, order.metadata)
+            self._line.commit(receipts, name, order.metrics, order.metadata)
         except BaseException:
-            self._give_up(name)
+            if self._joint is None:
+                self._give_up(name)
+            else:
+                self._joint.note_debris(name)
             raise
         durable_seconds = time.monotonic() - begun_at
         training_saved_seconds = max(order.asked_at - self._protected_since_at, 0.0)
@@ -301,7 +322,7 @@ class Saver:
         self._blocked_seconds = work.staged.blocked_seconds - order.waited_seconds + self._held_seconds
         self._protected_since_at = order.asked_at
         self._reports.mark_committed()
-        work.handle.mark_committed(manifest)
+        work.handle.mark_committed()
         self._emit(
             Committed(
                 step=order.step,
@@ -315,56 +336,30 @@ class Saver:
         )
         return name
 
+    def _begin_joint(self, work: _Work) -> None:
+        """Meets the other workers, if there are any."""
+        if self._joint is not None and work.order.exchange is not None:
+            self._joint.begin(work.order.exchange)
+
+    def _end_joint(self) -> None:
+        """Parts with the other workers, whatever has come of the save."""
+        if self._joint is not None:
+            for debris in self._joint.finish():
+                self._give_up(debris)
+
+    def _leave_out(self, work: _Work, reason: str) -> None:
+        """A save that not all workers could take part in is no failure."""
+        if self._company is not None and work.order.exchange is not None:
+            self._company.note_left_out(work.order.exchange)
+        work.handle.mark_left_out(reason)
+        self._emit(Skipped(step=work.order.step, reason=reason))
+
     def _give_up(self, name: StepName) -> None:
         """Removes the debris of a failed attempt, if the place lets us; else the next save sweeps it away."""
         try:
             self._line.give_up(name)
         except HoldfastError as error:
             self._emit(Warned(text=f"what a failed save left in {name.directory} is still there: {error}"))
-
-    def _clean(self, name: StepName, origin: Origin) -> None:
-        """Retention and sweeping, after the commit: their failure is told, but the checkpoint stands."""
-        begun_at = time.monotonic()
-        protected = dict.fromkeys(origin.sources, "a part was restored from it")
-        if origin.base is not None:
-            protected[origin.base] = "the run goes on from it"
-        protected[name] = "just committed"
-        try:
-            cleaning = self._line.clean(name, protected)
-            problems: tuple[BaseException, ...] = cleaning.problems
-        except FencedError:
-            return  # The newer job cleans; the next save here says that this one is fenced.
-        except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
-            problems = (error,)
-        else:
-            self._warn_of_absent(cleaning.absent)
-            self._emit(
-                Retained(
-                    kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
-                    removed=tuple(removed.step for removed in cleaning.removed),
-                    background_seconds=time.monotonic() - begun_at,
-                )
-            )
-        if problems:
-            reason = getattr(problems[0], "message", repr(problems[0]))
-            failure = StorageError(
-                f"step {name.step} is committed, but old files could not be removed: {reason}",
-                path=name.directory,
-                hint="They are tried again after each save.",
-            )
-            failure.__cause__ = problems[0]
-            # What cannot be removed is tried again after each save; the same reason is an error only once.
-            if reason not in self._told_problems:
-                self._told_problems.add(reason)
-                self._reports.add(failure)
-            self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
-
-    def _warn_of_absent(self, metrics: tuple[str, ...]) -> None:
-        for metric in metrics:
-            if metric not in self._told_problems:
-                self._told_problems.add(metric)
-                text = f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
-                self._emit(Warned(text=text))
 
     def _fail(self, work: _Work, error: BaseException, seconds: float) -> None:
         step = work.order.step
@@ -374,6 +369,8 @@ class Saver:
         failure.__cause__ = error
         self._reports.add(failure)
         work.handle.mark_failed(failure)
+        if self._joint is not None:
+            self._joint.tell(error)
         self._emit(
             Failed(
                 stage="save",

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import DeadlineError, HoldfastError, UsageError
-from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.gate import Gate
 
@@ -39,7 +38,7 @@ class SaveHandle:
         self._skipped = ""
         self._copied = False
         self._name: StepName | None = None
-        self._manifest: Manifest | None = None
+        self._is_committed = False
         self._error: HoldfastError | None = None
         self._staged = Gate()
         self._named = Gate()
@@ -50,7 +49,7 @@ class SaveHandle:
         states = (
             (bool(self._skipped), "left out"),
             (self._error is not None, "failed"),
-            (self._manifest is not None, "committed"),
+            (self._is_committed, "committed"),
         )
         state = next((state for holds, state in states if holds), "in flight")
         return f"<save of step {self.step}: {state}>"
@@ -94,7 +93,7 @@ class SaveHandle:
     @property
     def committed(self) -> bool:
         """True once the checkpoint exists."""
-        return self._manifest is not None
+        return self._is_committed
 
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits until the state has been copied and may be changed again.
@@ -154,9 +153,9 @@ class SaveHandle:
         self._name = name
         self._named.open()
 
-    def mark_committed(self, manifest: Manifest) -> None:
+    def mark_committed(self) -> None:
         """Called by the save when the checkpoint exists."""
-        self._manifest = manifest
+        self._is_committed = True
         self._settled.open()
 
     def mark_failed(self, error: HoldfastError) -> None:
@@ -171,14 +170,18 @@ class SaveHandle:
 
     def mark_skipped(self, reason: str) -> None:
         """Called by the manager in place of everything else."""
+        self.mark_left_out(reason)
+        self._ended.open()
+
+    def mark_left_out(self, reason: str) -> None:
+        """Called by the save when all workers leave it out."""
         self._skipped = reason
         self.mark_failed(UsageError(f"step {self.step} was not saved: {reason}"))
-        self._ended.open()
 
     def _raise_failure(self) -> None:
         """Raises the failure if there is one; who sees it here need not be told again."""
         error = self._error
-        if error is not None and self._manifest is None:
+        if error is not None and not self._is_committed:
             self._delivered(error)
             raise error
 

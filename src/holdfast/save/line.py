@@ -110,6 +110,12 @@ class Line:
         check_fence(self._storage, self._generation)
         return base
 
+    def follow(self, generation: int, origin: StepName | None) -> None:
+        """Goes on with a generation that the leader of the job has opened from that step, or anew."""
+        self._generation = generation
+        if self._incremental is not None:
+            self._incremental.begin(origin)
+
     def name(self, step: int) -> StepName:
         """**Blocks.** The place of this line's next attempt at a step."""
         assert self._generation is not None, "open() comes first"
@@ -127,9 +133,13 @@ class Line:
         """**Blocks.** Commits what was written."""
         manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
         self._ledger.add(manifest)
+        self.note_committed()
+        return manifest
+
+    def note_committed(self) -> None:
+        """What was written last is committed."""
         if self._incremental is not None:
             self._incremental.mark_committed()
-        return manifest
 
     def give_up(self, name: StepName) -> None:
         """**Blocks.** Removes what a failed attempt left.
@@ -141,7 +151,7 @@ class Line:
         if name in catalog.unfinished:
             discard_unfinished(self._storage, name)
 
-    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
+    def clean(self, newest: StepName, protected: Mapping[StepName, str], busy: Collection[StepName] = ()) -> Cleaning:
         """**Blocks.** Removes what the retention policy gives up, and what earlier saves left behind.
 
         Only the living line is looked at; steps off it stay until a person prunes them. What a step that stays refers
@@ -150,6 +160,7 @@ class Line:
         Args:
             newest: The step that was just committed.
             protected: Steps that must stay, each with the reason.
+            busy: Unfinished steps that others may still be writing to.
 
         Raises:
             FencedError: If another job has opened a newer generation.
@@ -174,7 +185,7 @@ class Line:
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred, newest_bytes, problems)
+        swept = self._sweep(catalog, referred.union(busy), newest_bytes, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
 
@@ -226,7 +237,7 @@ class Line:
     ) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
-        One that lost its manifest, but holds what a step refers to, stays.
+        One that lost its manifest, but holds what a step refers to, stays; so does one that others write to.
         """
         swept: list[str] = []
         try:

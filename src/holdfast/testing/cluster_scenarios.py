@@ -188,7 +188,7 @@ def check_gather(cluster: Cluster) -> None:
         # All have left that meeting when all have come to the next but one.
         rendezvous(cluster, f"{name}-after", PATIENCE_SECONDS)
         rendezvous(cluster, f"{name}-long-after", PATIENCE_SECONDS)
-        left = [f"{name}/outcome", f"{name}/records/0", f"{name}/records/1", f"{name}/record/{cluster.rank}"]
+        left = [f"{name}/outcome", f"{name}/answer/0", f"{name}/answer/1", f"{name}/record/{cluster.rank}"]
         assert [cluster.try_get(key) for key in left] == [None] * len(left)
 
 

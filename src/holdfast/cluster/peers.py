@@ -1,0 +1,192 @@
+"""What the workers of a job do together, again and again: how each hears of the others, and of their failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.rendezvous import LEADER, confer
+from holdfast.errors import AbsentError, HoldfastError, PeerError
+
+LIVENESS_SECONDS: Final = TIMEOUT_SECONDS
+"""How long a worker may not be heard of before the others go on without it."""
+
+_BEATS: Final = 15
+"""How many signs of life a worker gives in that time."""
+
+_PAUSE_SHARE: Final = 0.1
+_SHORTEST_PAUSE_SECONDS: Final = 0.002
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_TEXT_CHARACTERS: Final = 4000
+"""How much of an error is told: enough for people, and no more than a store holds."""
+
+_ABSENT: Final = AbsentError.__name__
+
+_numbers: dict[tuple[str, int], int] = {}
+"""How many have been made for each worker of a cluster in this process, so that no two have the same keys."""
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker tells the others of its failure, or of that of another.
+
+    Attributes:
+        rank: Which worker has failed.
+        kind: The name of the error's type.
+        text: What the error says.
+        hint: What to do about it.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    hint: str = ""
+
+
+class Peers:
+    """**Thread-safe.** This worker and the others. Each worker makes as many of these, in the same order."""
+
+    def __init__(self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float) -> None:
+        """Begins to give signs of life.
+
+        Args:
+            cluster: The workers.
+            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+            timeout_seconds: The deadline of each wait for workers that live.
+        """
+        self.cluster = cluster
+        self.rank = cluster.rank
+        self.world_size = cluster.world_size
+        self.timeout_seconds = timeout_seconds
+        self._liveness_seconds = liveness_seconds
+        number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
+        self._scope = f"peers-{number}"
+        self._heartbeat = Heartbeat(cluster, liveness_seconds / _BEATS, liveness_seconds, name=self.key("heartbeat"))
+        self._meetings = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """True for the worker that decides."""
+        return self.rank == LEADER
+
+    @property
+    def dead(self) -> frozenset[int]:
+        """The workers that are lost or have left, as far as is known."""
+        return frozenset((*self._heartbeat.lost, *self._heartbeat.gone))
+
+    def key(self, *parts: object) -> str:
+        """A key of these alone."""
+        return "/".join([self._scope, *map(str, parts)])
+
+    def confer(self, record: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.rendezvous.confer`.
+
+        Raises:
+            AbsentError: If a worker does not come in time, or dies.
+            ClusterError: If the store does not answer.
+        """
+        # Who missed a meeting comes to it late, is told so, and then is in step again.
+        self._meetings += 1
+        name = self.key("meeting", self._meetings)
+        return confer(self.cluster, name, record, decide, self.timeout_seconds, check=self._heartbeat.check)
+
+    def wait_any(
+        self, keys: Sequence[str], ranks: Callable[[], Collection[int]], what: str, begun_at: float | None = None
+    ) -> tuple[str, bytes]:
+        """**Blocks.** Waits until one of some keys holds a value.
+
+        Args:
+            keys: The keys, the most telling first.
+            ranks: Gives the workers from which a value is still to come. It is called after each look, and may raise.
+            what: What these are to do, for the error: `write its part`, say.
+            begun_at: When the wait began, by the monotonic clock, if it is part of a longer one; None for now.
+
+        Returns:
+            The first key that holds something, and its value.
+
+        Raises:
+            PeerError: If one of the workers dies, or has left the job, or the time is up; it names the worker.
+            ClusterError: If the store does not answer.
+        """
+        looked_at = time.monotonic()
+        end_at = (looked_at if begun_at is None else begun_at) + self.timeout_seconds
+        missed: Failure | None = None
+        while True:
+            for key in keys:
+                value = self.cluster.try_get(key)
+                if value is not None:
+                    return key, value
+            waited = ranks()
+            if missed is not None and (missed.rank in waited or not waited):
+                raise self.make_error(missed)
+            missed = self._find_missed(waited)
+            waited_seconds = time.monotonic() - looked_at
+            if missed is None and time.monotonic() >= end_at:
+                text = f"did not {what} within {self.timeout_seconds:g} s"
+                missed = Failure(min(waited, default=LEADER), _ABSENT, text)
+            if missed is None:
+                time.sleep(min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
+            # Otherwise one more look: the worker may have done what it was to do, and then gone.
+
+    def describe(self, error: BaseException) -> Failure:
+        """What to tell the others of an error of this worker, or of one that it has heard of."""
+        if isinstance(error, PeerError):
+            return Failure(error.rank, error.kind, error.text, error.hint)
+        text = error.message if isinstance(error, HoldfastError) else str(error)
+        hint = error.hint if isinstance(error, HoldfastError) else ""
+        return Failure(self.rank, type(error).__name__, text[:_TEXT_CHARACTERS], hint[:_TEXT_CHARACTERS])
+
+    def make_error(self, failure: Failure) -> PeerError:
+        """The error that this worker raises because of another's failure."""
+        node = self.cluster.node_of(failure.rank)
+        on = f" on {node}" if node else ""
+        return PeerError(
+            f"rank {failure.rank}{on}: {failure.kind}: {failure.text}",
+            rank=failure.rank,
+            kind=failure.kind,
+            text=failure.text,
+            hint=failure.hint,
+        )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Forgets keys that nobody needs any more, if the store can be reached."""
+        with suppress(HoldfastError):
+            for key in keys:
+                self.cluster.delete(key)
+
+    def leave(self) -> None:
+        """Says goodbye without waiting: whoever waits for this worker waits no longer."""
+        self._heartbeat.leave()
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice."""
+        self._heartbeat.stop()
+
+    def _find_missed(self, ranks: Collection[int]) -> Failure | None:
+        """Who of these is not there any more.
+
+        Raises:
+            ClusterError: If the store does not answer.
+        """
+        for absent, what in (
+            (self._heartbeat.lost, f"not been heard of for {self._liveness_seconds:g} s"),
+            (self._heartbeat.gone, "left the job"),
+        ):
+            named = sorted(set(absent) & set(ranks))
+            if len(named) == 1:
+                return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
+            if named:
+                return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
+        # Nobody's absence, but that of the store.
+        self._heartbeat.check(())
+        return None
+
+
+_ABSENT_HINT: Final = "Look whether that process still runs, and what it has written last."

@@ -1,0 +1,75 @@
+"""Retention and sweeping behind a commit, and what there is to tell of them."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.errors import FencedError, StorageError
+from holdfast.events import Failed, Retained, Sink, Warned
+from holdfast.format.names import StepName
+from holdfast.save.handoffs import Origin
+from holdfast.save.joint import JointLine
+from holdfast.save.line import Line
+from holdfast.save.reports import SaveReports
+
+
+class Cleaner:
+    """Removes what is not kept. Its failure is told, but the checkpoint stands. Not thread-safe."""
+
+    def __init__(self, line: Line | JointLine, reports: SaveReports, emit: Sink) -> None:
+        self._line = line
+        self._reports = reports
+        self._emit = emit
+        self._told_problems: set[str] = set()
+
+    def clean(self, name: StepName, origin: Origin) -> None:
+        """**Blocks.** Cleans up behind the commit of a step.
+
+        Args:
+            name: The step.
+            origin: Where the run goes on from.
+        """
+        begun_at = time.monotonic()
+        protected = dict.fromkeys(origin.sources, "a part was restored from it")
+        if origin.base is not None:
+            protected[origin.base] = "the run goes on from it"
+        protected[name] = "just committed"
+        try:
+            cleaning = self._line.clean(name, protected)
+            problems: tuple[BaseException, ...] = cleaning.problems
+        except FencedError:
+            return  # The newer job cleans; the next save here says that this one is fenced.
+        except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
+            problems = (error,)
+        else:
+            self._warn_of_absent(cleaning.absent)
+            self._emit(
+                Retained(
+                    kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
+                    removed=tuple(removed.step for removed in cleaning.removed),
+                    background_seconds=time.monotonic() - begun_at,
+                )
+            )
+        if problems:
+            self._tell(problems[0], name)
+
+    def _tell(self, problem: BaseException, name: StepName) -> None:
+        reason = getattr(problem, "message", repr(problem))
+        # What cannot be removed is tried again after each save; the same reason is an error only once.
+        if reason not in self._told_problems:
+            self._told_problems.add(reason)
+            failure = StorageError(
+                f"step {name.step} is committed, but old files could not be removed: {reason}",
+                path=name.directory,
+                hint="They are tried again after each save.",
+            )
+            failure.__cause__ = problem
+            self._reports.add(failure)
+        self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
+
+    def _warn_of_absent(self, metrics: tuple[str, ...]) -> None:
+        for metric in metrics:
+            if metric not in self._told_problems:
+                self._told_problems.add(metric)
+                text = f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
+                self._emit(Warned(text=text))

@@ -1,0 +1,195 @@
+"""How the training thread of one worker keeps step with the others, without waiting for any of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.courier import Courier
+from holdfast.cluster.joined import JOIN_SECONDS
+from holdfast.cluster.opening import Choice, open_cluster
+from holdfast.cluster.peers import Peers
+from holdfast.cluster.protocol import Cluster
+from holdfast.format.workers import Worker
+from holdfast.policies import SaveMoment, SavePolicy
+from holdfast.save.exchange import Exchange
+from holdfast.save.places import EndRecord, Places
+
+_LOOK_SECONDS: Final = 0.5
+"""How often a worker looks what the leader has planned."""
+
+_NOTICE_SECONDS: Final = 3 * _LOOK_SECONDS
+"""How long before its step a plan is made, so that all have heard of it by then."""
+
+_MOST_NOTICES: Final = 64
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """A save that the leader has planned ahead.
+
+    Attributes:
+        number: Which plan, from 1.
+        epoch: How often the run had been restored.
+        step: The save is made at this step, or the first one behind it.
+        reason: Why, in the words of the policy.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    reason: str
+
+
+def open_company(choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> Company | None:
+    """**Collective.** **Blocks.** The other workers, if there are any.
+
+    Args:
+        choice: As for `open_cluster`.
+        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+        timeout_seconds: The deadline of each wait for workers that live.
+
+    Raises:
+        UsageError: If the choice is none.
+        AbsentError: If other workers do not come.
+        ClusterError: If the store of the job does not answer.
+    """
+    cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
+    is_own = cluster is not choice
+    if cluster.world_size > 1:
+        return Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+    if is_own:
+        cluster.close()
+    return None
+
+
+class Company:
+    """The others, as the training thread knows them.
+
+    A policy that looks at steps alone gives the same answer on all workers. One that looks at the clock does not: then
+    the leader's answer counts. It cannot be heard at once, so the leader plans the save for a step that lies some way
+    ahead, and each worker that has heard of it in time saves there. One that has not says so; then the save is left
+    out, and the next one is planned further ahead.
+
+    Attributes:
+        worker: Which worker this is.
+        peers: What they do together.
+    """
+
+    def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
+        """Starts the threads that talk to the others, and give signs of life.
+
+        Args:
+            cluster: The workers.
+            closes: Whether to close it in the end.
+            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+            timeout_seconds: The deadline of each wait for workers that live.
+        """
+        self.worker = Worker(cluster.rank, cluster.world_size)
+        self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self._closes = closes
+        self._places = Places()
+        # Guards the rest. Nobody does anything slow with it.
+        self._lock = threading.Lock()
+        self._step = -1
+        self._plan: _Plan | None = None
+        self._planned = 0
+        self._notices = 1
+        self._watched = ""
+        self._courier = Courier(self._look if not peers.is_leader else _nothing, _LOOK_SECONDS)
+
+    def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
+        """Whether to save at this step, as far as it is not for each worker to decide. It does not block.
+
+        Returns:
+            The reason, or None if no save is due.
+        """
+        with self._lock:
+            self._step = moment.step
+            plan = self._plan
+            if plan is not None and plan.step <= moment.step:
+                self._plan = None
+                self._watched = self._key_of_missed(plan.number) if self.peers.is_leader else ""
+                return plan.reason
+            if plan is not None or not self.peers.is_leader:
+                return None
+            decision = policy.decide_save(moment)
+            if not decision.save:
+                return None
+            self._planned += 1
+            ahead_steps = self._notices * math.ceil(_NOTICE_SECONDS / moment.step_seconds) if moment.step_seconds else 0
+            plan = _Plan(self._planned, self._places.epoch, moment.step + 1 + ahead_steps, decision.reason)
+            self._plan = plan
+        self._courier.send(lambda: self.peers.cluster.set(self.peers.key("plan"), msgspec.json.encode(plan)))
+        return None
+
+    def begin(self, step: int) -> Exchange:
+        """The save of a step begins here, or would; it does not block."""
+        with self._lock:
+            watched, self._watched = self._watched, ""
+        return Exchange(self.peers, self._places, self._places.take(step), watched)
+
+    def tell(self, exchange: Exchange, error: BaseException) -> None:
+        """Tells the others, soon, that the save has failed here before it began."""
+        self._send_end(exchange, lambda: exchange.tell(error))
+
+    def leave_out(self, exchange: Exchange, reason: str) -> None:
+        """Tells the others, soon, that this worker cannot take part in a save."""
+        text = f"rank {self.peers.rank} cannot take part: {reason}"
+        self._send_end(exchange, lambda: exchange.decide(EndRecord(left_out=text)))
+
+    def note_left_out(self, exchange: Exchange) -> None:
+        """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""
+        if exchange.was_missed:
+            with self._lock:
+                self._notices = min(2 * self._notices, _MOST_NOTICES)
+
+    def begin_epoch(self) -> None:
+        """The run has been restored, by all workers together: from now on steps may come again."""
+        self._places.begin_epoch()
+        with self._lock:
+            self._step, self._plan = -1, None
+
+    def leave(self) -> None:
+        """Says goodbye to the others without waiting."""
+        self._courier.send(self.peers.leave)
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
+        self._courier.close()
+        self.peers.close()
+        if self._closes:
+            self.peers.cluster.close()
+
+    def _send_end(self, exchange: Exchange, say: Callable[[], object]) -> None:
+        for errand in (exchange.announce, say, exchange.leave):
+            self._courier.send(errand)
+
+    def _look(self) -> None:
+        """Looks what the leader has planned; in the courier's thread."""
+        data = self.peers.cluster.try_get(self.peers.key("plan"))
+        if data is None:
+            return
+        plan = msgspec.json.decode(data, type=_Plan)
+        with self._lock:
+            # This worker may not have noted yet that the run is restored: then it looks again later.
+            if plan.number <= self._planned or plan.epoch > self._places.epoch:
+                return
+            self._planned = plan.number
+            step = self._step
+            is_missed = plan.epoch == self._places.epoch and step >= plan.step
+            if plan.epoch == self._places.epoch and not is_missed:
+                self._plan = plan
+        if is_missed:
+            reason = f"rank {self.peers.rank} was at step {step} when it heard of a save at step {plan.step}"
+            self.peers.cluster.set(self._key_of_missed(plan.number), reason.encode())
+
+    def _key_of_missed(self, number: int) -> str:
+        return self.peers.key(f"plan-missed/{number}")
+
+
+def _nothing() -> None:
+    """The leader has nothing to look for."""

@@ -1,0 +1,224 @@
+"""What the workers tell each other about one save, through the store of the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Final, TypeVar
+
+import msgspec
+
+from holdfast.cluster.peers import Failure, Peers
+from holdfast.cluster.rendezvous import LEADER
+from holdfast.errors import FencedError, HoldfastError, UsageError
+from holdfast.save.places import EndRecord, LeftOutError, NameRecord, PartRecord, Place, Places
+
+_T = TypeVar("_T")
+
+_LOOK_SECONDS: Final = 0.5
+"""How often to look whether a worker has gone on without this one."""
+
+
+class Exchange:
+    """One save as this worker speaks of it with the others. Not thread-safe.
+
+    Whoever knows first how a save ends writes it down, create-only: the *verdict*. A failure on any worker is one. The
+    leader's, that the save is to be committed, comes when it has the parts of all; then no failure can come any more
+    but the leader's own, which is the *result*.
+
+    Each method raises `ClusterError` if the store does not answer.
+
+    Attributes:
+        place: Which save it is.
+        was_missed: True once the leader has found that another worker had heard of it too late.
+    """
+
+    def __init__(self, peers: Peers, places: Places, place: Place, watched: str = "") -> None:
+        """Says nothing yet.
+
+        Args:
+            peers: The workers.
+            places: Where this one has been.
+            place: Which save it is.
+            watched: A key of theirs that comes to hold a reason if another worker cannot take part; or nothing.
+        """
+        self._peers = peers
+        self._places = places
+        self._watched = watched
+        self.place = place
+        self.was_missed = False
+
+    def announce(self) -> None:
+        """Says that this worker is at this save."""
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self.place))
+
+    def put_name(self, record: NameRecord) -> None:
+        """The leader says where to write."""
+        self._put("name", record)
+
+    def wait_name(self) -> NameRecord:
+        """**Blocks.** Where to write.
+
+        Raises:
+            PeerError: If another worker has failed, or the leader is gone or has not come in time.
+            LeftOutError: If a worker cannot take part.
+        """
+        return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
+
+    def put_part(self, record: PartRecord) -> None:
+        """Says what this worker has made to last."""
+        self._put(f"part/{self._peers.rank}", record)
+
+    def collect_parts(self) -> list[PartRecord]:
+        """**Blocks.** What all workers but the leader have made to last, in order of rank.
+
+        Raises:
+            PeerError: If a worker has failed, is gone before it has done its part, or has not done it in time.
+            LeftOutError: If a worker cannot take part.
+        """
+        parts: dict[int, PartRecord] = {}
+        others = range(1, self._peers.world_size)
+        begun_at = time.monotonic()
+
+        def missing() -> Collection[int]:
+            # One that has done its part, and is gone then, is not missed.
+            for rank in self._peers.dead & set(others) - parts.keys():
+                data = self._peers.cluster.try_get(self._key(f"part/{rank}"))
+                if data is not None:
+                    parts[rank] = msgspec.json.decode(data, type=PartRecord)
+            return [rank for rank in others if rank not in parts]
+
+        what = f"write its part of step {self.place.step}"
+        for rank in others:
+            if rank not in parts:
+                parts[rank] = self._wait(f"part/{rank}", PartRecord, (rank,), what, missing, begun_at)
+        return [parts[rank] for rank in others]
+
+    def decide(self, end: EndRecord) -> EndRecord:
+        """Writes down how the save ends, unless that is known.
+
+        Returns:
+            What is written there.
+        """
+        standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
+        return msgspec.json.decode(standing, type=EndRecord)
+
+    def put_result(self, end: EndRecord) -> None:
+        """The leader says how the commit went."""
+        self._put("result", end)
+
+    def wait_result(self) -> None:
+        """**Blocks.** Waits until the step is committed.
+
+        Raises:
+            PeerError: If another worker has failed, or the leader is gone or has not committed in time.
+            LeftOutError: If a worker cannot take part.
+            FencedError: If another job has taken over.
+        """
+        what = f"commit step {self.place.step}"
+        self.raise_unless_well(self._wait("result", EndRecord, (LEADER,), what))
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
+        end = EndRecord(failure=self._peers.describe(error))
+        with suppress(HoldfastError):
+            if self.decide(end).is_well and self._peers.is_leader:
+                # It was to be committed, and that is what has failed.
+                self.put_result(end)
+
+    def leave(self) -> None:
+        """Says that this worker has done with the save, whatever came of it. Does what can be done."""
+        with suppress(HoldfastError):
+            self._peers.cluster.set(self._key(f"left/{self._peers.rank}"), b"")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether another worker has done with the save."""
+        return self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None
+
+    def forget(self) -> None:
+        """Deletes all that was said: nobody reads it any more."""
+        keys = [*map(self._key, ("name", "verdict", "result"))]
+        keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
+        self._peers.delete([*keys, *([self._watched] if self._watched else [])])
+
+    def raise_unless_well(self, end: EndRecord) -> None:
+        """Raises what a verdict or a result says.
+
+        Raises:
+            PeerError: If a worker has failed.
+            LeftOutError: If a worker cannot take part.
+            FencedError: If another job has taken over.
+        """
+        if end.left_out:
+            raise LeftOutError(end.left_out)
+        if end.failure is None:
+            return
+        error = self._peers.make_error(end.failure)
+        if end.failure.kind == FencedError.__name__:
+            # That concerns the whole job, whoever has found it out.
+            raise FencedError(end.failure.text, hint=end.failure.hint) from error
+        raise error
+
+    def _wait(
+        self,
+        name: str,
+        kind: type[_T],
+        doers: Collection[int],
+        what: str,
+        ranks: Callable[[], Collection[int]] | None = None,
+        begun_at: float | None = None,
+    ) -> _T:
+        """What is said under a name, unless the save ends otherwise before.
+
+        Args:
+            name: The name.
+            kind: What it is.
+            doers: Who says it.
+            what: What they have to do before.
+            ranks: Gives all that are to do it, if that is more; they must live as well.
+            begun_at: When the wait for all of them began.
+        """
+        look_at = time.monotonic()
+
+        def watch() -> Collection[int]:
+            nonlocal look_at
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_SECONDS
+                for rank in doers:
+                    self._check_way(rank)
+            return ranks() if ranks is not None else doers
+
+        own, verdict = self._key(name), self._key("verdict")
+        keys = [own, *([self._watched] if self._watched else [])]
+        # The result is said after the verdict, and says more; all else does not matter any more when there is one.
+        key, value = self._peers.wait_any(
+            [*keys, verdict] if name == "result" else [verdict, *keys], watch, what, begun_at
+        )
+        if key == self._watched:
+            self.was_missed = True
+            self.raise_unless_well(self.decide(EndRecord(left_out=value.decode())))
+        if key == verdict:
+            self.raise_unless_well(msgspec.json.decode(value, type=EndRecord))
+            # It is to be committed: now only the leader can say how that went.
+            _, value = self._peers.wait_any([own], watch, what, begun_at)
+        return msgspec.json.decode(value, type=kind)
+
+    def _check_way(self, rank: int) -> None:
+        """Makes sure that a worker has not gone on to another save without this one."""
+        data = self._peers.cluster.try_get(self._peers.key("at", rank))
+        if data is None:
+            return
+        place = msgspec.json.decode(data, type=Place)
+        if not self._places.has_been_at(place):
+            text = f"it saves step {place.step}, and not step {self.place.step} with rank {self._peers.rank}"
+            raise self._peers.make_error(Failure(rank, UsageError.__name__, text, _WAY_HINT))
+
+    def _put(self, name: str, record: msgspec.Struct) -> None:
+        self._peers.cluster.set(self._key(name), msgspec.json.encode(record))
+
+    def _key(self, name: str) -> str:
+        return self._peers.key(self.place.key(name))
+
+
+_WAY_HINT: Final = "All workers have to save the same steps, in the same order."

@@ -1,0 +1,218 @@
+"""The line of checkpoints that several workers write together: each its own files, the leader the manifest.
+
+The leader opens the generation, names the attempt, waits for what each worker has made to last, and publishes. The
+others learn from it where to write, and how it went. All of this is behind training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.cluster.peers import Peers
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import HoldfastError
+from holdfast.format.generation import Base
+from holdfast.format.manifest import Reference
+from holdfast.format.names import StepName
+from holdfast.save.exchange import Exchange
+from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.save.line import Cleaning, Line
+from holdfast.save.places import WELL, NameRecord, PartRecord
+from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
+from holdfast.storage.crew import Crew
+from holdfast.storage.protocol import Storage
+
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+
+
+class _Ending(msgspec.Struct):
+    """A save that not all workers have done with.
+
+    Attributes:
+        exchange: What was said about it.
+        ranks: Who may still be at it.
+        debris: The directory that is to be removed behind them, or None.
+    """
+
+    exchange: Exchange
+    ranks: set[int]
+    debris: StepName | None
+
+
+class JointLine:
+    """One worker's hold on the line of all. Not thread-safe: one save uses it at a time.
+
+    Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
+    answer, beside what `Line` raises.
+    """
+
+    def __init__(self, line: Line, storage: Storage, peers: Peers) -> None:
+        self._line = line
+        self._storage = storage
+        self._peers = peers
+        self._exchange: Exchange | None = None
+        self._base: StepName | None = None
+        self._name: StepName | None = None
+        self._debris: StepName | None = None
+        self._endings: list[_Ending] = []
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that the leader has opened, or None before the first save."""
+        return self._line.generation
+
+    def leave(self) -> None:
+        """Ends the line: the next save opens a generation of its own."""
+        self._line.leave()
+
+    def close(self) -> None:
+        """**Blocks.** Gives back what was kept on the disk for a next save."""
+        self._line.close()
+
+    def abandon(self) -> None:
+        """Gives nothing back: what was kept on the disk stays for the next job."""
+        self._line.abandon()
+
+    def begin(self, exchange: Exchange) -> None:
+        """**Blocks.** Begins a save; `finish` ends it, whatever comes between."""
+        self._exchange, self._debris = exchange, None
+        exchange.announce()
+
+    def open(self, origin: StepName | None) -> Base | None:
+        """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
+        if self._peers.is_leader:
+            base = self._line.open(origin)
+            if base is not None:
+                self._base, self._name = base.name, None
+            return base
+        told = self._now.wait_name()
+        if told.generation != self._line.generation:
+            who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
+            check_opening(self._storage, told.generation, told.opening, who)
+            self._line.follow(told.generation, told.base_name)
+        self._name = StepName(self._now.place.step, told.generation, told.attempt)
+        return None
+
+    def name(self, step: int) -> StepName:
+        """**Blocks.** The place of this save; the leader chooses it, and tells the others."""
+        if self._peers.is_leader:
+            name, last = self._line.name(step), self._name
+            if last is not None and last.step == step and last.attempt >= name.attempt:
+                # A directory that was removed is not made again: who was thought dead may still be writing there.
+                name = StepName(step, name.generation, last.attempt + 1)
+            self._name = name
+            opening = read_opening_digest(self._storage, name.generation)
+            base = None if self._base is None else (self._base.step, self._base.generation, self._base.attempt)
+            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening))
+        assert self._name is not None, "open() comes first"
+        return self._name
+
+    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
+        """**Blocks.** Writes what is this worker's, and makes it last."""
+        return self._line.write(snapshot, name, crew, metrics)
+
+    def commit(
+        self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> None:
+        """**Blocks.** Commits what all have written: the leader publishes, the others wait until it has.
+
+        A crash of the leader after the publication leaves a whole checkpoint that nobody has spoken of.
+        """
+        exchange = self._now
+        if not self._peers.is_leader:
+            exchange.put_part(PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes))
+            exchange.wait_result()
+            self._line.note_committed()
+            return
+        together = _put_together([receipts, *map(_receipts_of, exchange.collect_parts())])
+        unseen = find_unseen(self._storage, name, together)
+        if unseen is not None:
+            raise self._peers.make_error(unseen)
+        # Who has given up by now has said so, and who has not will wait for the result.
+        exchange.raise_unless_well(exchange.decide(WELL))
+        self._line.commit(together, name, metrics, metadata)
+        # From here on the step is committed, whether the others hear of it or not.
+        with suppress(HoldfastError):
+            exchange.put_result(WELL)
+
+    def note_debris(self, name: StepName) -> None:
+        """The attempt has failed; the others may still be writing there."""
+        self._debris = name
+
+    def tell(self, error: BaseException) -> None:
+        """**Blocks.** Tells the others of a failure here, unless they know how the save ends."""
+        if self._exchange is not None:
+            self._exchange.tell(error)
+
+    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
+        """**Blocks.** What `Line.clean` does, but for directories that others may be writing to. The leader does it."""
+        busy = [ending.debris for ending in self._endings if ending.debris is not None]
+        return self._line.clean(newest, protected, busy)
+
+    def give_up(self, name: StepName) -> None:
+        """**Blocks.** Removes what a failed attempt left, which `finish` gave."""
+        self._line.give_up(name)
+
+    def finish(self) -> list[StepName]:
+        """**Blocks.** The last act of a save; the leader waits a little until all others have done with it.
+
+        Returns:
+            The directories of failed attempts that nobody writes to any more. The others come at the end of later ones.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return []
+        if not self._peers.is_leader:
+            exchange.leave()
+            return []
+        newest = _Ending(exchange, set(range(1, self._peers.world_size)), self._debris)
+        self._endings.append(newest)
+        end_at = time.monotonic() + ANSWER_SECONDS
+        pause_seconds = 0.001
+        with suppress(HoldfastError):
+            while self._look_at(newest) and time.monotonic() < end_at:
+                time.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            for earlier in self._endings[:-1]:
+                self._look_at(earlier)
+        ended = [ending for ending in self._endings if not ending.ranks]
+        self._endings = [ending for ending in self._endings if ending.ranks]
+        for ending in ended:
+            ending.exchange.forget()
+        return [ending.debris for ending in ended if ending.debris is not None]
+
+    @property
+    def _now(self) -> Exchange:
+        assert self._exchange is not None, "begin() comes first"
+        return self._exchange
+
+    def _look_at(self, ending: _Ending) -> bool:
+        """Whether some may still be at a save."""
+        dead = self._peers.dead
+        ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.exchange.has_left(rank)}
+        return bool(ending.ranks)
+
+
+def _receipts_of(part: PartRecord) -> Receipts:
+    return Receipts((part.worker,), part.references, part.has_boxes)
+
+
+def _put_together(each: Iterable[Receipts]) -> Receipts:
+    """What all workers have written, in order of rank, as the receipts of one step."""
+    parts = list(each)
+    sums: dict[StepName, tuple[int, int]] = {}
+    for part in parts:
+        for reference in part.references:
+            leaves, size_bytes = sums.get(reference.name, (0, 0))
+            sums[reference.name] = (leaves + reference.leaves, size_bytes + reference.size_bytes)
+    references = tuple(
+        Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
+        for name, (leaves, size_bytes) in sorted(sums.items())
+    )
+    workers = tuple(worker for part in parts for worker in part.workers)
+    return Receipts(workers, references, any(part.has_boxes for part in parts))

@@ -1,0 +1,140 @@
+"""Which save of one worker belongs together with which of the others, and what they tell each other about it.
+
+Nobody asks before a save begins, so each worker must find the same name for it by itself: how often the run was
+restored, the step, and the how manieth try at that step it is.
+
+    save/PLACE/name           the directory, by the leader
+    save/PLACE/part/RANK      what a worker has written
+    save/PLACE/verdict        whether it is to be committed: written once, by whoever knows first
+    save/PLACE/result         how the commit went, by the leader
+    save/PLACE/left/RANK      that a worker has done with this save
+    at/RANK                   the place where a worker is
+    plan                      the next save that the leader has planned ahead
+    plan-missed/NUMBER        that a worker had passed that step when it heard of the plan
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.peers import Failure
+from holdfast.format.manifest import Reference, WorkerRecord
+from holdfast.format.names import StepName
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """One save, as all workers know it.
+
+    Attributes:
+        epoch: How often the run had been restored.
+        step: The step.
+        turn: The how manieth try at it in that epoch, from 1.
+    """
+
+    epoch: int
+    step: int
+    turn: int
+
+    def key(self, name: str) -> str:
+        """The key of something about this save."""
+        return f"save/{self.epoch}.{self.step}.{self.turn}/{name}"
+
+
+class Places:
+    """**Thread-safe.** Where this worker is, and has been."""
+
+    def __init__(self) -> None:
+        # Guards the other two.
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._turns: dict[int, int] = {}
+
+    @property
+    def epoch(self) -> int:
+        """How often the run has been restored."""
+        return self._epoch
+
+    def begin_epoch(self) -> None:
+        """The run has been restored: from now on steps may come again."""
+        with self._lock:
+            self._epoch += 1
+            self._turns = {}
+
+    def take(self, step: int) -> Place:
+        """The place of the next save of a step."""
+        with self._lock:
+            turn = self._turns[step] = self._turns.get(step, 0) + 1
+            return Place(self._epoch, step, turn)
+
+    def has_been_at(self, place: Place) -> bool:
+        """Whether this worker has come to a place, or past it."""
+        with self._lock:
+            return place.epoch < self._epoch or (
+                place.epoch == self._epoch and place.turn <= self._turns.get(place.step, 0)
+            )
+
+
+class NameRecord(msgspec.Struct, frozen=True):
+    """Where a save lies.
+
+    Attributes:
+        generation: The generation of the job.
+        attempt: Which attempt at the step.
+        base: The checkpoint from which the generation began, as step, generation and attempt; None if anew.
+        opening: The digest of the record that opened the generation: by it a worker knows that it sees the same run.
+    """
+
+    generation: int
+    attempt: int
+    base: tuple[int, int, int] | None
+    opening: str
+
+    @property
+    def base_name(self) -> StepName | None:
+        """The checkpoint from which the generation began, or None."""
+        return None if self.base is None else StepName(*self.base)
+
+
+class PartRecord(msgspec.Struct, frozen=True):
+    """What a worker has made to last.
+
+    Attributes:
+        worker: Its record for the manifest.
+        references: The earlier steps that it refers to.
+        has_boxes: Whether leaves are put together from boxes.
+    """
+
+    worker: WorkerRecord
+    references: tuple[Reference, ...]
+    has_boxes: bool
+
+
+class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A verdict or a result; well unless one of these says otherwise.
+
+    Attributes:
+        failure: Whose failure ends the save; None if there is none.
+        left_out: Why it is left out, which is no failure; empty if it is not.
+    """
+
+    failure: Failure | None = None
+    left_out: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the save goes on, or has gone well."""
+        return self.failure is None and not self.left_out
+
+
+WELL: Final = EndRecord()
+
+
+class LeftOutError(Exception):
+    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

@@ -1,0 +1,99 @@
+"""Whether all workers see one and the same run, wherever they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from holdfast.cluster.peers import Failure
+from holdfast.errors import StorageError
+from holdfast.format.digests import digest
+from holdfast.format.generation import MAX_GENERATION_BYTES
+from holdfast.format.names import StepName, data_name, generation_path, index_name
+from holdfast.save.handoffs import Receipts
+from holdfast.storage.protocol import Storage
+
+_T = TypeVar("_T")
+
+SIGHT_SECONDS: Final = 30.0
+"""How long what one node has written may stay unseen on another: network file systems remember for a while."""
+
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_HINT: Final = "All workers have to save into one directory: is it on a file system that all nodes share?"
+
+
+def read_opening_digest(storage: Storage, generation: int) -> str:
+    """**Blocks.** What tells the opening of a generation from that of any other run.
+
+    Raises:
+        StorageError: If the place fails, or there is none.
+    """
+    return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
+
+
+def check_opening(storage: Storage, generation: int, opening: str, who: str) -> None:
+    """**Blocks.** Makes sure that the generation which the leader has opened is seen here, with the same digest.
+
+    Args:
+        storage: Where the run lies.
+        generation: The generation.
+        opening: The digest of its opening, as the leader has it.
+        who: This worker, for the error.
+
+    Raises:
+        StorageError: If it is not seen, now or after a while.
+    """
+
+    def look() -> str:
+        try:
+            seen = read_opening_digest(storage, generation)
+        except StorageError as error:
+            return error.message
+        return "" if seen == opening else f"{generation_path(generation)} is that of another run"
+
+    problem = _insist(look)
+    if problem:
+        raise StorageError(
+            f"{storage.url}: {who} does not see generation {generation}, which rank 0 has opened: {problem}",
+            path=generation_path(generation),
+            hint=_HINT,
+        )
+
+
+def find_unseen(storage: Storage, name: StepName, receipts: Receipts) -> Failure | None:
+    """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    world_size = len(receipts.workers)
+    expected = {
+        file: (rank, size_bytes)
+        for rank, worker in enumerate(receipts.workers)
+        for file, size_bytes in (
+            (data_name(rank, world_size), worker.data_bytes),
+            (index_name(rank, world_size), worker.index_bytes),
+        )
+    }
+
+    def look() -> Failure | None:
+        found = {entry.name: entry.size_bytes for entry in storage.list(name.directory)}
+        for file, (rank, size_bytes) in expected.items():
+            if found.get(file) != size_bytes:
+                text = f"it has written {name.directory}/{file}, which rank 0 does not see in {storage.url}"
+                return Failure(rank, StorageError.__name__, text, _HINT)
+        return None
+
+    return _insist(look)
+
+
+def _insist(look: Callable[[], _T]) -> _T:
+    """Looks until nothing is wrong, or the time is up; gives what is wrong at the end."""
+    end_at = time.monotonic() + SIGHT_SECONDS
+    pause_seconds = 0.01
+    while (wrong := look()) and time.monotonic() < end_at:
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+    return wrong
