@@ -265,8 +265,6 @@ class CheckpointManager:
         )
         if restoration is None:
             return None
-        if self._company is not None:
-            self._company.begin_epoch()
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
         if only is None:
@@ -360,7 +358,7 @@ class CheckpointManager:
         try:
             return self._begin(order, handle, replace=replace)
         except BaseException as error:
-            if self._company is not None and exchange is not None and not handle.begun:
+            if self._company is not None and exchange is not None and self._in_flight is not handle:
                 self._company.tell(exchange, error)
                 # The others take this step for tried; what is due next must be the same here.
                 self._pace.saved(step)

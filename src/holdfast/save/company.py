@@ -17,7 +17,7 @@ from holdfast.cluster.protocol import Cluster
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.exchange import Exchange
-from holdfast.save.places import EndRecord, Places
+from holdfast.save.places import Places
 
 _LOOK_SECONDS: Final = 0.5
 """How often a worker looks what the leader has planned."""
@@ -138,8 +138,7 @@ class Company:
 
     def leave_out(self, exchange: Exchange, reason: str) -> None:
         """Tells the others, soon, that this worker cannot take part in a save."""
-        text = f"rank {self.peers.rank} cannot take part: {reason}"
-        self._send_end(exchange, lambda: exchange.decide(EndRecord(left_out=text)))
+        self._send_end(exchange, lambda: exchange.leave_out(reason))
 
     def note_left_out(self, exchange: Exchange) -> None:
         """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""

@@ -216,6 +216,8 @@ class Saver:
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
         self._line.leave()
+        if self._company is not None:
+            self._company.begin_epoch()
 
     def emit_soon(self, event: Event) -> None:
         """Tells of an event from the background of the save in flight, so that sinks do no work on this thread."""
