@@ -74,8 +74,8 @@ class CheckpointManager:
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
-        In a job of several workers (under torchrun, say) each makes a manager, with the same arguments and in the same
-        order if it makes several; this waits for the others. Then each calls `restore` and `save` at the same steps.
+        In a job of several workers (under torchrun, say) each makes a manager with the same arguments, and several in
+        the same order; this waits for the others. Then each calls `restore` and `save` at the same steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
@@ -83,24 +83,21 @@ class CheckpointManager:
             save_every: When `save_if_due` saves; None for never.
             keep: What to keep after each commit; None for everything.
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-            failures_allowed: How many saves in a row may fail before an error is raised. Each is an event at once all
-                the same, and the last save of a job is never allowed to fail silently.
-            begin_anew: True to begin from nothing although the run may have checkpoints; they stay, off the living
-                line, until a person prunes them.
-            incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
-                These steps stay then, whatever `keep` says.
+            failures_allowed: How many saves in a row may fail before an error is raised; each is an event at once, and
+                the last save of a job is never allowed to fail silently.
+            begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
+            incremental: True to write only arrays that have changed, and refer to the steps where the others lie, which
+                stay then, whatever `keep` says.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
-                file system can (ext4, XFS), instead of removing that and making a new one. Until the manager is closed
-                the run takes one data file more. False if others read files of removed checkpoints by NFS version 3.
+                file system can (ext4, XFS); until the manager is closed, the run takes one data file more. False if
+                others read files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
-            overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
-                while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
-                by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
-                does not see it (`.data`, NumPy).
-            reserve_bytes: Host memory to make ready now, behind the caller, which otherwise the first save does; "auto"
-                to reckon it from the objects.
+            overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
+                waits for it. Only for programs that change these by `step()` alone; other changes meanwhile fail the
+                save, but for those that autograd does not see (`.data`, NumPy).
+            reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead, and saves that need it

@@ -5,17 +5,16 @@ An event is a frozen record; `str(event)` is a line for people. A sink is anythi
 break a save.
 """
 
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event
 from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
     Diverged,
-    Event,
     Failed,
     GenerationOpened,
-    GroupEnded,
     Held,
-    NodesTimed,
     PassedOver,
     Resized,
     Restored,

@@ -6,8 +6,11 @@ import os
 from collections import deque
 from typing import Final
 
+from holdfast.events.event import Event
 from holdfast.events.journal import JsonLinesSink
-from holdfast.events.kinds import Event, GenerationOpened
+from holdfast.events.kinds import (
+    GenerationOpened,
+)
 
 JOURNAL_NAME: Final = "events.jsonl"
 _MAX_WAITING: Final = 100

@@ -10,15 +10,14 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event
 from holdfast.events.kinds import (
     Committed,
     Diverged,
-    Event,
     Failed,
     GenerationOpened,
-    GroupEnded,
     Held,
-    NodesTimed,
     PassedOver,
     Resized,
     Restored,
