@@ -47,8 +47,7 @@ class CheckpointManager:
         checkpoint = hf.Checkpoint(model=model, optimizer=optimizer)
         with hf.CheckpointManager("runs/gpt", checkpoint, keep=hf.Latest(3)) as manager:
             manager.restore()
-            ...
-            manager.save(step)
+            manager.save(step)  # and so on, once in a while
         ```
     """
 
@@ -79,7 +78,7 @@ class CheckpointManager:
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            checkpoint: The objects to save and restore. Objects may be added to it later.
+            checkpoint: The objects to save and restore; more may be added to it later.
             save_every: When `save_if_due` saves; None for never.
             keep: What to keep after each commit; None for everything.
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
@@ -100,8 +99,7 @@ class CheckpointManager:
             reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead, and saves that need it
-                fail. One that lives may take its time, up to `timeout_seconds`.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
 
         Raises:
             UsageError: If an argument is wrong.

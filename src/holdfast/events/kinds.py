@@ -46,7 +46,8 @@ class Staged(Event, frozen=True):
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
-        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training held up {time_text(self.blocked_seconds)}"
+        held_up = time_text(self.blocked_seconds)
+        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training held up {held_up}"
 
 
 class Held(Event, frozen=True):
