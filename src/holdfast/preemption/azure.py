@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from holdfast.preemption.metadata import MetadataSource, unexpected
@@ -120,6 +119,8 @@ def _left_seconds(not_before: object, kind: str, status: str) -> float | None:
     """Until the event may begin, by the wall clock. An event that has begun names no time."""
     if not not_before:
         return 0.0 if status == "Started" else (_PREEMPT_SECONDS if kind == "Preempt" else None)
+    from email.utils import parsedate_to_datetime
+
     try:
         return parsedate_to_datetime(str(not_before)).timestamp() - time.time()
     except ValueError:
