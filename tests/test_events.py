@@ -22,7 +22,9 @@ from holdfast.events import (
     GenerationOpened,
     Held,
     JsonLinesSink,
+    Leaving,
     LoggingSink,
+    NoticeHeard,
     PassedOver,
     Restored,
     Retained,
@@ -63,6 +65,8 @@ ONE_OF_EACH: list[Event] = [
     Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
     Skipped(step=700, reason="the save of step 600 is still at work"),
     Warned(text="the clock went back", step=701),
+    NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
+    Leaving(step=650, exit_code=42, reason="no time is left"),
 ]
 
 
@@ -77,9 +81,11 @@ class TestEachKind:
         assert b"\n" not in line
         assert decode_event(line) == event
         record = json.loads(line)
-        assert record["kind"] == {"GenerationOpened": "generation_opened", "PassedOver": "passed_over"}.get(
-            type(event).__name__, type(event).__name__.lower()
-        )
+        assert record["kind"] == {
+            "GenerationOpened": "generation_opened",
+            "PassedOver": "passed_over",
+            "NoticeHeard": "notice_heard",
+        }.get(type(event).__name__, type(event).__name__.lower())
         assert record["at_unix_seconds"] > 1.7e9
 
     def test_is_one_line_for_people(self, event: Event) -> None:
@@ -104,6 +110,10 @@ def test_the_lines_for_people() -> None:
         "(model/head.weight): digest differs"
     )
     assert lines[8] == "write of step 600 failed: no space left on device"
+    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
+    assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
+    failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
+    assert str(failed) == "leaving with exit code 74, and the state could not be saved: no space"
 
 
 @given(st.floats(0, 1e7), st.integers(0, 10**15))

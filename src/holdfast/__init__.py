@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast import errors, events
+from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
+from holdfast.preemption.handler import PreemptionCheckpointHandler
+from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
@@ -26,6 +28,7 @@ __all__ = [
     "EveryN",
     "Latest",
     "Newer",
+    "PreemptionCheckpointHandler",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -33,9 +36,11 @@ __all__ = [
     "SaveHandle",
     "Seconds",
     "Steps",
+    "TerminationConfig",
     "__version__",
     "errors",
     "events",
+    "preemption",
     "register_codec",
     "register_type",
     "resumable",

@@ -11,20 +11,29 @@ from typing import Any, Final, Literal, Self
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import ClosedError, HoldfastError, StepExistsError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, UsageError
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
-from holdfast.save.arguments import check_directory, check_numbers, check_policies, check_step, check_switches
+from holdfast.save.arguments import (
+    check_directory,
+    check_numbers,
+    check_place,
+    check_policies,
+    check_step,
+    check_switches,
+)
 from holdfast.save.driver import Origin, SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
+from holdfast.state import Captured
 from holdfast.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
@@ -34,6 +43,11 @@ class CheckpointManager:
     """Saves the state of live objects as checkpoints of a run, in the background, and restores it.
 
     Use it from one thread, the one that trains. With `with`, leaving the block drains and closes.
+
+    Attributes:
+        begin_anew: Whether it was made to begin from nothing.
+        restored: The newest restore of all that is kept; None before one.
+        emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
 
     Example:
         ```python
@@ -107,12 +121,12 @@ class CheckpointManager:
         self._totals = Totals()
         # The events of a run on a local disk are kept beside its checkpoints.
         journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
-        self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
+        self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
             self._storage,
             keep or All(),
-            self._emit,
+            self.emit,
             self._reports,
             threads=threads,
             overlap_copy=overlap_copy,
@@ -127,6 +141,8 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
+        self.begin_anew = begin_anew
+        self.restored: Restoration | None = None
         if reserve_bytes is not None:
             self._saver.prepare(reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes)
 
@@ -139,6 +155,23 @@ class CheckpointManager:
     def totals(self) -> Sums:
         """What saving and restoring have cost this process so far."""
         return self._totals.sums
+
+    @property
+    def save_seconds(self) -> float | None:
+        """From the call of the newest committed save until it was durable, waits before it aside; None before one."""
+        blocked, durable = self._saver.costs
+        return None if blocked is None or durable is None else blocked + durable
+
+    def mark(self, metrics: Mapping[str, float] | None = None) -> Mark:
+        """**Blocks** as long as a look at all arrays takes. Notes the state as it is now, to be saved later.
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+        """
+        captured, figures = self._saver.capture(self.checkpoint.objects), dict(metrics or {})
+        return Mark(
+            captured, trace_arrays(captured), lambda step, taken: self._save(step, figures, None, captured=taken)
+        )
 
     def save(
         self,
@@ -171,7 +204,7 @@ class CheckpointManager:
                 handle is the error's `next_save`.
             DeadlineError: If the save before does not end in time.
         """
-        return self._save(step, metrics, metadata, replace=replace, reason="")
+        return self._save(step, metrics, metadata, replace=replace)
 
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
@@ -195,7 +228,7 @@ class CheckpointManager:
         decision = self._save_every.decide_save(moment)
         if not decision.save or step in self._living:
             return None
-        return self._save(step, metrics, metadata, replace=False, reason=decision.reason)
+        return self._save(step, metrics, metadata, reason=decision.reason)
 
     def restore(
         self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
@@ -227,13 +260,14 @@ class CheckpointManager:
             select=make_selection(only),
             strict=strict,
             threads=self._threads,
-            emit=self._emit,
+            emit=self.emit,
         )
         if restoration is None:
             return None
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
         if only is None:
+            self.restored = restoration
             self._origin = Origin(base=restoration.name)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
@@ -306,8 +340,9 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
         *,
-        replace: bool,
-        reason: str,
+        replace: bool = False,
+        reason: str = "",
+        captured: Captured | None = None,
     ) -> SaveHandle:
         asked_at = time.monotonic()
         self._check_open()
@@ -322,8 +357,8 @@ class CheckpointManager:
             return handle
         self._settle(None)
         waited_seconds = time.monotonic() - asked_at
-        self._check_place(step, replace)
-        captured = self._saver.capture(self.checkpoint.objects)
+        check_place(step, self._newest_asked, self._living, self.url, replace=replace)
+        captured = captured or self._saver.capture(self.checkpoint.objects)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, waited_seconds, reason)
         untold = self._reports.take(last=False)
         self._in_flight = handle
@@ -358,20 +393,3 @@ class CheckpointManager:
                 f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
                 hint="Save in the process that made the manager, or make one of its own in the child.",
             )
-
-    def _check_place(self, step: int, replace: bool) -> None:
-        newest = max(self._living, default=-1)
-        if step < self._newest_asked and not replace:
-            # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
-            raise UsageError(f"step {step} lies before step {self._newest_asked}, which was saved or tried already")
-        if step > newest or (replace and step in self._living):
-            return
-        if step in self._living:
-            raise StepExistsError(
-                f"step {step} of {self.url} is committed already",
-                hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
-            )
-        raise UsageError(
-            f"step {step} lies before step {newest}, which {self.url} has already",
-            hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
-        )

@@ -14,6 +14,8 @@ from holdfast.events.kinds import (
     Failed,
     GenerationOpened,
     Held,
+    Leaving,
+    NoticeHeard,
     PassedOver,
     Restored,
     Retained,
@@ -41,6 +43,8 @@ _LEVELS: dict[type[Event], int] = {
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
+    NoticeHeard: logging.WARNING,
+    Leaving: logging.INFO,
 }
 
 

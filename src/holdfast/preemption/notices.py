@@ -28,7 +28,7 @@ class Notice:
         text: What was heard, for people.
         demand: What it asks for.
         left_seconds: The time from when it was heard until the process must be gone; None if that is not known.
-        times: How often this source has asked to leave, this time included; only signals count.
+        insists: Whether a second one of this kind means more than the first: signals do.
         by_hand: Whether a person at a terminal asked, who does not want the job to be started again by itself.
         advice: How the job is started again where this source speaks, for people; or an empty string.
     """
@@ -37,7 +37,7 @@ class Notice:
     text: str
     demand: Demand = Demand.LEAVE
     left_seconds: float | None = None
-    times: int = 1
+    insists: bool = False
     by_hand: bool = False
     advice: str = ""
 

@@ -47,7 +47,6 @@ class Signals:
         self._hear: Hear | None = None
         self._before: dict[int, Any] = {}
         self._process = 0
-        self._times = 0
 
     def open(self, hear: Hear) -> None:
         """Puts its handlers in place.
@@ -62,7 +61,6 @@ class Signals:
             )
         self._process = os.getpid()
         self._hear = hear
-        self._times = 0
         for number in self.numbers:
             before = signal.getsignal(number)
             # None is a handler that was not made by Python, and could not be put back.
@@ -87,10 +85,6 @@ class Signals:
                 signal.signal(number, before)
                 del self._before[number]
 
-    def forget(self) -> None:
-        """Counts from the beginning: what was heard until now has been dealt with."""
-        self._times = 0
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             if number == signal.SIGTERM:
@@ -100,14 +94,13 @@ class Signals:
         if hear is None:
             self._act_as_before(number, frame)
             return
-        self._times += 1
         is_taken = hear(
             Notice(
                 source=self.name,
                 text=f"{signal.Signals(number).name} was sent to process {self._process}",
                 demand=Demand.LEAVE,
                 left_seconds=self._left_seconds if number == signal.SIGTERM else None,
-                times=self._times,
+                insists=True,
                 by_hand=number == signal.SIGINT,
             )
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from collections.abc import Set as AbstractSet
 
-from holdfast.errors import UsageError
+from holdfast.errors import StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
 from holdfast.storage import LocalStorage, Storage
 
@@ -21,6 +22,37 @@ def check_step(step: int) -> int:
     if not 0 <= number <= MAX_STEP:
         raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
     return number
+
+
+def check_place(step: int, newest_asked: int, living: AbstractSet[int], url: str, *, replace: bool) -> None:
+    """**Pure.** That a step may be saved now.
+
+    Args:
+        step: The step.
+        newest_asked: The newest step that this manager has saved, or tried to.
+        living: The steps that are committed on the living line.
+        url: Where the run lies.
+        replace: Whether a step that is committed may be saved anew.
+
+    Raises:
+        StepExistsError: If it is committed already.
+        UsageError: If it is older than the newest.
+    """
+    newest = max(living, default=-1)
+    if step < newest_asked and not replace:
+        # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
+        raise UsageError(f"step {step} lies before step {newest_asked}, which was saved or tried already")
+    if step > newest or (replace and step in living):
+        return
+    if step in living:
+        raise StepExistsError(
+            f"step {step} of {url} is committed already",
+            hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
+        )
+    raise UsageError(
+        f"step {step} lies before step {newest}, which {url} has already",
+        hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
+    )
 
 
 def check_policies(save_every: object, keep: object) -> None:
