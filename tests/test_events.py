@@ -25,8 +25,10 @@ from holdfast.events import (
     GroupEnded,
     Held,
     JsonLinesSink,
+    Leaving,
     LoggingSink,
     NodesTimed,
+    NoticeHeard,
     PassedOver,
     Resized,
     Restored,
@@ -72,6 +74,8 @@ ONE_OF_EACH: list[Event] = [
     Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     GroupEnded(group="epoch", epoch=3, seconds=12.5),
     NodesTimed(action="checkpoint_save", epoch=3, node_seconds={"a": 0.5, "b": 2.0}, slowest="b"),
+    NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
+    Leaving(step=650, exit_code=42, reason="no time is left"),
 ]
 
 
@@ -88,6 +92,11 @@ class TestEachKind:
         record = json.loads(line)
         words = re.findall("[A-Z][a-z]*", type(event).__name__)
         assert record["kind"] == "_".join(words).lower()
+        assert record["kind"] == {
+            "GenerationOpened": "generation_opened",
+            "PassedOver": "passed_over",
+            "NoticeHeard": "notice_heard",
+        }.get(type(event).__name__, type(event).__name__.lower())
         assert record["at_unix_seconds"] > 1.7e9
 
     def test_is_one_line_for_people(self, event: Event) -> None:
@@ -112,6 +121,10 @@ def test_the_lines_for_people() -> None:
         "(model/head.weight): digest differs"
     )
     assert lines[8] == "write of step 600 failed: no space left on device"
+    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
+    assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
+    failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
+    assert str(failed) == "leaving with exit code 74, and the state could not be saved: no space"
 
 
 @given(st.floats(0, 1e7), st.integers(0, 10**15))

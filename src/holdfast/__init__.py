@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast import errors, events, jobs
+from holdfast import errors, events, jobs, preemption
 from holdfast.checkpoint import Checkpoint
 from holdfast.jobs import (
     Job,
@@ -14,6 +14,8 @@ from holdfast.jobs import (
 )
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
+from holdfast.preemption.handler import PreemptionCheckpointHandler
+from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
@@ -41,6 +43,7 @@ __all__ = [
     "MultiNodeCheckpointManager",
     "Newer",
     "PerWorker",
+    "PreemptionCheckpointHandler",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -49,6 +52,7 @@ __all__ = [
     "Seconds",
     "Shard",
     "Steps",
+    "TerminationConfig",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
@@ -56,6 +60,7 @@ __all__ = [
     "errors",
     "events",
     "jobs",
+    "preemption",
     "register_codec",
     "register_type",
     "resumable",

@@ -26,6 +26,7 @@ from holdfast.events.kinds import (
     decode_event,
     encode_event,
 )
+from holdfast.events.leaving import Leaving, NoticeHeard
 from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
 
 __all__ = [
@@ -39,8 +40,10 @@ __all__ = [
     "GroupEnded",
     "Held",
     "JsonLinesSink",
+    "Leaving",
     "LoggingSink",
     "NodesTimed",
+    "NoticeHeard",
     "PassedOver",
     "Resized",
     "Restored",

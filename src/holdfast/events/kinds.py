@@ -9,6 +9,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.events.epochs import GroupEnded, NodesTimed
 from holdfast.events.event import Event, size_text, time_text
+from holdfast.events.leaving import Leaving, NoticeHeard
 
 
 class GenerationOpened(Event, frozen=True):
@@ -299,6 +300,8 @@ AnyEvent: TypeAlias = (
     | Warned
     | GroupEnded
     | NodesTimed
+    | NoticeHeard
+    | Leaving
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""
 

@@ -27,6 +27,7 @@ from holdfast.events.kinds import (
     Warned,
     Written,
 )
+from holdfast.events.leaving import Leaving, NoticeHeard
 
 Sink: TypeAlias = Callable[[Event], None]
 """Anything that can be called with an event. It is called on the thread on which the event happened, the training
@@ -50,6 +51,8 @@ _LEVELS: dict[type[Event], int] = {
     Warned: logging.WARNING,
     GroupEnded: logging.INFO,
     NodesTimed: logging.INFO,
+    NoticeHeard: logging.WARNING,
+    Leaving: logging.INFO,
 }
 
 
