@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -21,8 +19,7 @@ from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 from holdfast.preemption.guard import Checkpointable, Guard
-from holdfast.preemption.signals import Signals
-from holdfast.preemption.termination import TerminationConfig
+from holdfast.preemption.termination import TerminationConfig, hear_interrupts
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
@@ -115,7 +112,7 @@ def resumable(
         liveness_seconds=liveness_seconds,
     )
     if termination is None:
-        termination = TerminationConfig() if manager.worker.is_alone else _hear_interrupts()
+        termination = TerminationConfig() if manager.worker.is_alone else hear_interrupts()
     return Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
 
 
@@ -125,14 +122,8 @@ def _make_termination(preemption: object) -> TerminationConfig | None:
     if preemption == "auto":
         return None
     if preemption == "off":
-        return _hear_interrupts()
+        return hear_interrupts()
     raise UsageError(f"preemption={preemption!r}", hint='It is "auto", "off" or a TerminationConfig.')
-
-
-def _hear_interrupts() -> TerminationConfig:
-    # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
-    is_main = threading.current_thread() is threading.main_thread()
-    return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])
 
 
 _OPTIONS: Final = tuple(inspect.signature(resumable).parameters)[:-1]

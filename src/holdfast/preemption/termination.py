@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -9,6 +11,7 @@ from typing import Any, Final, Literal
 from holdfast.errors import UsageError
 from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.preemption.notices import NoticeSource
+from holdfast.preemption.signals import Signals
 from holdfast.preemption.surroundings import choose_sources, look_around
 from holdfast.preemption.watching import Watcher
 
@@ -72,3 +75,10 @@ class TerminationConfig:
         sources = choose_sources(look_around()) if self.sources == "auto" else list(self.sources)
         watcher = self.termination_watcher_fn
         return sources if watcher is None else [*sources, Watcher(watcher)]
+
+
+def hear_interrupts() -> TerminationConfig:
+    """One that hears Ctrl-C alone."""
+    # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
+    is_main = threading.current_thread() is threading.main_thread()
+    return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])

@@ -107,6 +107,7 @@ class Saver:
         self._company = company
         self._joint = None if company is None else JointLine(line, storage, company.peers)
         self._line = self._joint or line
+        self._own_line = line
         self._worker = ALONE if company is None else company.worker
         self._emit = emit
         self._threads = threads
@@ -228,7 +229,7 @@ class Saver:
         if self._crew is not None:
             self._crew.join(timeout_seconds)
         try:
-            self._line.close()
+            self._own_line.close()
         except HoldfastError as error:
             self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
         self._end_preparation()
@@ -239,7 +240,7 @@ class Saver:
 
     def abandon(self) -> None:
         """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
-        self._line.abandon()
+        self._own_line.abandon()
 
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""

@@ -70,14 +70,6 @@ class JointLine:
         """Ends the line: the next save opens a generation of its own."""
         self._line.leave()
 
-    def close(self) -> None:
-        """**Blocks.** Gives back what was kept on the disk for a next save."""
-        self._line.close()
-
-    def abandon(self) -> None:
-        """Gives nothing back: what was kept on the disk stays for the next job."""
-        self._line.abandon()
-
     def begin(self, exchange: Exchange) -> None:
         """**Blocks.** Begins a save; `finish` ends it, whatever comes between."""
         self._exchange, self._debris = exchange, None
