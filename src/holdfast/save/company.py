@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -77,6 +78,7 @@ class Company:
     Attributes:
         worker: Which worker this is.
         peers: What they do together.
+        left_behind: Saves that ended for the leader before they began, and not yet for all others.
     """
 
     def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
@@ -91,6 +93,7 @@ class Company:
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
+        self.left_behind: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._places = Places()
         # Guards the rest. Nobody does anything slow with it.
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ class Company:
         """The save of a step begins here, or would; it does not block."""
         with self._lock:
             watched, self._watched = self._watched, ""
-        return Exchange(self.peers, self._places, self._places.take(step), watched)
+        return Exchange(self.peers, self._places.take(step), watched)
 
     def tell(self, exchange: Exchange, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
@@ -164,8 +167,10 @@ class Company:
             self.peers.cluster.close()
 
     def _send_end(self, exchange: Exchange, say: Callable[[], object]) -> None:
-        for errand in (exchange.announce, say, exchange.leave):
-            self._courier.send(errand)
+        self._courier.send(say)
+        self._courier.send(exchange.leave)
+        if self.peers.is_leader:
+            self.left_behind.put(exchange)
 
     def _look(self) -> None:
         """Looks what the leader has planned; in the courier's thread."""

@@ -105,7 +105,7 @@ class Saver:
         # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
         line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
         self._company = company
-        self._joint = None if company is None else JointLine(line, storage, company.peers)
+        self._joint = None if company is None else JointLine(line, storage, company.peers, company.left_behind)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker
@@ -370,10 +370,11 @@ class Saver:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
+        if self._joint is not None:
+            # Before anybody here hears of it, who may end the process at once.
+            self._joint.tell(error)
         self._reports.add(failure)
         work.handle.mark_failed(failure)
-        if self._joint is not None:
-            self._joint.tell(error)
         self._emit(
             Failed(
                 stage="save",

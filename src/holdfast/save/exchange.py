@@ -12,7 +12,7 @@ import msgspec
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import FencedError, HoldfastError, UsageError
-from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Place, Places
+from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
 
 _T = TypeVar("_T")
 
@@ -34,24 +34,23 @@ class Exchange:
         was_missed: True once the leader has found that another worker had heard of it too late.
     """
 
-    def __init__(self, peers: Peers, places: Places, place: Place, watched: str = "") -> None:
+    def __init__(self, peers: Peers, position: Position, watched: str = "") -> None:
         """Says nothing yet.
 
         Args:
             peers: The workers.
-            places: Where this one has been.
-            place: Which save it is.
+            position: Where this one is.
             watched: A key of theirs that comes to hold a reason if another worker cannot take part; or nothing.
         """
         self._peers = peers
-        self._places = places
+        self._position = position
         self._watched = watched
-        self.place = place
+        self.place = position.place
         self.was_missed = False
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
-        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self.place))
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self._position))
 
     def put_name(self, record: NameRecord) -> None:
         """The leader says where to write."""
@@ -210,9 +209,9 @@ class Exchange:
         data = self._peers.cluster.try_get(self._peers.key("at", rank))
         if data is None:
             return
-        place = msgspec.json.decode(data, type=Place)
-        if not self._places.has_been_at(place):
-            text = f"it saves step {place.step}, and not step {self.place.step} with rank {self._peers.rank}"
+        position = msgspec.json.decode(data, type=Position)
+        if position.is_beyond(self._position):
+            text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure(rank, UsageError.__name__, text, _WAY_HINT))
 
     def _put(self, name: str, record: msgspec.Struct) -> None:

@@ -6,6 +6,7 @@ others learn from it where to write, and how it went. All of this is behind trai
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -51,7 +52,8 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, peers: Peers) -> None:
+    def __init__(self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange]) -> None:
+        self._left_behind = left_behind
         self._line = line
         self._storage = storage
         self._peers = peers
@@ -159,7 +161,10 @@ class JointLine:
         if not self._peers.is_leader:
             exchange.leave()
             return []
-        newest = _Ending(exchange, set(range(1, self._peers.world_size)), self._debris)
+        others = range(1, self._peers.world_size)
+        while not self._left_behind.empty():
+            self._endings.append(_Ending(self._left_behind.get(), set(others), None))
+        newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
         end_at = time.monotonic() + ANSWER_SECONDS
         pause_seconds = 0.001

@@ -41,7 +41,7 @@ def check_opening(storage: Storage, generation: int, opening: str, who: str, tim
         generation: The generation.
         opening: The digest of its opening, as the leader has it.
         who: This worker, for the error.
-        timeout_seconds: The deadline of all waits; a look takes no longer than `SIGHT_SECONDS` either.
+        timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
 
     Raises:
         StorageError: If it is not seen, now or after a while.
@@ -92,7 +92,7 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
 
 def _insist(look: Callable[[], _T], timeout_seconds: float) -> _T:
     """Looks until nothing is wrong, or the time is up; gives what is wrong at the end."""
-    end_at = time.monotonic() + min(SIGHT_SECONDS, timeout_seconds)
+    end_at = time.monotonic() + min(SIGHT_SECONDS, timeout_seconds / 2)
     pause_seconds = 0.01
     while (wrong := look()) and time.monotonic() < end_at:
         time.sleep(pause_seconds)
