@@ -40,6 +40,8 @@ class LocalKeeper:
             sinks=[self._note, *options.sinks],
             timeout_seconds=options.timeout_seconds,
             threads=options.threads,
+            # The session is this process, whoever else there may be.
+            cluster="alone",
         )
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> LocalSaving:

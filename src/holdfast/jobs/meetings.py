@@ -13,18 +13,16 @@ from typing import Final
 
 from holdfast.cluster import Cluster
 from holdfast.cluster.heartbeat import INTERVAL_SECONDS, TIMEOUT_SECONDS, Heartbeat
-from holdfast.cluster.rendezvous import gather
-from holdfast.errors import HoldfastError
+from holdfast.cluster.rendezvous import LEADER, gather, make_absent_error
+from holdfast.errors import AbsentError, HoldfastError
 
-GATHER_SECONDS: Final = 60.0
-"""How long a meeting may take once all have come."""
+_FOR_EVER_SECONDS: Final = 1e9
+"""An epoch lasts as long as it does. Those who wait look whether the others live."""
 
 _LOOK_SECONDS: Final = 0.5
-_FIRST_PAUSE_SECONDS: Final = 0.005
-_LONGEST_PAUSE_SECONDS: Final = 0.25
+_PAUSE_SECONDS: Final = 0.005
 _FAREWELL_SECONDS: Final = 5.0
 _INTERRUPT_SECONDS: Final = 1.0
-_LEADER: Final = 0
 
 
 class PeerFailedError(HoldfastError):
@@ -65,20 +63,13 @@ class Meetings:
             AbsentError: If a worker is lost or has left, or has not come in that time.
             ClusterError: If the store does not answer any more.
         """
-        key = self._key("here")
-        self.cluster.add(key, 1)
-        end_at = None if patience_seconds is None else time.monotonic() + patience_seconds
-        pause_seconds = _FIRST_PAUSE_SECONDS
-        while self.cluster.add(key, 0) < self.cluster.world_size:
-            if end_at is not None and time.monotonic() > end_at:
-                break  # The meeting itself will say who is missing.
-            self._heartbeat.check()
-            time.sleep(pause_seconds)
-            pause_seconds = min(1.5 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        records = gather(self.cluster, self._key("met"), record, GATHER_SECONDS if end_at is None else 1.0)
-        if self.cluster.rank == _LEADER:
-            for part in ("here", "failed"):
-                self.cluster.delete(self._key(part))
+        timeout_seconds = _FOR_EVER_SECONDS if patience_seconds is None else patience_seconds
+        try:
+            records = gather(self.cluster, self._key("met"), record, timeout_seconds, check=self._heartbeat.check)
+        except AbsentError as error:
+            raise make_absent_error(self.cluster, error.ranks, "died, or left, amid the job's work") from error
+        if self.cluster.rank == LEADER:
+            self.cluster.delete(self._key("failed"))
         return records
 
     @contextmanager
@@ -116,11 +107,11 @@ class Meetings:
 
     def close(self, *, in_peace: bool) -> None:
         """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well."""
-        if in_peace and self.cluster.rank == _LEADER:
+        if in_peace and self.cluster.rank == LEADER:
             end_at = time.monotonic() + _FAREWELL_SECONDS
             others = set(range(1, self.cluster.world_size))
             while time.monotonic() < end_at and not others <= {*self._heartbeat.gone, *self._heartbeat.lost}:
-                time.sleep(_FIRST_PAUSE_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
         self._heartbeat.stop()
 
     def _key(self, part: str) -> str:

@@ -17,9 +17,11 @@ from holdfast.format.encoding import Encoder
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.meetings import Meetings, PeerFailedError
+from holdfast.jobs.node_keeper import NodeKeeper
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import check_place
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
+from holdfast.jobs.worker_keeper import WorkerKeeper
 from holdfast.jobs.workspace import Workspace
 
 _MOST_BYTES: Final = 1 << 16
@@ -176,7 +178,8 @@ class TorchrunSession(Session):
 
     def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
-        raise UsageError("the state of several workers cannot be kept yet", hint="Use a LocalSession.")
+        keeper = NodeKeeper(self._workspace, is_kept=self.node in nodes, cluster=self._cluster, options=options)
+        return WorkerKeeper(keeper, self.node, self.nodes, self._meetings)
 
     def close(self) -> None:
         """**Blocks** for moments. Ends the session; its workspaces are gone. Harmless twice."""
