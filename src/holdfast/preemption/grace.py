@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from holdfast.preemption.notices import Demand, Notice
 
@@ -25,24 +26,21 @@ class Action(enum.Enum):
     LEAVE = "save and leave"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What to do, and why."""
 
     action: Action
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A notice, and when it was heard by the monotonic clock."""
 
     notice: Notice
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What is known between two steps.
 
     Attributes:

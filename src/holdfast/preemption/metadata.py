@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
+
+import msgspec
 
 from holdfast.errors import UsageError
 
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """What the server said.
 
     Attributes:

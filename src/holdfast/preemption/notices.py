@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 
 class Demand(enum.IntEnum):
@@ -19,8 +20,7 @@ class Demand(enum.IntEnum):
     """Save and leave after the step in progress."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """That this process, or the machine that it runs on, is about to be taken away.
 
     Attributes:

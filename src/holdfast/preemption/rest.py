@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
 
-@dataclass(slots=True)
-class Rest:
+class Rest(msgspec.Struct):
     """A pause between steps: evaluation, a wait for data, what comes before and after the loop.
 
     Attributes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from holdfast.preemption.aws import AWS
 from holdfast.preemption.azure import Azure
@@ -25,8 +26,7 @@ _AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
 """Machines of Azure have it; others that run on Hyper-V name the same vendor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What a process can see of where it runs.
 
     Attributes:

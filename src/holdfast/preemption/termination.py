@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.preemption.exit_codes import EXIT_RESTART
@@ -19,8 +20,7 @@ _MAX_EXIT_CODE: Final = 125
 """Shells use those above for purposes of their own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TerminationConfig:
+class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to hear a notice of preemption, and how to leave.
 
     Attributes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import xxhash
 
 from holdfast.save.handle import SaveHandle
@@ -15,8 +15,7 @@ from holdfast.state.leaves import Captured
 _Trace: TypeAlias = tuple[int | None, int | None, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True):
     """What a save would have taken when the mark was made.
 
     Plain values, random generators and positions in the data are those of that moment, whatever becomes of them.

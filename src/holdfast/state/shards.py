@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
@@ -17,8 +18,7 @@ from holdfast.state.registry import backend_of, register_adapter, register_shard
 from holdfast.state.settling import settle
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBox:
+class LocalBox(msgspec.Struct, frozen=True):
     """A box of an array that this worker holds.
 
     Attributes:
@@ -33,8 +33,7 @@ class LocalBox:
     holders: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(msgspec.Struct, frozen=True):
     """What one worker holds of an array.
 
     Attributes:
