@@ -36,14 +36,10 @@ from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from holdfast.testing.crash import WrongStateError
 from holdfast.testing.file_engine import join_in_directory
-from holdfast.testing.toy_worker import ToyWorker
+from holdfast.testing.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 
-LIVENESS_SECONDS: Final = 1.5
 LIMIT_SECONDS: Final = 15.0
 """How long a survivor may take to end. It is ten times what it should, for machines that are busy."""
-
-_PATIENCE_SECONDS: Final = 60.0
-_KEPT: Final = 2
 
 
 class Tally(msgspec.Struct):
@@ -131,7 +127,7 @@ class Job:
         Raises:
             WrongStateError: If one does not.
         """
-        end_at = time.monotonic() + _PATIENCE_SECONDS
+        end_at = time.monotonic() + PATIENCE_SECONDS
         while not all(any(line[0] == word for line in lines) for lines in self.told):
             self.look(0.02)
             if self.codes or time.monotonic() >= end_at:
@@ -150,7 +146,7 @@ class Job:
         for rank in range(self.world_size):
             if rank not in self.codes:
                 self.send(rank, signal.SIGKILL)
-        self.wait(set(range(self.world_size)), _PATIENCE_SECONDS, "killed")
+        self.wait(set(range(self.world_size)), PATIENCE_SECONDS, "killed")
 
     def _read(self, rank: int) -> None:
         data = os.read(self._pipes[rank], 65536)
@@ -184,7 +180,7 @@ def train_until_killed(
     dice = random.Random(seed)  # All workers throw the same.
     toy = ToyWorker(rank)
     try:
-        cluster = join_in_directory(store, rank, world_size, timeout_seconds=_PATIENCE_SECONDS)
+        cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
         tell("joined")
         manager = toy.manager(directory, cluster, incremental=dice.random() < 0.5)
         restored = manager.restore()
@@ -214,7 +210,7 @@ def _guilty_rank(error: HoldfastError) -> int:
 def restore_and_save(directory: Path, store: Path, world_size: int, rank: int, tell: Callable[[str], None]) -> int:
     """What a worker of the next job does."""
     toy = ToyWorker(rank)
-    cluster = join_in_directory(store, rank, world_size, timeout_seconds=_PATIENCE_SECONDS)
+    cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
     with toy.manager(directory, cluster, incremental=False) as manager:
         restored = manager.restore()
         step = restored.step if restored is not None else 0
@@ -255,7 +251,7 @@ def play_round(
             tally.all_killed += 1
             for rank in range(world_size):
                 job.send(rank, signal.SIGKILL)
-            job.wait(set(range(world_size)), _PATIENCE_SECONDS, "killed")
+            job.wait(set(range(world_size)), PATIENCE_SECONDS, "killed")
         else:
             stopped = victim if way == "stop" else None
             tally.hung += way == "stop"
@@ -291,7 +287,7 @@ def _check_survivors(job: Job, victim: int, number: int, tally: Tally) -> None:
 def _check_next_job(directory: Path, store: Path, world_size: int, promised: int, begun: int, tally: Tally) -> int:
     job = Job(world_size, lambda rank, tell: restore_and_save(directory, store, world_size, rank, tell))
     try:
-        job.wait(set(range(world_size)), _PATIENCE_SECONDS, "the next job")
+        job.wait(set(range(world_size)), PATIENCE_SECONDS, "the next job")
     finally:
         job.close()
     steps = set(job.numbers("restored"))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.cluster.protocol import Cluster
+from holdfast.manager import CheckpointManager
+from holdfast.policies import Latest
 from holdfast.testing.crash import WrongStateError
+
+LIVENESS_SECONDS: Final = 1.5
+PATIENCE_SECONDS: Final = 60.0
+KEPT: Final = 2
 
 _LENGTHS: Final = (1, 1000, 300_000)
 
@@ -50,10 +58,10 @@ class ToyWorker:
         return CheckpointManager(
             directory,
             self.checkpoint,
-            keep=Latest(_KEPT),
+            keep=Latest(KEPT),
             incremental=incremental,
             threads=2,
             cluster=cluster,
             liveness_seconds=LIVENESS_SECONDS,
-            timeout_seconds=_PATIENCE_SECONDS,
+            timeout_seconds=PATIENCE_SECONDS,
         )
