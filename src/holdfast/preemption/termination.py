@@ -68,7 +68,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
                         f"sources={self.sources!r}: {source!r} is no source of notices",
                         hint='It is "auto", or a list of sources of holdfast.preemption.',
                     )
-            object.__setattr__(self, "sources", sources)
+            msgspec.structs.force_setattr(self, "sources", sources)
 
     def make_sources(self) -> list[NoticeSource]:
         """The sources to listen to."""
