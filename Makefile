@@ -1,7 +1,8 @@
 # `make demo` and `make test` do all the set-up by themselves: Python 3.11 or newer, pip and make are enough.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 2
+# Many tests wait for processes of their own: a worker more than the usual two cores keeps these busy.
+WORKERS ?= 3
 # The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
 BENCH_VENV ?= .venv-bench
 PEERS ?= all
