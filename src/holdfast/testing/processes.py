@@ -31,8 +31,8 @@ class Workers:
         self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
-        """Starts one more, with these variables beside those of this process. Its number is how many there were."""
+    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> int:
+        """Starts one more, with these variables beside those of this process; gives its number, from 0."""
         number = len(self._processes)
         with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
             self._processes.append(
@@ -46,6 +46,7 @@ class Workers:
                     start_new_session=True,
                 )
             )
+        return number
 
     def wait_said(self, number: int, key: str, timeout_seconds: float) -> Any:
         """**Blocks.** Waits until a process has printed a record, a line of JSON, with that key; returns its value.
