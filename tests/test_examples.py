@@ -1,4 +1,4 @@
-"""The example does what its first line says: killed and started again, it ends as if nothing had happened."""
+"""The examples do what their first lines say: killed and started again, they end as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def train(directory: Path, *, kill_at: int | None = None) -> list[str]:
-    """What the example prints, up to the step at which it is killed."""
-    command: list[str | Path] = [sys.executable, EXAMPLE, directory]
+def train(directory: Path, *, example: str = "train.py", kill_at: str | None = None) -> list[str]:
+    """What an example prints, up to the line at which it is killed."""
+    command: list[str | Path] = [sys.executable, EXAMPLES / example, directory]
     # One thread is the fastest for a network of this size, and leaves the others to other tests.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
@@ -22,7 +22,7 @@ def train(directory: Path, *, kill_at: int | None = None) -> list[str]:
         lines = []
         for line in child.stdout:
             lines.append(line.rstrip())
-            if kill_at is not None and line.startswith(f"step {kill_at}:"):
+            if kill_at is not None and line.startswith(kill_at):
                 child.kill()
                 break
         problems = child.stderr.read()
@@ -32,7 +32,7 @@ def train(directory: Path, *, kill_at: int | None = None) -> list[str]:
 
 def test_killed_once_it_ends_the_same(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
-    before = train(tmp_path / "killed", kill_at=111)
+    before = train(tmp_path / "killed", kill_at="step 111:")
     after = train(tmp_path / "killed")
     assert untouched[0] == before[0] == "beginning with step 0"
     begun = re.fullmatch(r"beginning with step (\d+)", after[0])
@@ -41,3 +41,14 @@ def test_killed_once_it_ends_the_same(tmp_path: Path) -> None:
     assert int(begun[1]) in range(80, 201, 20)
     assert after[1:] == untouched[1 + int(begun[1]) :]
     assert before[1:] == untouched[1 : len(before)]
+
+
+def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched", example="epoch_job.py")
+    train(tmp_path / "killed", example="epoch_job.py", kill_at="epoch 5, ")
+    after = train(tmp_path / "killed", example="epoch_job.py")
+    assert untouched[-2] == "began with epoch None, ended with epoch 8"
+    # The save of epoch 4 had ended before epoch 5 began. The child may have got further than it was heard.
+    assert after[-2] in [f"began with epoch {epoch}, ended with epoch 8" for epoch in (4, 5, 6, 7, 8)]
+    assert after[-1] == untouched[-1]
+    assert {line for line in after if line.startswith("epoch 8,")} <= set(untouched)

@@ -1,18 +1,31 @@
 """holdfast keeps training jobs alive: it saves a running job without stopping it, and brings it back exactly."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-from holdfast import errors, events
+from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
+from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
 
 if TYPE_CHECKING:
+    from holdfast import jobs
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.jobs import (
+        Job,
+        JobRunner,
+        LocalSession,
+        MultiNodeCheckpointManager,
+        UploadTaskGroupBuilder,
+        epoch_limiter,
+    )
+    from holdfast.preemption.handler import PreemptionCheckpointHandler
+    from holdfast.worker_state import Backup, WorkerTrainingState
 
 __version__ = "0.1.0"
 
@@ -20,13 +33,19 @@ __all__ = [
     "RNG",
     "All",
     "Auto",
+    "Backup",
     "Best",
     "Checkpoint",
     "CheckpointManager",
     "EveryN",
+    "Job",
+    "JobRunner",
     "Latest",
+    "LocalSession",
+    "MultiNodeCheckpointManager",
     "Newer",
     "PerWorker",
+    "PreemptionCheckpointHandler",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -35,19 +54,43 @@ __all__ = [
     "Seconds",
     "Shard",
     "Steps",
+    "TerminationConfig",
+    "UploadTaskGroupBuilder",
+    "WorkerTrainingState",
     "__version__",
+    "epoch_limiter",
     "errors",
     "events",
+    "jobs",
+    "preemption",
     "register_codec",
     "register_type",
     "resumable",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """What needs a framework is imported when it is asked for."""
-    if name == "ResumableDataLoader":
-        from holdfast.integrations.torch.loader import ResumableDataLoader
+_HOMES: Final = {
+    "Backup": "holdfast.worker_state",
+    "Job": "holdfast.jobs",
+    "JobRunner": "holdfast.jobs",
+    "LocalSession": "holdfast.jobs",
+    "MultiNodeCheckpointManager": "holdfast.jobs",
+    "PreemptionCheckpointHandler": "holdfast.preemption.handler",
+    "ResumableDataLoader": "holdfast.integrations.torch.loader",
+    "UploadTaskGroupBuilder": "holdfast.jobs",
+    "WorkerTrainingState": "holdfast.worker_state",
+    "epoch_limiter": "holdfast.jobs",
+}
+"""What is imported when it is asked for: it needs a framework, or is not what most programs use."""
 
-        return ResumableDataLoader
+
+def __getattr__(name: str) -> Any:
+    if name == "jobs":
+        return import_module("holdfast.jobs")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

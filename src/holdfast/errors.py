@@ -6,6 +6,8 @@
 * `DamageError`: bytes are there but are not what was written. Fall back to an older step.
 * `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
 * `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
+* `TaskFailedError`: a task of an epoch job raised. Mend it, and start the job again: it goes on from the last epoch.
+* `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
 * `FencedError`: another job has taken over the directory. Stop this one.
 * `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
@@ -48,6 +50,10 @@ class UnsupportedValueError(UsageError):
     def __init__(self, message: str, *, path: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.path = path
+
+
+class OutOfRangeError(UsageError, ValueError):
+    """A number is not one that can be meant."""
 
 
 class StepExistsError(UsageError):
@@ -165,6 +171,34 @@ class ChangedError(HoldfastError):
     def __init__(self, message: str, *, leaves: tuple[str, ...] = (), hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.leaves = leaves
+
+
+class TaskFailedError(HoldfastError):
+    """A task of a job raised an error, which is its `__cause__`; or it had to be given up.
+
+    Attributes:
+        group: The group that was running.
+        task: The task.
+        node: The node on which it ran.
+    """
+
+    def __init__(self, message: str, *, group: str, task: str, node: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.group = group
+        self.task = task
+        self.node = node
+
+
+class NodeLostError(HoldfastError):
+    """A node of a job is gone: its process has ended, or its machine.
+
+    Attributes:
+        nodes: The nodes.
+    """
+
+    def __init__(self, message: str, *, nodes: tuple[str, ...], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.nodes = nodes
 
 
 class FencedError(HoldfastError):

@@ -5,11 +5,13 @@ An event is a frozen record; `str(event)` is a line for people. A sink is anythi
 break a save.
 """
 
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event
 from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
-    Event,
+    Diverged,
     Failed,
     GenerationOpened,
     Held,
@@ -24,18 +26,24 @@ from holdfast.events.kinds import (
     decode_event,
     encode_event,
 )
+from holdfast.events.leaving import Leaving, NoticeHeard
 from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
 
 __all__ = [
     "AnyEvent",
     "Committed",
+    "Diverged",
     "Event",
     "Failed",
     "Fanout",
     "GenerationOpened",
+    "GroupEnded",
     "Held",
     "JsonLinesSink",
+    "Leaving",
     "LoggingSink",
+    "NodesTimed",
+    "NoticeHeard",
     "PassedOver",
     "Resized",
     "Restored",

@@ -16,7 +16,7 @@ from holdfast.cluster.opening import Choice, open_cluster
 from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import Cluster
 from holdfast.format.workers import Worker
-from holdfast.policies import SaveMoment, SavePolicy
+from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.exchange import Exchange
 from holdfast.save.places import Places
 
@@ -197,3 +197,11 @@ class Company:
 
 def _nothing() -> None:
     """The leader has nothing to look for."""
+
+
+def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | None) -> str | None:
+    """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
+    if company is not None and not is_by_step(policy):
+        return company.try_plan(policy, moment)
+    decision = policy.decide_save(moment)
+    return decision.reason if decision.save else None

@@ -26,28 +26,20 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint
-from holdfast.cluster.protocol import Cluster
 from holdfast.errors import FencedError, HoldfastError, PeerError, SaveFailedError
-from holdfast.manager import CheckpointManager
-from holdfast.policies import Latest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from holdfast.testing.crash import WrongStateError
 from holdfast.testing.file_engine import join_in_directory
+from holdfast.testing.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 
-LIVENESS_SECONDS: Final = 1.5
 LIMIT_SECONDS: Final = 15.0
 """How long a survivor may take to end. It is ten times what it should, for machines that are busy."""
-
-_PATIENCE_SECONDS: Final = 60.0
-_KEPT: Final = 2
-_LENGTHS: Final = (1, 1000, 300_000)
 
 
 class Tally(msgspec.Struct):
@@ -72,55 +64,6 @@ class Tally(msgspec.Struct):
     unspoken: int = 0
     promised: int = 0
     longest_seconds: float = 0.0
-
-
-class ToyWorker:
-    """One worker's state, which follows from the step: some of it all have alike, and some is its own."""
-
-    def __init__(self, rank: int) -> None:
-        import numpy as np
-
-        from holdfast.state import PerWorker
-
-        self.rank = rank
-        self.shared: dict[str, Any] = {f"a{length}": np.zeros(length, np.int64) for length in _LENGTHS}
-        self.own: Any = np.zeros(1000, np.int64)
-        self.counter = {"step": 0}
-        self.checkpoint = Checkpoint(shared=self.shared, own=PerWorker({"array": self.own}), counter=self.counter)
-
-    def train(self, step: int) -> None:
-        """Sets the state of a step, in place."""
-        for array in self.shared.values():
-            array[:] = step
-        self.own[:] = step * 1000 + self.rank
-        self.counter["step"] = step
-
-    def check(self, step: int, *, has_own: bool) -> None:
-        """Makes sure that the state is that of the step and no other.
-
-        Raises:
-            WrongStateError: If it is not.
-        """
-        for name, array in self.shared.items():
-            if not (array == step).all():
-                raise WrongStateError(f"rank {self.rank}: {name} is not that of step {step}")
-        if has_own and not (self.own == step * 1000 + self.rank).all():
-            raise WrongStateError(f"rank {self.rank}: its own array is not that of step {step}")
-        if self.counter != {"step": step}:
-            raise WrongStateError(f"rank {self.rank}: the counter is {self.counter}, the step is {step}")
-
-    def manager(self, directory: Path, cluster: Cluster, *, incremental: bool) -> CheckpointManager:
-        """A manager that keeps two checkpoints, and soon takes a silent worker for dead."""
-        return CheckpointManager(
-            directory,
-            self.checkpoint,
-            keep=Latest(_KEPT),
-            incremental=incremental,
-            threads=2,
-            cluster=cluster,
-            liveness_seconds=LIVENESS_SECONDS,
-            timeout_seconds=_PATIENCE_SECONDS,
-        )
 
 
 class Job:
@@ -184,7 +127,7 @@ class Job:
         Raises:
             WrongStateError: If one does not.
         """
-        end_at = time.monotonic() + _PATIENCE_SECONDS
+        end_at = time.monotonic() + PATIENCE_SECONDS
         while not all(any(line[0] == word for line in lines) for lines in self.told):
             self.look(0.02)
             if self.codes or time.monotonic() >= end_at:
@@ -203,7 +146,7 @@ class Job:
         for rank in range(self.world_size):
             if rank not in self.codes:
                 self.send(rank, signal.SIGKILL)
-        self.wait(set(range(self.world_size)), _PATIENCE_SECONDS, "killed")
+        self.wait(set(range(self.world_size)), PATIENCE_SECONDS, "killed")
 
     def _read(self, rank: int) -> None:
         data = os.read(self._pipes[rank], 65536)
@@ -237,7 +180,7 @@ def train_until_killed(
     dice = random.Random(seed)  # All workers throw the same.
     toy = ToyWorker(rank)
     try:
-        cluster = join_in_directory(store, rank, world_size, timeout_seconds=_PATIENCE_SECONDS)
+        cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
         tell("joined")
         manager = toy.manager(directory, cluster, incremental=dice.random() < 0.5)
         restored = manager.restore()
@@ -267,7 +210,7 @@ def _guilty_rank(error: HoldfastError) -> int:
 def restore_and_save(directory: Path, store: Path, world_size: int, rank: int, tell: Callable[[str], None]) -> int:
     """What a worker of the next job does."""
     toy = ToyWorker(rank)
-    cluster = join_in_directory(store, rank, world_size, timeout_seconds=_PATIENCE_SECONDS)
+    cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
     with toy.manager(directory, cluster, incremental=False) as manager:
         restored = manager.restore()
         step = restored.step if restored is not None else 0
@@ -308,7 +251,7 @@ def play_round(
             tally.all_killed += 1
             for rank in range(world_size):
                 job.send(rank, signal.SIGKILL)
-            job.wait(set(range(world_size)), _PATIENCE_SECONDS, "killed")
+            job.wait(set(range(world_size)), PATIENCE_SECONDS, "killed")
         else:
             stopped = victim if way == "stop" else None
             tally.hung += way == "stop"
@@ -344,7 +287,7 @@ def _check_survivors(job: Job, victim: int, number: int, tally: Tally) -> None:
 def _check_next_job(directory: Path, store: Path, world_size: int, promised: int, begun: int, tally: Tally) -> int:
     job = Job(world_size, lambda rank, tell: restore_and_save(directory, store, world_size, rank, tell))
     try:
-        job.wait(set(range(world_size)), _PATIENCE_SECONDS, "the next job")
+        job.wait(set(range(world_size)), PATIENCE_SECONDS, "the next job")
     finally:
         job.close()
     steps = set(job.numbers("restored"))

@@ -1,0 +1,1 @@
+"""Epoch jobs on Ray: nodes are actors, and the driver is the master."""

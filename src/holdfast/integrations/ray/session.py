@@ -1,0 +1,195 @@
+"""`RaySession`: nodes are actors of Ray, and this process drives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from holdfast.errors import NodeLostError, TaskFailedError, UsageError
+from holdfast.integrations.ray.node import Answer, Call, NodeActor
+from holdfast.jobs.job import ObjectMaker
+from holdfast.jobs.keeper import Keeper, KeeperOptions
+from holdfast.jobs.session import Placed, Session
+from holdfast.jobs.task import check_place
+from holdfast.jobs.threads import GRACE_SECONDS
+
+_LOOK_SECONDS: Final = 1.0
+
+
+class RaySession(Session):
+    """Every node is an actor, with a process of its own, where Ray finds room for it. This process is the master.
+
+    Functions of tasks and objects travel to the nodes as Ray sends them, so they must not hold on to what cannot be
+    sent; outputs travel back. The state of all nodes is one commit, and each node writes its own part: the directory of
+    the checkpoints has to be one that all of them see.
+
+    A node that dies is replaced, and the job goes on from the last epoch that all nodes have.
+
+    Example:
+        ```python
+        with hf.RaySession(["trainer_0", "trainer_1"], actor_options={"num_gpus": 1}) as session:
+            hf.JobRunner(job, hf.MultiNodeCheckpointManager("/shared/runs/job")).train(session)
+        ```
+    """
+
+    def __init__(
+        self,
+        nodes: str | Sequence[str],
+        *,
+        actor_options: Mapping[str, Any] | Mapping[str, Mapping[str, Any]] | None = None,
+        address: str | None = None,
+        replacements_allowed: int = 3,
+        grace_seconds: float = GRACE_SECONDS,
+        start_seconds: float = 300.0,
+    ) -> None:
+        """**Blocks.** Starts the actors, and Ray itself if this process has not joined it yet.
+
+        Args:
+            nodes: The names of the nodes.
+            actor_options: What Ray is told of each actor (`num_cpus`, `num_gpus`, `resources`), or that by node.
+            address: The Ray cluster to join, if this process has joined none; None for one on this machine, or the one
+                that the environment names.
+            replacements_allowed: How often the nodes are replaced, over the life of the session.
+            grace_seconds: How long the other tasks of a group may go on when one has failed.
+            start_seconds: How long Ray may take to find room for all nodes.
+
+        Raises:
+            UsageError: If an argument is wrong.
+            NodeLostError: If nodes could not be started in that time.
+        """
+        names = check_place(nodes)
+        assert names is not None, "None names no nodes"
+        super().__init__(names)
+        options = dict(actor_options or {})
+        by_node = bool(options) and set(options) <= set(names)
+        self._options = {node: dict(options.get(node, {}) if by_node else options) for node in names}
+        self._replacements_left = replacements_allowed
+        self._grace_seconds = grace_seconds
+        self._start_seconds = start_seconds
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            ray.init(address=address, include_dashboard=False, log_to_driver=True)
+        self._actors: dict[str, Any] = {}
+        self._start()
+
+    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
+        """**Blocks.** Makes the objects that nodes have not yet."""
+        self.check_open()
+        self.call_all("make_objects", list(makers))
+
+    def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
+        """**Blocks.** Runs tasks on their nodes; see `Session`.
+
+        Raises:
+            TaskFailedError: If one raised an error.
+            NodeLostError: If a node is gone.
+        """
+        calls: dict[str, list[Call]] = {node: [] for node in self.nodes}
+        for place, one in enumerate(placed):
+            calls[one.node].append(Call(place, one.task.name, one.task.function))
+        # Those without tasks hear of the epoch too.
+        refs = {
+            node: actor.run.remote(group, calls[node], epoch, self._grace_seconds)
+            for node, actor in self._actors.items()
+        }
+        answers = self._collect(refs)
+        self._raise_failure(group, answers)
+        return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
+
+    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+        """What saves and restores the workspaces: each node its own, in one commit."""
+        raise UsageError("the state of several workers cannot be kept yet", hint="Use a LocalSession.")
+
+    def try_replace(self, lost: NodeLostError) -> bool:
+        """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
+        if self._replacements_left <= 0:
+            return False
+        self._replacements_left -= 1
+        self._stop()
+        self._start()
+        return True
+
+    def call_all(self, method: str, *arguments: Any, nodes: Sequence[str] | None = None) -> dict[str, Any]:
+        """**Blocks.** Calls a method of the nodes, all at the same time, and gives what each returned.
+
+        Raises:
+            NodeLostError: If a node is gone.
+        """
+        refs = {node: getattr(self._actors[node], method).remote(*arguments) for node in nodes or self.nodes}
+        return self._collect(refs)
+
+    def close(self) -> None:
+        """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
+        if not self._closed:
+            super().close()
+            self._stop()
+            if self._owns_ray:
+                ray.shutdown()
+
+    def _start(self) -> None:
+        # A node is not made again by Ray behind our back: it would have lost its workspace.
+        actor_class = ray.remote(NodeActor)
+        defaults = {"max_restarts": 0, "max_task_retries": 0}
+        self._actors = {
+            node: actor_class.options(**{**self._options[node], **defaults}).remote(node) for node in self.nodes
+        }
+        refs = {node: actor.__ray_ready__.remote() for node, actor in self._actors.items()}
+        _, waiting = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._start_seconds)
+        late = tuple(node for node, ref in refs.items() if ref in waiting)
+        if late:
+            self._stop()
+            raise NodeLostError(
+                f"Ray has found no place for {', '.join(late)} within {self._start_seconds:g} s",
+                nodes=late,
+                hint="Ask for less in actor_options, or give the Ray cluster more; `ray status` says what it has.",
+            )
+
+    def _stop(self) -> None:
+        for actor in self._actors.values():
+            with suppress(RayError):
+                ray.kill(actor)
+        self._actors = {}
+
+    def _collect(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        """What each node gives back. Once one has failed, the others have some time to end."""
+        nodes = {ref: node for node, ref in refs.items()}
+        answers: dict[str, Any] = {}
+        lost: list[str] = []
+        waiting = list(nodes)
+        deadline: float | None = None
+        while waiting and (deadline is None or time.monotonic() < deadline):
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=_LOOK_SECONDS)
+            for ref in done:
+                node = nodes[ref]
+                try:
+                    answers[node] = ray.get(ref)
+                except RayActorError:
+                    lost.append(node)
+                if lost or (isinstance(answers.get(node), Answer) and answers[node].task):
+                    deadline = deadline or time.monotonic() + (0.0 if lost else self._grace_seconds)
+        if lost:
+            raise NodeLostError(
+                f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} gone: the process has ended",
+                nodes=tuple(lost),
+                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+            )
+        return answers
+
+    def _raise_failure(self, group: str, answers: Mapping[str, Answer]) -> None:
+        failed = {node: answer for node, answer in answers.items() if answer.task}
+        if not failed:
+            return
+        (node, answer), *others = failed.items()
+        error = TaskFailedError(answer.text, group=group, task=answer.task, node=node)
+        error.add_note(answer.trace.rstrip())
+        for other, also in others:
+            error.add_note(f"{also.task} on {other} failed too: {also.text}")
+        for silent in self.nodes:
+            if silent not in answers:
+                error.add_note(f"{silent} is still at work after {self._grace_seconds:g} s, and is ended")
+        raise error

@@ -1,0 +1,38 @@
+"""The epoch job: groups of tasks on named nodes, with a checkpoint of all nodes after each epoch."""
+
+from holdfast.jobs.checkpoints import MultiNodeCheckpointManager, NodeCheckpointManager
+from holdfast.jobs.counter import Counter
+from holdfast.jobs.job import Job, epoch_limiter
+from holdfast.jobs.keeper import NodeDurations
+from holdfast.jobs.local_session import LocalSession
+from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
+from holdfast.jobs.result import JobResult
+from holdfast.jobs.runner import JobRunner
+from holdfast.jobs.session import Session
+from holdfast.jobs.task import Task, TaskGroup, TaskOutput
+from holdfast.jobs.torchrun_session import RemoteOutput, TorchrunSession
+from holdfast.jobs.upload import UploadTaskGroupBuilder, UploadTo
+from holdfast.jobs.workspace import Workspace
+
+__all__ = [
+    "Counter",
+    "Job",
+    "JobResult",
+    "JobRunner",
+    "LocalSession",
+    "ManifestMetadataHandler",
+    "MetadataHandler",
+    "MultiNodeCheckpointManager",
+    "NodeCheckpointManager",
+    "NodeDurations",
+    "RemoteOutput",
+    "Session",
+    "Task",
+    "TaskGroup",
+    "TaskOutput",
+    "TorchrunSession",
+    "UploadTaskGroupBuilder",
+    "UploadTo",
+    "Workspace",
+    "epoch_limiter",
+]

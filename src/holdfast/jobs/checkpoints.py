@@ -1,0 +1,391 @@
+"""The managers of a job's checkpoints: one commit for all nodes, an epoch each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.errors import (
+    DamageError,
+    MismatchError,
+    NoCheckpointError,
+    NoWholeCheckpointError,
+    SaveFailedError,
+    UsageError,
+)
+from holdfast.events import Failed, Fanout, NodesTimed, PassedOver, Sink, Warned
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.names import StepName
+from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving
+from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
+from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
+from holdfast.jobs.session import Session
+from holdfast.manager import DEFAULT_TIMEOUT_SECONDS
+from holdfast.policies import All, RetentionPolicy
+from holdfast.save.arguments import check_policies, check_step, check_switches
+from holdfast.state import Differences
+from holdfast.storage import Storage, open_storage
+
+SAVE: Final = "checkpoint_save"
+LOAD: Final = "checkpoint_load"
+PARTIAL_LOAD: Final = "checkpoint_partial_load"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load did.
+
+    Attributes:
+        epoch: The epoch that the nodes now have.
+        metadata: What was saved with it.
+        new_nodes: Nodes of which the checkpoint knows nothing; they have only been made.
+        passed_over: What is wrong with newer epochs.
+    """
+
+    epoch: int
+    metadata: Mapping[str, Any]
+    new_nodes: tuple[str, ...] = ()
+    passed_over: tuple[DamageError, ...] = ()
+
+
+class MultiNodeCheckpointManager:
+    """Saves the workspaces of all nodes of a job, in one commit for each epoch, and brings them back.
+
+    Either all nodes have an epoch, or none has. A `JobRunner` drives it; it may be used for one run after the other.
+
+    Attributes:
+        background: Whether the next epoch begins while one is still being written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        keep: RetentionPolicy | None = None,
+        metadata_handler: MetadataHandler | None = None,
+        begin_anew: bool = False,
+        take_over_nodes: bool = False,
+        strict: bool = True,
+        background: bool = False,
+        sinks: Iterable[Sink] = (),
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        threads: int = 3,
+    ) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            directory: Where the checkpoints lie: a directory that all nodes see, a URL, or an open storage.
+            keep: Which epochs to keep; None for all.
+            metadata_handler: Who keeps a record of the checkpoints elsewhere, and says with which epoch a run goes on;
+                None for the checkpoints themselves.
+            begin_anew: True to begin each run from nothing, whatever lies there.
+            take_over_nodes: True to go on from a checkpoint of other nodes: those of the same name get their state, new
+                ones run the init tasks, and the state of the others is left behind.
+            strict: False to take from a checkpoint what fits, if the job's objects have changed since.
+            background: True to begin the next epoch as soon as the state is copied. What comes of the save is known
+                when the next one begins, or at the end.
+            sinks: Functions that are told of each event.
+            timeout_seconds: The deadline of each wait.
+            threads: How many threads write, and read, in each process.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        check_policies(None, keep)
+        check_switches(begin_anew=begin_anew, take_over_nodes=take_over_nodes, strict=strict, background=background)
+        if metadata_handler is not None and not isinstance(metadata_handler, MetadataHandler):
+            raise UsageError(
+                f"{metadata_handler!r} is no metadata handler",
+                hint="It has set_params, last_epoch, write, report and cp_accessible.",
+            )
+        self.background = background
+        self._storage = open_storage(directory)
+        self._handler = metadata_handler or ManifestMetadataHandler(self._storage)
+        self._take_over_nodes = take_over_nodes
+        self._strict = strict
+        self._emit = Fanout([LoggingSink(), *sinks])
+        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, tuple(sinks))
+        self._begins_anew = begin_anew
+        self._session: Session | None = None
+        self._nodes: tuple[str, ...] = ()
+        self._keeper: Keeper | None = None
+        # The epoch that was saved or loaded last, for as long as the session is the same.
+        self._stands_at: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoints lie."""
+        return self._storage.url
+
+    @property
+    def storage(self) -> Storage:
+        """Where the checkpoints lie."""
+        return self._storage
+
+    @property
+    def metadata_handler(self) -> MetadataHandler:
+        """Who keeps the record, and is told how long things took."""
+        return self._handler
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes whose state is kept; none before `init`."""
+        return self._nodes
+
+    def is_ready_for(self, session: Session, nodes: Sequence[str]) -> bool:
+        """Whether `init` was called for just these, and nothing has been closed since."""
+        return self._keeper is not None and self._session is session and self._nodes == tuple(nodes)
+
+    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
+        """**Blocks.** Makes ready for a run; what the manager did for an earlier one is brought to its end.
+
+        Args:
+            session: Where the nodes are.
+            nodes: Those whose state is kept.
+            goes_on: Whether this is the same run as before, whose nodes were replaced: it begins nothing anew.
+
+        Raises:
+            UsageError: If these are other nodes than before, and `take_over_nodes` was not asked for.
+            SaveFailedError: If the last save of the run before failed and nobody was told.
+            StorageError: If the place fails.
+        """
+        if self._nodes and set(nodes) != set(self._nodes) and not self._take_over_nodes:
+            raise UsageError(
+                f"this manager has kept the nodes {', '.join(self._nodes)}, and is now given {', '.join(nodes)}",
+                hint="Make a manager for each set of nodes, or ask for take_over_nodes=True.",
+            )
+        self.close()
+        if session is not self._session:
+            self._stands_at = None
+        self._session = session
+        self._nodes = tuple(nodes)
+        self._begins_anew = self._options.begin_anew and not goes_on
+        self._keeper = session.open_keeper(self._nodes, replace(self._options, begin_anew=self._begins_anew))
+        if session.is_master:
+            self._handler.set_params(self.url, self._nodes)
+
+    def choose_epoch(self, user_epoch: int | None = None) -> int | None:
+        """**Blocks.** The epoch with which a run goes on; None if it begins from nothing.
+
+        Raises:
+            NoCheckpointError: If that epoch was not saved; the hint names those that are there.
+            UsageError: If one was asked for although the manager begins anew.
+        """
+        session = self._ready()[0]
+        if self._begins_anew:
+            if user_epoch is not None:
+                raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
+            return None
+        asked = None if user_epoch is None else check_step(user_epoch)
+        epoch = session.agree(self._handler.last_epoch(asked) if session.is_master else None)
+        if epoch is not None:
+            self._find(check_step(epoch))
+        return None if epoch is None else check_step(epoch)
+
+    def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
+        """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.
+
+        Args:
+            epoch: The epoch.
+            or_older: Whether an older one will do if it is damaged.
+
+        Raises:
+            NoCheckpointError: If it was not saved.
+            NoWholeCheckpointError: If it is damaged, and with `or_older` all others are too.
+            MismatchError: If it is one of other nodes, or does not fit their objects.
+            StorageError: If the place fails.
+        """
+        newest = self._find(check_step(epoch))
+        older = [name for name in read_catalog(self._storage).living if name < newest] if or_older else []
+        damages: list[DamageError] = []
+        for name in (newest, *reversed(older)):
+            try:
+                return self._load(name, epoch, damages)
+            except NoWholeCheckpointError as error:
+                damages += error.damages
+        listed = "\n".join(f"  {damage.message}" for damage in damages)
+        raise NoWholeCheckpointError(
+            f"{self.url}: epoch {epoch} is damaged{', and so is every older one' if or_older else ''}:\n{listed}",
+            damages=tuple(damages),
+            hint="`holdfast verify` shows the extent; restore another copy, or begin anew on purpose.",
+        )
+
+    def begin_save(self, epoch: int, metadata: Mapping[str, Any] | None = None) -> Saving:
+        """Copies the state of all nodes and returns; `finish_save` waits for the rest.
+
+        Raises:
+            SaveFailedError: If the metadata handler says that checkpoints cannot be written now.
+            UnsupportedValueError: If a workspace holds what cannot be stored.
+        """
+        session, keeper = self._ready()
+        if not session.agree(not session.is_master or self._is_accessible()):
+            reason = "checkpoints cannot be written now, says the metadata handler"
+            self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
+            raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
+        return keeper.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
+
+    def finish_save(self, epoch: int, saving: Saving) -> None:
+        """**Blocks.** Waits until an epoch is committed for all nodes, and has that noted.
+
+        Raises:
+            SaveFailedError: If it failed: then no node has it.
+            DeadlineError: If it does not end in time.
+        """
+        durations = saving.wait()
+        self._stands_at = epoch
+        if self._ready()[0].is_master:
+            self._tell("noting it", epoch, lambda: self._handler.write(epoch))
+        self._report(SAVE, epoch, durations)
+
+    def load_blobs(self, names: str | Iterable[str], epoch: int) -> dict[str, tuple[str, ...]]:
+        """**Blocks.** Loads single values of an epoch, each into the workspace of the node that it is of.
+
+        Args:
+            names: The values; those of that name of all nodes are meant.
+            epoch: The epoch.
+
+        Returns:
+            For each node, the names that it has got.
+
+        Raises:
+            UsageError: If no node has a value of some name; nothing has been loaded.
+            NoCheckpointError: If the epoch was not saved.
+            NoWholeCheckpointError: If it is damaged.
+            MismatchError: If a value does not fit what stands there.
+            StorageError: If the place fails.
+        """
+        _, keeper = self._ready()
+        wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+        name = self._find(check_step(epoch))
+        places = read_places(self._storage, name)
+        stored = {place.node: place.names for place in places if place.node in self._nodes}
+        wrong = [one for one in wanted if not any(one in known for known in stored.values())]
+        if wrong or not wanted:
+            known = ", ".join(dict.fromkeys(one for known in stored.values() for one in known))
+            raise UsageError(
+                f"no node has a value {', '.join(map(repr, wrong)) or 'without a name'} in epoch {epoch}",
+                hint=f"There are {known or 'none'}.",
+            )
+        found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
+        found = {node: taken for node, taken in found.items() if taken}
+        durations = keeper.load(name, found, stored=[place.node for place in places])
+        self._report(PARTIAL_LOAD, epoch, durations)
+        return found
+
+    def epochs(self) -> tuple[int, ...]:
+        """**Blocks.** The epochs that can be gone on from, oldest first."""
+        return tuple(name.step for name in read_catalog(self._storage).living)
+
+    def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
+        """**Blocks.** The path of the data file in which the state of a node lies; None for a node that it has not.
+
+        Raises:
+            NoCheckpointError: If the epoch was not saved.
+            DamageError: If its manifest is damaged.
+            NoWholeCheckpointError: If its records are.
+            StorageError: If the place fails.
+        """
+        name = self._find(check_step(epoch))
+        stored = stored_nodes(self._storage, name)
+        if node not in stored:
+            return None
+        return f"{self.url}/{data_path(name, find_place(self._storage, name, node, stored))}"
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.
+
+        Raises:
+            SaveFailedError: If a save failed and nobody was told.
+        """
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    def _ready(self) -> tuple[Session, Keeper]:
+        if self._session is None or self._keeper is None:
+            raise UsageError("the manager is not ready for a run", hint="Call init first, as a JobRunner does.")
+        return self._session, self._keeper
+
+    def _find(self, epoch: int) -> StepName:
+        catalog = read_catalog(self._storage)
+        try:
+            return catalog.find(epoch)
+        except NoCheckpointError:
+            known = ", ".join(map(str, sorted({name.step for name in catalog.committed})))
+            raise NoCheckpointError(
+                f"epoch {epoch} was not saved in {self.url}", hint=f"Epochs that are there: {known or 'none'}."
+            ) from None
+
+    def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
+        _, keeper = self._ready()
+        try:
+            stored = stored_nodes(self._storage, name)
+            metadata = read_manifest(self._storage, name).metadata
+        except DamageError as damage:
+            self._emit(PassedOver(step=name.step, generation=name.generation, file=damage.path, error=damage.message))
+            raise NoWholeCheckpointError(damage.message, damages=(damage,)) from damage
+        new, gone = self._compare_nodes(name, stored)
+        here = {node: None for node in self._nodes if node not in new}
+        keep_added = self._stands_at == epoch == name.step
+        durations = keeper.load(name, here, stored=stored, keep_added=keep_added, strict=self._strict)
+        keeper.go_on_from(name.step)
+        self._stands_at = name.step
+        if gone or new:
+            self._warn(f"the job has other nodes than epoch {name.step}: without {gone}, new are {new}")
+        self._report(LOAD, name.step, durations)
+        return Loaded(name.step, metadata, tuple(new), tuple(damages))
+
+    def _compare_nodes(self, name: StepName, stored: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The nodes that a checkpoint has not, and those that it has and the job has not."""
+        gone = [node for node in stored if node not in self._nodes]
+        new = [node for node in self._nodes if node not in stored]
+        if (gone or new) and not self._take_over_nodes:
+            raise MismatchError(
+                f"epoch {name.step} of {self.url} is one of the nodes {', '.join(stored)}, and the job has "
+                f"{', '.join(self._nodes)}; nothing was changed",
+                differences=Differences(missing=new, extra=gone),
+                hint="Run the job on the same nodes, or ask for take_over_nodes=True.",
+            )
+        return new, gone
+
+    def _is_accessible(self) -> bool:
+        try:
+            return bool(self._handler.cp_accessible(None))
+        except Exception as error:  # noqa: BLE001  The handler is the user's, and may raise anything.
+            self._warn(f"the metadata handler failed when asked for access: {error!r}")
+            return False
+
+    def _report(self, action: str, epoch: int, durations: NodeDurations) -> None:
+        node_seconds = dict(durations.node_seconds)
+        self._emit(NodesTimed(action=action, epoch=epoch, node_seconds=node_seconds, slowest=durations.slowest))
+        if self._ready()[0].is_master:
+            self._tell("reporting its times", epoch, lambda: self._handler.report(action, durations))
+
+    def _tell(self, what: str, epoch: int, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever the user's handler makes of it.
+            self._warn(f"epoch {epoch} stands, but the metadata handler failed at {what}: {error!r}")
+
+    def _warn(self, text: str) -> None:
+        self._emit(Warned(text=text))
+
+
+class NodeCheckpointManager(MultiNodeCheckpointManager):
+    """The same for a job whose only node has a state to keep; a second node is refused."""
+
+    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
+        """**Blocks.** As `MultiNodeCheckpointManager.init`.
+
+        Raises:
+            UsageError: If there is more than one node.
+        """
+        if len(nodes) != 1:
+            raise UsageError(
+                f"this manager keeps the state of one node, not of {', '.join(nodes)}",
+                hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
+            )
+        super().init(session, nodes, goes_on=goes_on)

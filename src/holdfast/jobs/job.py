@@ -1,0 +1,261 @@
+"""`Job`: what is to be done once, again and again, and at the end; and `epoch_limiter`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.errors import OutOfRangeError, UsageError
+from holdfast.jobs.task import Place, Task, TaskFunction, TaskGroup, TaskOutput, check_place
+from holdfast.jobs.workspace import Workspace, check_name
+
+_jobs: ContextVar[Job | None] = ContextVar("holdfast_job", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMaker:
+    """An object with state that nodes have.
+
+    Attributes:
+        name: Its name in the workspace.
+        make: Makes it.
+        on: The nodes; None for all.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    on: tuple[str, ...] | None
+
+
+class Job:
+    """Tasks in four groups: init, once; epoch, again and again; download, once after that; and exit, last.
+
+    A task is a plain function of the workspace of the node on which it runs. After the init tasks, and after each
+    epoch, a `JobRunner` saves the workspaces.
+
+    Example:
+        ```python
+        with hf.Job() as job:
+
+            @job.init_group(on="trainer")
+            def begin(workspace):
+                workspace["total"] = 100
+
+            @job.epoch_group(on="trainer")
+            def add(workspace):
+                workspace["total"] += workspace.epoch
+
+        hf.epoch_limiter(job, 4)
+        ```
+
+    Within `with`, tasks that are made (`Task(function)`) are added to the epoch group, and `Job.current()` is the job.
+
+    Attributes:
+        init_group: Runs once, when the job begins from nothing; not when it goes on from a checkpoint.
+        epoch_group: Runs once an epoch.
+        download_group: Runs once when the last epoch is over.
+        exit_group: Runs last.
+    """
+
+    def __init__(
+        self,
+        init_group: TaskGroup | None = None,
+        epoch_group: TaskGroup | None = None,
+        download_group: TaskGroup | None = None,
+        exit_group: TaskGroup | None = None,
+        stop_conditions: Sequence[TaskOutput | TaskFunction | str] = (),
+        nodes_to_checkpoint: Sequence[str] | None = None,
+    ) -> None:
+        """Makes a job, of groups that were made elsewhere or of new ones.
+
+        Args:
+            init_group: The tasks that run once, first; None for a new, empty group.
+            epoch_group: The tasks that run again and again; likewise.
+            download_group: The tasks that run when the last epoch is over; likewise.
+            exit_group: The tasks that run last; likewise.
+            stop_conditions: As for `add_stop_condition`.
+            nodes_to_checkpoint: The nodes whose state is kept; None, or none at all, for those that the init tasks and
+                objects name, or all.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        self.init_group = init_group if init_group is not None else TaskGroup("init")
+        self.epoch_group = epoch_group if epoch_group is not None else TaskGroup("epoch")
+        self.download_group = download_group if download_group is not None else TaskGroup("download")
+        self.exit_group = exit_group if exit_group is not None else TaskGroup("exit")
+        self._nodes_to_checkpoint = check_place(nodes_to_checkpoint) if nodes_to_checkpoint else None
+        self._objects: list[ObjectMaker] = []
+        self._stop_outputs: list[TaskOutput] = []
+        self._stop_group = TaskGroup("stop conditions")
+        self._first_node_only: set[Task] = set()
+        self._tokens: list[Token[Job | None]] = []
+        for condition in stop_conditions:
+            self.add_stop_condition(condition)
+
+    @classmethod
+    def current(cls) -> Job:
+        """The job whose `with` this is in.
+
+        Raises:
+            UsageError: If it is in none.
+        """
+        job = _jobs.get()
+        if job is None:
+            raise UsageError("there is no current job", hint="Write: with Job() as job:")
+        return job
+
+    def add_object(self, name: str, make: Callable[[], Any], *, on: Place = None) -> None:
+        """Names an object with state (a model, an optimizer, a reader) that nodes have in their workspaces.
+
+        It is made on each node before the init tasks, and also when the job goes on from a checkpoint, since code makes
+        objects and a checkpoint only gives them back their state. Where the workspace has something of that name
+        already, it is left.
+
+        Args:
+            name: Its name in the workspace.
+            make: A function without arguments, or a class.
+            on: Which nodes have it; None for all.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        if not callable(make):
+            raise UsageError(f"{make!r} makes no object: it cannot be called")
+        self._objects.append(ObjectMaker(check_name("a value", name), make, check_place(on)))
+
+    def add_stop_condition(self, condition: TaskOutput | TaskFunction | str, *, on: str | None = None) -> None:
+        """Ends the epochs as soon as something is true after one of them.
+
+        Args:
+            condition: The output of a task of the epoch group (true on any of its nodes); the name of a value in a
+                workspace; or a function of a workspace, which changes nothing.
+            on: For a name or a function: the node; None for the first.
+
+        Raises:
+            UsageError: If it is none of these.
+        """
+        if isinstance(condition, TaskOutput):
+            if condition.task not in self.epoch_group.tasks or on is not None:
+                raise UsageError(
+                    f"the output of {condition.task} cannot end the epochs",
+                    hint="A stop condition is the output of a task of the epoch group, without a node of its own.",
+                )
+            self._stop_outputs.append(condition)
+            return
+        if isinstance(condition, str):
+            task = self._stop_group.add(_Named(check_name("a value", condition)), on=on, name=f"is {condition} true?")
+        elif callable(condition):
+            task = self._stop_group.add(condition, on=on)
+        else:
+            raise UsageError(
+                f"{condition!r} is no stop condition",
+                hint="Such are outputs of tasks, names of values, and functions of a workspace.",
+            )
+        if on is None:
+            self._first_node_only.add(task)
+
+    def nodes_to_checkpoint(self, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
+        """The nodes whose state is kept, in order.
+
+        Args:
+            nodes: All nodes of the session; None for those that the job names.
+        """
+        if self._nodes_to_checkpoint is not None:
+            return self._nodes_to_checkpoint
+        everywhere = tuple(nodes) if nodes is not None else self.named_nodes()
+        on_all = self.init_group.runs_on_all() or any(maker.on is None for maker in self._objects)
+        named = (*self.init_group.named_nodes(), *(node for maker in self._objects for node in maker.on or ()))
+        if on_all or not named:
+            return everywhere
+        return tuple(dict.fromkeys(named))
+
+    def named_nodes(self) -> tuple[str, ...]:
+        """All nodes that something of the job names, each once, in order."""
+        named = [node for maker in self._objects for node in maker.on or ()]
+        for group in (self.init_group, self.epoch_group, self._stop_group, self.download_group, self.exit_group):
+            named += group.named_nodes()
+        return tuple(dict.fromkeys((*named, *(self._nodes_to_checkpoint or ()))))
+
+    @property
+    def objects(self) -> tuple[ObjectMaker, ...]:
+        """The objects that nodes have."""
+        return tuple(self._objects)
+
+    @property
+    def stop_outputs(self) -> tuple[TaskOutput, ...]:
+        """The stop conditions that are outputs of tasks of the epoch group."""
+        return tuple(self._stop_outputs)
+
+    @property
+    def stop_group(self) -> TaskGroup:
+        """The other stop conditions, as tasks that run after each epoch."""
+        return self._stop_group
+
+    @property
+    def has_stop_condition(self) -> bool:
+        """Whether anything ever ends the epochs."""
+        return bool(self._stop_outputs) or len(self._stop_group) > 0
+
+    def freeze(self, nodes: Sequence[str]) -> None:
+        """Called when the job is used: from now on no task can be added, and what has no node of its own gets one."""
+        for task in self._first_node_only:
+            task.on = (nodes[0],)
+        for group in (self.init_group, self.epoch_group, self._stop_group, self.download_group, self.exit_group):
+            group.freeze()
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_jobs.set(self))
+        self.epoch_group.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.epoch_group.__exit__(kind, error, trace)
+        _jobs.reset(self._tokens.pop())
+
+
+def epoch_limiter(job: Job, num_epochs: int) -> None:
+    """Ends a job after so many epochs in all, those before a restart counted.
+
+    The limit is the present program's: a job that has had 3 of 3 epochs goes on if it is started with a limit of 10.
+
+    Args:
+        job: The job.
+        num_epochs: How many epochs.
+
+    Raises:
+        OutOfRangeError: If that is less than one; it is a `ValueError` too.
+        UsageError: If it is not a whole number.
+    """
+    if isinstance(num_epochs, bool) or not hasattr(num_epochs, "__index__"):
+        raise UsageError(f"num_epochs={num_epochs!r} is not a whole number")
+    limit = operator.index(num_epochs)
+    if limit <= 0:
+        raise OutOfRangeError(f"num_epochs={limit}, and a job has at least one epoch")
+    job.add_stop_condition(_Limit(limit))
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    num_epochs: int
+
+    @property
+    def __name__(self) -> str:
+        return f"limit of {self.num_epochs} epochs"
+
+    def __call__(self, workspace: Workspace) -> bool:
+        return workspace.epoch >= self.num_epochs
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+
+    def __call__(self, workspace: Workspace) -> bool:
+        return bool(workspace[self.name])

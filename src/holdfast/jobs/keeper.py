@@ -1,0 +1,122 @@
+"""How a session's workspaces are saved and restored: what the managers of checkpoints ask of each kind of session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.catalog import read_index, read_manifest
+from holdfast.events import Sink
+from holdfast.format.encoding import escape
+from holdfast.format.names import StepName
+from holdfast.policies import RetentionPolicy
+from holdfast.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    """How to save and restore.
+
+    Attributes:
+        storage: Where the checkpoints lie.
+        keep: Which to keep.
+        begin_anew: Whether to begin from nothing although there may be checkpoints.
+        timeout_seconds: The deadline of each wait.
+        threads: How many threads write, and read, in each process.
+        sinks: Functions that are told of each event.
+    """
+
+    storage: Storage
+    keep: RetentionPolicy
+    begin_anew: bool
+    timeout_seconds: float
+    threads: int
+    sinks: tuple[Sink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDurations:
+    """How long an action took each node.
+
+    Attributes:
+        node_seconds: For each node. Nodes that share a process are saved together; the time counts for each by its
+            share of the bytes.
+    """
+
+    node_seconds: Mapping[str, float]
+
+    @property
+    def slowest(self) -> str:
+        """The node that it took longest."""
+        return max(self.node_seconds, key=lambda node: self.node_seconds[node], default="")
+
+
+class Saving(Protocol):
+    """A save of all nodes that has begun."""
+
+    def wait(self) -> NodeDurations:
+        """**Blocks.** Waits until it is committed for all nodes.
+
+        Raises:
+            SaveFailedError: If it failed: then no node has it.
+            DeadlineError: If it takes longer than the keeper's deadline; it goes on.
+        """
+        ...
+
+
+class Keeper(Protocol):
+    """Saves and restores the workspaces of a session's nodes: all of them in one commit."""
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
+        """Copies the state of all nodes and returns; the rest goes on behind it."""
+        ...
+
+    def load(
+        self,
+        name: StepName,
+        nodes: Mapping[str, Sequence[str] | None],
+        *,
+        stored: Sequence[str],
+        keep_added: bool = False,
+        strict: bool = True,
+    ) -> NodeDurations:
+        """**Blocks.** Gives nodes the state that they had in a checkpoint; every byte is checked.
+
+        Args:
+            name: The checkpoint.
+            nodes: The nodes, each with the names of the values to load; None for all of them.
+            stored: All nodes of the checkpoint, in order.
+            keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is
+                all there was.
+            strict: Whether any difference is an error.
+
+        Raises:
+            NoWholeCheckpointError: If it is damaged for one of them.
+            MismatchError: If it does not fit one of them.
+            StorageError: If the place fails.
+        """
+        ...
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** What is saved next follows this epoch; those beyond it are no longer on the living line."""
+        ...
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        ...
+
+
+def share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:
+    """**Blocks.** A time that nodes have spent together, shared out by the bytes that each has in a checkpoint."""
+    manifest = read_manifest(storage, name)
+    begins = {f"{escape(node)}/": node for node in nodes}
+    # Values other than arrays count too, or a node without any would seem to have taken no time.
+    node_bytes = dict.fromkeys(nodes, 1)
+    for rank in range(manifest.world_size):
+        for leaf in read_index(storage, name.directory, manifest, rank).all_leaves():
+            node = begins.get(leaf.name.partition("/")[0] + "/")
+            if node is not None:
+                node_bytes[node] += leaf.end - leaf.begin
+    total_bytes = sum(node_bytes.values())
+    return NodeDurations({node: seconds * share / total_bytes for node, share in node_bytes.items()})

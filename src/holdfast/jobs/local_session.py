@@ -1,0 +1,81 @@
+"""`LocalSession`: all nodes in this process, a workspace for each, their tasks in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.jobs.job import ObjectMaker
+from holdfast.jobs.keeper import KeeperOptions
+from holdfast.jobs.local_keeper import LocalKeeper
+from holdfast.jobs.session import Placed, Session
+from holdfast.jobs.task import check_place
+from holdfast.jobs.threads import GRACE_SECONDS, run_here
+from holdfast.jobs.workspace import Workspace
+
+
+class LocalSession(Session):
+    """Nodes that share this process.
+
+    A task that is alone in its group runs in the calling thread, others have one each. When one fails, the others have
+    some time to end; a thread cannot be ended from without.
+
+    Example:
+        ```python
+        with hf.LocalSession(["trainer_0", "trainer_1"]) as session:
+            hf.JobRunner(job, hf.MultiNodeCheckpointManager("runs/job")).train(session)
+        ```
+    """
+
+    def __init__(self, nodes: str | Sequence[str] | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Makes the nodes, their workspaces empty.
+
+        Args:
+            nodes: Their names; None for those that the first job names, or else one, `local`.
+            grace_seconds: How long the other tasks of a group may go on when one has failed.
+
+        Raises:
+            UsageError: If a name cannot be one.
+        """
+        super().__init__(check_place(nodes) if nodes is not None else None)
+        self._grace_seconds = grace_seconds
+        self._workspaces: dict[str, Workspace] = {}
+
+    def workspace(self, node: str | None = None) -> Workspace:
+        """The workspace of a node; None for the first.
+
+        Raises:
+            UsageError: If there is no such node.
+        """
+        self.check_open()
+        name = self.nodes[0] if node is None else node
+        if name not in self.nodes:
+            raise UsageError(f"the session has no node {name!r}", hint=f"Its nodes are {', '.join(self.nodes)}.")
+        if name not in self._workspaces:
+            self._workspaces[name] = Workspace(name)
+        return self._workspaces[name]
+
+    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
+        """Makes the objects that nodes have not yet."""
+        for maker in makers:
+            for node in self.nodes if maker.on is None else maker.on:
+                workspace = self.workspace(node)
+                if maker.name not in workspace:
+                    workspace[maker.name] = maker.make()
+
+    def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
+        """**Blocks.** Runs tasks at the same time; see `Session`."""
+        for node in self.nodes:
+            workspace = self.workspace(node)
+            workspace.begin_epoch(workspace.epoch if epoch is None else epoch)
+        return run_here(group, placed, self._workspaces, self._grace_seconds)
+
+    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> LocalKeeper:
+        """What saves and restores the workspaces of some nodes, all in one file."""
+        return LocalKeeper([self.workspace(node) for node in nodes], options)
+
+    def close(self) -> None:
+        """Ends the session, and lets go of the workspaces."""
+        super().close()
+        self._workspaces = {}

@@ -1,0 +1,327 @@
+"""`JobRunner`: drives a job from its beginning, or from a checkpoint, to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from holdfast.errors import FencedError, HoldfastError, NodeLostError, SaveFailedError, UsageError
+from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
+from holdfast.events.sinks import LoggingSink
+from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
+from holdfast.jobs.job import Job
+from holdfast.jobs.keeper import Saving
+from holdfast.jobs.result import JobResult
+from holdfast.jobs.session import Session
+from holdfast.jobs.task import TaskGroup
+from holdfast.jobs.upload import UploadTaskGroupBuilder
+
+_STOPPED: Final = "stopped"
+
+
+class JobRunner:
+    """Runs a job: init, then epoch after epoch, each saved for all nodes at once, then upload, download and exit.
+
+    Example:
+        ```python
+        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager("runs/job", keep=hf.Latest(2)))
+        with hf.LocalSession(["trainer_0", "trainer_1"]) as session:
+            last_epoch = runner.train(session)
+        ```
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoint_manager: MultiNodeCheckpointManager | None = None,
+        resume_from_epoch: int | None = None,
+        upload_task_group_builder: UploadTaskGroupBuilder | None = None,
+        *,
+        failures_allowed: int = 3,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
+        """Begins nothing yet.
+
+        Args:
+            job: What to run.
+            checkpoint_manager: What saves and restores; None to keep nothing.
+            resume_from_epoch: The epoch to go on from; None for what the manager's metadata handler says, which is the
+                newest epoch there is, or the beginning.
+            upload_task_group_builder: Makes the tasks that bring the last saved epoch elsewhere.
+            failures_allowed: How many saves in a row may fail before the job ends. That the last one has failed is
+                raised in any case, when all else is done.
+            sinks: Functions that are told of the job's own events; the manager has its own.
+
+        Raises:
+            UsageError: If an argument is wrong, or needs a manager and there is none.
+        """
+        if not isinstance(job, Job):
+            raise UsageError(f"{job!r} is no Job")
+        if isinstance(failures_allowed, bool) or not isinstance(failures_allowed, int) or failures_allowed < 0:
+            raise UsageError(f"failures_allowed={failures_allowed!r} is not a whole number from 0 on")
+        for name, value in (
+            ("resume_from_epoch", resume_from_epoch),
+            ("upload_task_group_builder", upload_task_group_builder),
+        ):
+            if value is not None and checkpoint_manager is None:
+                raise UsageError(f"{name}={value!r} without a checkpoint manager", hint="Give checkpoint_manager=.")
+        self._job = job
+        self._manager = checkpoint_manager
+        self._resume_from_epoch = resume_from_epoch
+        self._upload_builder = upload_task_group_builder
+        self._failures_allowed = failures_allowed
+        self._emit = Fanout([LoggingSink(), *sinks])
+        self._result = JobResult()
+        self._pending: tuple[int, Saving] | None = None
+        self._failures_in_a_row = 0
+        self._last_failure: SaveFailedError | None = None
+        # Which of the stop conditions that are outputs of tasks were true after the last epoch. They are kept with it:
+        # only another epoch could tell again.
+        self._outputs: list[bool] = []
+
+    @property
+    def result(self) -> JobResult:
+        """What came of the run; while it runs, or if it has failed, how far it has come."""
+        return self._result
+
+    def train(self, session: Session) -> int:
+        """**Blocks.** Runs the job to its end.
+
+        From nothing: the init tasks, a save of epoch 0; then an epoch, the stop conditions, a save, until one of them
+        is true. From a checkpoint: it is loaded, and the epochs go on behind it; if a stop condition is true already,
+        none runs. Then the upload, the download tasks and the exit tasks.
+
+        Returns:
+            The last epoch.
+
+        Raises:
+            UsageError: If the job cannot be run like this; no task has run.
+            NoCheckpointError: If the epoch to resume from was not saved; no task has run.
+            NoWholeCheckpointError: If what is to be resumed from is damaged; no task has run.
+            MismatchError: If the checkpoint does not fit the job; no task has run.
+            NodeLostError: If a node is gone, and the session does not replace it or nothing is kept.
+            TaskFailedError: If a task failed. A failed upload is raised when all else is done.
+            SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
+                one has.
+        """
+        self._check(session)
+        self._result, self._outputs = JobResult(), []
+        self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
+        try:
+            epoch = self._train(session)
+            self._close()
+        except BaseException as error:
+            self._close_after(error)
+            raise
+        self._raise_what_was_left()
+        return epoch
+
+    def save_checkpoints(self, epoch: int, session: Session) -> bool:
+        """**Blocks.** Saves all nodes now, as an epoch that is later than all there are.
+
+        Returns:
+            Whether it was saved; a failure is counted.
+
+        Raises:
+            UsageError: If there is no manager.
+            SaveFailedError: If more saves in a row have failed than are allowed.
+        """
+        self._ready(session)
+        failed_before = self._result.saves_failed
+        self._save(epoch)
+        self._settle()
+        return self._result.saves_failed == failed_before
+
+    def load_blobs_from_checkpoints(
+        self, names: str | Iterable[str], epoch: int, session: Session
+    ) -> dict[str, tuple[str, ...]]:
+        """**Blocks.** Loads single values of an epoch into the workspaces of the nodes that they are of.
+
+        Args:
+            names: The values; those of that name of all nodes are meant.
+            epoch: The epoch.
+            session: Where the workspaces are; they need not have been trained.
+
+        Returns:
+            For each node, the names that it has got.
+
+        Raises:
+            UsageError: If there is no manager, or no node has a value of some name; nothing has been loaded.
+            NoCheckpointError: If the epoch was not saved.
+            MismatchError: If a value does not fit what stands there.
+        """
+        return self._ready(session).load_blobs(names, epoch)
+
+    def _check(self, session: Session) -> None:
+        """Makes sure that the job can be run in a session, before anything is."""
+        job = self._job
+        if not job.has_stop_condition:
+            raise UsageError(
+                "the job has no stop condition, so it would never end",
+                hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
+            )
+        session.check_open()
+        session.bind(job.named_nodes())
+        job.freeze(session.nodes)
+
+    def _train(self, session: Session) -> int:
+        """Runs the job to its end, with other nodes in place of those that are lost."""
+        goes_on = False
+        while True:
+            try:
+                return self._run_all(session, goes_on=goes_on)
+            except NodeLostError as lost:
+                if self._manager is None or not session.try_replace(lost):
+                    raise
+                self._emit(Warned(text=f"{lost.message}; all go on from the last epoch that all nodes have"))
+                self._pending = None
+                self._result = replace(self._result, replacements=self._result.replacements + 1)
+                # What an earlier run has left is not this one's to go on from.
+                goes_on = self._result.last_saved_epoch is not None
+
+    def _run_all(self, session: Session, *, goes_on: bool) -> int:
+        job = self._job
+        epoch, stopped = self._begin(session, goes_on=goes_on)
+        while not stopped:
+            epoch += 1
+            self._run(session, job.epoch_group, epoch)
+            self._result = replace(self._result, last_epoch=epoch)
+            self._outputs = session.agree(
+                [any(map(bool, output.task.results().values())) for output in job.stop_outputs]
+            )
+            stopped = self._is_stopped(session, epoch) or any(self._outputs)
+            if self._manager is not None:
+                self._save(epoch)
+        self._settle()
+        self._upload(session)
+        self._run(session, job.download_group, epoch)
+        self._run(session, job.exit_group, epoch)
+        return epoch
+
+    def _close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def _close_after(self, error: BaseException) -> None:
+        """Waits for a save in flight; what ended the job matters more than what comes of that."""
+        try:
+            self._close()
+        except HoldfastError as failure:
+            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+
+    def _ready(self, session: Session) -> MultiNodeCheckpointManager:
+        """The manager, made ready for a session that is not in a run."""
+        if self._manager is None:
+            raise UsageError("there is no checkpoint manager", hint="Give the runner a checkpoint_manager.")
+        session.check_open()
+        session.bind(self._job.named_nodes())
+        nodes = self._job.nodes_to_checkpoint(session.nodes)
+        if not self._manager.is_ready_for(session, nodes):
+            self._manager.init(session, nodes)
+            session.make_objects(self._job.objects)
+        return self._manager
+
+    def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
+        """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
+        job, manager = self._job, self._manager
+        if manager is None:
+            session.make_objects(job.objects)
+            self._run(session, job.init_group, 0)
+            return 0, False
+        manager.init(session, job.nodes_to_checkpoint(session.nodes), goes_on=goes_on)
+        asked_for = None if goes_on else self._resume_from_epoch
+        resume_from = manager.choose_epoch(asked_for)
+        session.make_objects(job.objects)
+        if resume_from is None:
+            self._run(session, job.init_group, 0)
+            self._save(0)
+            return 0, False
+        loaded = manager.load(resume_from, or_older=asked_for is None)
+        epoch = loaded.epoch
+        self._result = replace(self._result, last_epoch=epoch, resumed_from=epoch, last_saved_epoch=epoch)
+        if loaded.new_nodes:
+            self._run(session, job.init_group, epoch, only=loaded.new_nodes)
+        outputs = loaded.metadata.get(_STOPPED)
+        if isinstance(outputs, list) and len(outputs) == len(job.stop_outputs):
+            self._outputs = [one is True for one in outputs]
+        return epoch, any(self._outputs) or self._is_stopped(session, epoch)
+
+    def _run(self, session: Session, group: TaskGroup, epoch: int, *, only: Sequence[str] | None = None) -> None:
+        begun_at = time.monotonic()
+        session.run(group, epoch=epoch, only=only)
+        if len(group):
+            self._emit(GroupEnded(group=group.name, epoch=epoch, seconds=time.monotonic() - begun_at))
+
+    def _is_stopped(self, session: Session, epoch: int) -> bool:
+        """Whether one of the stop conditions that are not outputs of the epoch's tasks is true."""
+        session.run(self._job.stop_group, epoch=epoch)
+        found = [value for task in self._job.stop_group for value in task.results().values()]
+        return bool(session.agree(any(map(bool, found))))
+
+    def _save(self, epoch: int) -> None:
+        assert self._manager is not None, "who has no manager saves nothing"
+        self._settle()
+        try:
+            self._pending = (epoch, self._manager.begin_save(epoch, {_STOPPED: self._outputs}))
+        except SaveFailedError as failure:
+            self._note_failure(epoch, failure)
+            return
+        if not self._manager.background:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the save in flight, and takes note of what came of it."""
+        if self._pending is None or self._manager is None:
+            return
+        (epoch, saving), self._pending = self._pending, None
+        try:
+            self._manager.finish_save(epoch, saving)
+        except SaveFailedError as failure:
+            self._note_failure(epoch, failure)
+        else:
+            self._failures_in_a_row, self._last_failure = 0, None
+            self._result = replace(
+                self._result, last_saved_epoch=epoch, saves_committed=self._result.saves_committed + 1
+            )
+
+    def _note_failure(self, epoch: int, failure: SaveFailedError) -> None:
+        self._failures_in_a_row += 1
+        self._last_failure = failure
+        self._result = replace(
+            self._result,
+            saves_failed=self._result.saves_failed + 1,
+            failed_epochs=(*self._result.failed_epochs, epoch),
+        )
+        if isinstance(failure.__cause__, FencedError):
+            raise failure
+        if self._failures_in_a_row > self._failures_allowed:
+            failure.add_note(f"{self._failures_in_a_row} saves in a row have failed; {self._failures_allowed} may.")
+            raise failure
+
+    def _upload(self, session: Session) -> None:
+        """Uploads the last epoch that is saved. Whatever goes wrong is told of, and raised when all else is done."""
+        if self._upload_builder is None or self._manager is None:
+            return
+        epoch = self._result.last_saved_epoch
+        try:
+            if epoch is None:
+                raise SaveFailedError("no epoch was saved, so none can be uploaded", step=self._result.last_epoch)
+            if epoch != self._result.last_epoch:
+                self._emit(Warned(text=f"epoch {epoch} is uploaded, the last one that was saved", step=epoch))
+            group = self._upload_builder.build(epoch, self._manager)
+            self._run(session, group, self._result.last_epoch)
+        except NodeLostError:
+            raise
+        except Exception as error:  # noqa: BLE001  An upload is the user's code as well.
+            self._result = replace(self._result, upload_error=error)
+            self._emit(Failed(stage="upload", error=getattr(error, "message", repr(error)), step=epoch))
+
+    def _raise_what_was_left(self) -> None:
+        failures = [error for error in (self._result.upload_error, self._last_failure) if error is not None]
+        if not failures:
+            return
+        for other in failures[1:]:
+            failures[0].add_note(f"{type(other).__name__} as well: {other}")
+        raise failures[0]

@@ -1,0 +1,134 @@
+"""Where the tasks of a job run: what all kinds of session have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.errors import ClosedError, NodeLostError, UsageError
+from holdfast.jobs.job import ObjectMaker
+from holdfast.jobs.keeper import Keeper, KeeperOptions
+from holdfast.jobs.task import Task, TaskGroup, check_place
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A task on one of its nodes."""
+
+    task: Task
+    node: str
+
+
+class Session(ABC):
+    """Named nodes, each with a workspace that lasts as long as the session, and a way to run tasks on them.
+
+    Attributes:
+        is_master: Whether this process decides for all nodes; it is the only one where one process drives them.
+    """
+
+    is_master: bool = True
+
+    def __init__(self, nodes: Sequence[str] | None) -> None:
+        self._nodes = check_place(nodes) if nodes is not None else None
+        self._closed = False
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes, in order."""
+        return self._nodes or ("local",)
+
+    def bind(self, named: Sequence[str]) -> None:
+        """Makes sure that the nodes are there which a job names; a session that was given none takes over these.
+
+        Raises:
+            UsageError: If one is not.
+        """
+        if self._nodes is None:
+            self._nodes = check_place(named) if named else None
+        absent = [node for node in named if node not in self.nodes]
+        if absent:
+            raise UsageError(
+                f"the session has no node {', '.join(absent)}", hint=f"Its nodes are {', '.join(self.nodes)}."
+            )
+
+    def run(self, work: TaskGroup | Task, *, epoch: int | None = None, only: Sequence[str] | None = None) -> None:
+        """**Blocks.** Runs a task, or all tasks of a group at the same time; then their outputs can be fetched.
+
+        Args:
+            work: The task or the group; it cannot be added to any more.
+            epoch: What `workspace.epoch` says meanwhile, and afterwards; None to leave it.
+            only: The nodes on which to run; None for all.
+
+        Raises:
+            TaskFailedError: If a task raised an error.
+            NodeLostError: If a node is gone.
+            UsageError: If a task is placed on a node that the session has not.
+            ClosedError: If the session is closed.
+        """
+        self.check_open()
+        group = work
+        if isinstance(group, Task):
+            group = TaskGroup(group.name)
+            group.include(work)  # type: ignore[arg-type]
+        group.freeze()
+        placed = [
+            Placed(task, node)
+            for task in group.tasks
+            for node in task.nodes_in(self.nodes)
+            if only is None or node in only
+        ]
+        outputs = self.run_placed(group.name, placed, epoch) if placed else {}
+        for task in group.tasks:
+            task.note_results({one.node: outputs[one] for one in placed if one.task is task})
+
+    def agree(self, value: Any) -> Any:
+        """What the master gives for `value`, in every process of the session; plain JSON."""
+        return value
+
+    def try_replace(self, lost: NodeLostError) -> bool:
+        """**Blocks.** Makes nodes that are gone anew, so that all can go on from a checkpoint.
+
+        Returns:
+            False if that cannot be done, or was done as often as it may be.
+        """
+        return False
+
+    def check_open(self) -> None:
+        """Makes sure that the session can be used.
+
+        Raises:
+            ClosedError: If it is closed.
+        """
+        if self._closed:
+            raise ClosedError("the session is closed", hint="Make a new one.")
+
+    @abstractmethod
+    def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
+        """**Blocks.** Runs tasks, all at the same time, and gives what each returned.
+
+        Raises:
+            TaskFailedError: If one raised an error.
+        """
+
+    @abstractmethod
+    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
+        """**Blocks.** Makes the objects that nodes are to have and have not yet."""
+
+    @abstractmethod
+    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+        """What saves and restores the workspaces of some nodes."""
+
+    def close(self) -> None:
+        """Ends the session; its workspaces are gone. Harmless twice."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

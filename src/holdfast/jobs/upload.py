@@ -1,0 +1,131 @@
+"""Brings the last saved epoch of a job elsewhere."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from holdfast.catalog import read_catalog
+from holdfast.errors import StorageError
+from holdfast.format.index import MAX_INDEX_BYTES
+from holdfast.format.manifest import MAX_MANIFEST_BYTES
+from holdfast.format.names import MANIFEST_NAME, StepName, index_name
+from holdfast.jobs.task import TaskGroup
+from holdfast.jobs.workspace import Workspace
+from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.verify import open_step, verify_data
+from holdfast.save.discard import discard_unfinished
+from holdfast.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
+
+_PIECE_BYTES: Final = 8 << 20
+
+
+class UploadTaskGroupBuilder:
+    """Makes the tasks that bring an epoch elsewhere. Derive from it; `UploadTo` is a ready one."""
+
+    def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
+        """The tasks, made once when the epochs are over.
+
+        Args:
+            epoch: The last epoch that is saved for all nodes.
+            checkpoint_manager: The manager that saved it, which knows where it lies.
+        """
+        raise NotImplementedError("an UploadTaskGroupBuilder says in build() what is to be done")
+
+
+class UploadTo(UploadTaskGroupBuilder):
+    """Copies the last saved epoch to another directory or URL, and reads it there to make sure that it is whole.
+
+    What it makes there is a checkpoint like any other: a manager with that directory restores it.
+    """
+
+    def __init__(self, destination: str | os.PathLike[str] | Storage, *, node: str | None = None) -> None:
+        """Copies nothing yet.
+
+        Args:
+            destination: Where to.
+            node: The node that copies; None for the first of those that are saved.
+        """
+        self._destination = open_storage(destination)
+        self._node = node
+
+    def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
+        """One task, which copies."""
+        group = TaskGroup("upload")
+        source = checkpoint_manager.storage
+        node = self._node or checkpoint_manager.nodes[0]
+        group.add(_Upload(source, self._destination, epoch), on=node, name="upload")
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    source: Storage
+    destination: Storage
+    epoch: int
+
+    def __call__(self, workspace: Workspace) -> str:
+        name = read_catalog(self.source).find(self.epoch)
+        copy_step(self.source, self.destination, name)
+        return f"{self.destination.url}/{name.directory}"
+
+
+def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
+    """**Blocks.** Copies a checkpoint, and those that it refers to, and checks every byte where it lies then.
+
+    The manifest comes last, after that check: a crash before leaves a directory that no reader takes for a checkpoint,
+    and that the next copy removes. One that is there already is checked only.
+
+    Raises:
+        DamageError: If the checkpoint is damaged, here or there.
+        StorageError: If a place fails, or another checkpoint of that name lies there.
+    """
+    opened = open_step(source, name.directory, name)
+    for reference in opened.manifest.references:
+        copy_step(source, destination, reference.name)
+    manifest = source.read(name.manifest_path, MAX_MANIFEST_BYTES)
+    there = {entry.name for entry in destination.list(name.directory)}
+    if MANIFEST_NAME not in there:
+        if there:
+            discard_unfinished(destination, name)
+        destination.make_directory(name.directory)
+        for rank, index in enumerate(opened.indexes):
+            _copy_data(source, destination, opened.data_path(rank), index.data_bytes)
+            path = f"{name.directory}/{index_name(rank, len(opened.indexes))}"
+            destination.write(path, source.read(path, MAX_INDEX_BYTES))
+        destination.sync_directory(name.directory)
+        _check(destination, opened)
+        destination.publish(name.manifest_path, manifest)
+    if destination.read(name.manifest_path, MAX_MANIFEST_BYTES) != manifest:
+        raise StorageError(
+            f"{destination.url} has another checkpoint of the name {name.directory}",
+            path=name.manifest_path,
+            hint="It was not made from this one. Upload to a place of its own.",
+        )
+    _check(destination, open_step(destination, name.directory, name))
+
+
+def _check(storage: Storage, opened: OpenedStep) -> None:
+    for damage in verify_data(storage, opened):
+        raise damage
+
+
+def _copy_data(source: Storage, destination: Storage, path: str, size_bytes: int) -> None:
+    writer = destination.open_writer(path, size_bytes)
+    try:
+        with closing(source.open_reader(path)) as reader:
+            # Of whole pages, as files are read and written fastest; the end of the last one is padding.
+            piece = mmap.mmap(-1, _PIECE_BYTES)
+            for begin in range(0, size_bytes, _PIECE_BYTES):
+                part_bytes = min(_PIECE_BYTES, size_bytes - begin)
+                reader.read_into(begin, memoryview(piece)[:part_bytes])
+                writer.write_at(begin, memoryview(piece)[:part_bytes])
+        writer.finish()
+    finally:
+        writer.abandon()

@@ -1,0 +1,92 @@
+"""Saves and restores the nodes of a session in which each worker is one, and all run the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import FencedError, SaveFailedError
+from holdfast.format.names import StepName
+from holdfast.jobs.keeper import NodeDurations
+from holdfast.jobs.meetings import Meetings
+from holdfast.jobs.node_keeper import NodeKeeper
+from holdfast.jobs.outcome import Outcome, check_outcomes
+
+
+class WorkerKeeper:
+    """A `Keeper` of which each worker has a part. What it does is collective, and ends alike on all of them."""
+
+    def __init__(self, keeper: NodeKeeper, node: str, nodes: Sequence[str], meetings: Meetings) -> None:
+        self._keeper = keeper
+        self._node = node
+        self._nodes = tuple(nodes)
+        self._meetings = meetings
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> WorkerSaving:
+        """**Collective.** Copies the workspaces and returns; see `Keeper`."""
+        self._keeper.save(epoch, metadata)
+        return WorkerSaving(self, epoch)
+
+    def wait(self, epoch: int) -> NodeDurations:
+        """**Collective.** **Blocks.** Waits until the save is committed; what the leader met with counts for all."""
+        return check_save(epoch, self._share(self._keeper.wait()))
+
+    def load(
+        self,
+        name: StepName,
+        nodes: Mapping[str, Sequence[str] | None],
+        *,
+        stored: Sequence[str],
+        keep_added: bool = False,
+        strict: bool = True,
+    ) -> NodeDurations:
+        """**Collective.** **Blocks.** Each worker loads its own node; see `Keeper`."""
+        outcome = Outcome()
+        if self._node in nodes:
+            outcome = self._keeper.load(name, nodes[self._node], stored, keep_added=keep_added, strict=strict)
+        return check_outcomes(self._share(outcome))
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Collective.** **Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
+        self._keeper.go_on_from(epoch)
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        self._keeper.close()
+
+    def _share(self, outcome: Outcome) -> dict[str, Outcome]:
+        self._meetings.begin()
+        records = self._meetings.meet(msgspec.json.encode(outcome))
+        return {
+            node: msgspec.json.decode(record, type=Outcome) for node, record in zip(self._nodes, records, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaving:
+    """A save of all nodes that has begun."""
+
+    keeper: WorkerKeeper
+    epoch: int
+
+    def wait(self) -> NodeDurations:
+        """**Collective.** **Blocks.** Waits until it is committed for all nodes."""
+        return self.keeper.wait(self.epoch)
+
+
+def check_save(epoch: int, outcomes: Mapping[str, Outcome]) -> NodeDurations:
+    """**Pure.** The times of a save, if it is committed. The first node leads: it publishes, and so it knows.
+
+    Raises:
+        SaveFailedError: If it is not.
+    """
+    leader = next(iter(outcomes.values()))
+    if leader.kind:
+        failure = SaveFailedError(leader.text, step=epoch, hint=leader.hint)
+        if leader.is_fenced:
+            failure.__cause__ = FencedError(leader.text, hint=leader.hint)
+        raise failure
+    return NodeDurations({node: one.seconds for node, one in outcomes.items() if one.seconds is not None})

@@ -1,0 +1,134 @@
+"""What a node of a job knows: named values, which are its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Final
+
+from holdfast.errors import UsageError
+from holdfast.format.decoding import malformed
+from holdfast.state.adapters import Adapter, Loading, Rules, Scene
+from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import adapter_of, register_adapter
+
+KIND: Final = "holdfast.workspace"
+"""What a workspace is called in a checkpoint."""
+
+_STORED_STANDS: Final = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=True)
+"""Values come and go. Where an object with state or an array stands, the like of it has to be stored."""
+
+
+class Workspace(MutableMapping[str, Any]):
+    """The named values of one node: numbers, arrays, tensors, trees of these, and objects with state.
+
+    All of it is saved with each epoch. Values are made anew from a checkpoint. An object with state (a model, a reader)
+    is not: it has to be there already, and then gets back its state; see `Job.add_object`.
+
+    The tasks of a group that run on the same node share it. Each single access is safe then, a sequence of them is not:
+    use a `Counter`, or a lock of your own.
+
+    Attributes:
+        node: The node's name.
+    """
+
+    __slots__ = ("_epoch", "_values", "node")
+
+    def __init__(self, node: str = "local") -> None:
+        self.node = check_name("a node", node)
+        self._epoch = 0
+        self._values: dict[str, Any] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs, counted from 1, or that was the last to run; 0 before the first."""
+        return self._epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called by the session before tasks run."""
+        self._epoch = epoch
+
+    def replace(self, values: dict[str, Any], *, whole: bool) -> None:
+        """Called by a restore: sets values, and if they are the `whole` of it, drops all others."""
+        self._values = dict(values) if whole else {**self._values, **values}
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            known = ", ".join(self._values) or "nothing"
+            raise KeyError(f"{self.node} has no value {name!r}; it has {known}") from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Names a value, in place of an earlier one.
+
+        Raises:
+            UsageError: If the name cannot be one.
+        """
+        self._values[check_name("a value", name)] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._values))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Workspace({self.node!r}: {', '.join(self._values) or 'empty'})"
+
+
+class WorkspaceAdapter(Adapter):
+    """Serves workspaces: what is stored stands, but for objects, which have to be there."""
+
+    kind = KIND
+    is_per_worker = True
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        """The values by name."""
+        return {name: obj[name] for name in obj}
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Finds or makes each value that is wanted."""
+        nodes = loading.children(stored)
+        taken: dict[str, Any] = {}
+        for name, node in nodes.items():
+            if find_name_problem(name):
+                raise malformed(loading.name(name), "a value cannot have that name")
+            live = obj.get(name)
+            if live is None and not loading.wants(name):
+                continue
+            value = loading.value(node, live, name, rules=_STORED_STANDS)
+            if value is not None or node is None:
+                taken[name] = value
+        for name in obj:
+            if name not in nodes and adapter_of(obj[name]) is not None and loading.wants(name):
+                loading.differences.missing.append(loading.name(name))
+        whole = loading.wants()
+        return lambda: obj.replace(taken, whole=whole)
+
+
+register_adapter(Workspace, WorkspaceAdapter())
+
+
+def find_name_problem(name: object) -> str:
+    """**Pure.** Why something cannot name a node or a value; empty if it can."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return "a name consists of printable characters"
+    if name[0] == "$" or name == "__metadata__":
+        return "a name does not begin with '$', and is not '__metadata__'"
+    wrong = [character for character in "/*?[]" if character in name]
+    return f"a name has no {', '.join(map(repr, wrong))}" if wrong else ""
+
+
+def check_name(what: str, name: str) -> str:
+    """**Pure.** The name, if it can be one.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    problem = find_name_problem(name)
+    if problem:
+        raise UsageError(f"{name!r} cannot name {what}", hint=f"{problem[0].upper()}{problem[1:]}.")
+    return name

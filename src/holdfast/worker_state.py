@@ -1,0 +1,374 @@
+"""`WorkerTrainingState`: a backup of a running training, for training loops that count epochs."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeAlias
+
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import DamageError, NotFoundError, SaveFailedError, StorageError, UsageError
+from holdfast.events import Fanout, Sink, Warned
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.manifest import Manifest
+from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
+from holdfast.policies import Latest, RetentionPolicy
+from holdfast.restore.driver import Restoration
+from holdfast.save.clear import clear_run
+from holdfast.save.handle import SaveHandle
+from holdfast.storage import Storage, open_storage
+
+Mode: TypeAlias = Literal["train", "test", "predict"]
+
+_MODES: Final = ("train", "test", "predict")
+_NOTE: Final = "backup"
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """How far training had come when it was backed up.
+
+    Attributes:
+        epoch: The epoch, counted from 0.
+        batch: The last batch of it that was complete, counted from 0; None if the whole epoch was.
+        restoration: What was restored, or None for a backup that this process has made.
+    """
+
+    epoch: int
+    batch: int | None = None
+    restoration: Restoration | None = None
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch in which training goes on."""
+        return self.epoch + (self.batch is None)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" + ("" if self.batch is None else f", batch {self.batch}")
+
+
+class WorkerTrainingState:
+    """Backs up a training after each epoch, or within one, and brings it back when the program is started again.
+
+    The epoch is kept with the state, in one commit. Use it from one thread, the one that trains; with `with`, leaving
+    the block waits for the backup in flight.
+
+    Example:
+        ```python
+        state = hf.WorkerTrainingState(hf.Checkpoint(model=model, optimizer=optimizer), "runs/net/backup")
+        state.restore()
+        for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=20), 20):
+            train_epoch(model, optimizer)
+            state.back_up(epoch)
+        state.delete_backup()
+        ```
+
+    Attributes:
+        checkpoint: The objects that are backed up. Objects may be added to it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        keep: RetentionPolicy | None = None,
+        begin_anew: bool = False,
+        failures_allowed: int | None = None,
+        sinks: Iterable[Sink] = (),
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        threads: int = 3,
+    ) -> None:
+        """Looks at what lies in the directory; makes nothing there until the first backup.
+
+        Args:
+            checkpoint: The objects to back up. Name what gives the batches too (a `ResumableDataLoader`, a
+                `ResumableSampler`), so that a backup within an epoch goes on with the batch that comes next, and
+                `RNG()`.
+            directory: A directory, a URL, or an open storage, for the backups alone.
+            keep: How many backups to keep; None for `Latest(2)`, so that there is one more should the newest be
+                damaged.
+            begin_anew: True to begin from nothing although there may be backups.
+            failures_allowed: How many backups in a row may fail before that ends training; None for any number. Each
+                is an event, and in the log, all the same.
+            sinks: Functions that are told of each event.
+            timeout_seconds: The deadline of each wait.
+            threads: How many threads write, and read at a restore.
+
+        Raises:
+            UsageError: If an argument is wrong.
+            StorageError: If the directory cannot be looked at.
+        """
+        self.checkpoint = checkpoint
+        self._storage = open_storage(directory)
+        self._sinks = tuple(sinks)
+        self._emit = Fanout([LoggingSink(), *self._sinks])
+        self._options: dict[str, Any] = {
+            "keep": keep or Latest(2),
+            "failures_allowed": sys.maxsize if failures_allowed is None else failures_allowed,
+            "sinks": self._sinks,
+            "timeout_seconds": timeout_seconds,
+            "threads": threads,
+        }
+        self._manager: CheckpointManager | None = CheckpointManager(
+            self._storage, checkpoint, begin_anew=begin_anew, **self._options
+        )
+        catalog = read_catalog(self._storage)
+        self._generation = catalog.generation
+        self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
+        # Backups that are there and that nobody has restored: the next one would take their place.
+        self._unseen = bool(catalog.living) and not begin_anew
+        self._begins_anew = begin_anew
+        self._saved: Backup | None = None
+        self._in_flight: tuple[SaveHandle, Backup] | None = None
+        # Why what was restored is not to be deleted.
+        self._kept_for = ""
+
+    @property
+    def saved(self) -> Backup | None:
+        """The newest backup that this object has restored, or made and committed; None if there is none."""
+        if self._in_flight is not None and self._in_flight[0].committed:
+            self._saved = self._in_flight[1]
+            self._in_flight = None
+        return self._saved
+
+    def back_up(
+        self, epoch: int, batch: int | None = None, *, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle:
+        """Copies the state and returns; the backup is written and committed behind training.
+
+        A backup that fails, since the disk is full say, is told of and ends nothing, unless `failures_allowed` says
+        otherwise; the one before stays.
+
+        Args:
+            epoch: The epoch that is complete, counted from 0; or the one within which this is, with `batch`.
+            batch: The last batch of the epoch that is complete, counted from 0; None if the whole epoch is.
+            metrics: Figures to keep with the backup.
+
+        Returns:
+            The save, to be waited for if need be.
+
+        Raises:
+            UsageError: If an argument is wrong, or there are backups that were not restored.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            SaveFailedError: If more backups have failed than are allowed, or another job has taken over the directory.
+                This one goes on all the same; its handle is the error's `next_save`.
+            DeadlineError: If the backup before does not end in time.
+        """
+        backup = Backup(_check_count("epoch", epoch), None if batch is None else _check_count("batch", batch))
+        if self._unseen:
+            raise UsageError(
+                f"{self._storage.url} has a backup that was not restored; this one would take its place",
+                hint="Call restore() before training, or begin_anew=True to begin from nothing.",
+            )
+        note = {_NOTE: {"epoch": backup.epoch, "batch": backup.batch}}
+        manager = self._open()
+        self._step += 1
+        try:
+            handle = manager.save(self._step, metrics=metrics, metadata=note)
+        except SaveFailedError as failure:
+            if failure.next_save is not None:
+                self._note_begun(failure.next_save, backup)
+            raise
+        self._note_begun(handle, backup)
+        return handle
+
+    def restore(self, *, strict: bool = True) -> Backup | None:
+        """**Blocks.** Gives the objects the state of the newest whole backup; every byte is checked.
+
+        Args:
+            strict: False to take what fits, and be told of the rest in the result's `restoration.differences`.
+
+        Returns:
+            What was restored, or None if there is nothing to restore.
+
+        Raises:
+            NoWholeCheckpointError: If there are backups, but all of them are damaged.
+            MismatchError: If backup and objects differ; nothing has been changed.
+            UsageError: If what lies there are checkpoints, but no backups.
+            StorageError: If the place fails.
+        """
+        manager = self._open()
+        self._refuse_others()
+        restoration = None if self._begins_anew else manager.restore(strict=strict)
+        self._in_flight = None
+        self._saved = None
+        self._kept_for = ""
+        self._unseen = False
+        if restoration is None:
+            return None
+        self._generation = max(self._generation, restoration.name.generation)
+        self._step = max(self._step, restoration.step)
+        epoch, batch = _read_note(restoration.manifest, self._storage.url)
+        self._saved = Backup(epoch, batch, restoration)
+        self._kept_for = f"training has not gone beyond the backup of {self._saved}, which it began from"
+        return self._saved
+
+    def delete_backup(self) -> bool:
+        """**Blocks.** Removes all backups when training has come to its end; harmless twice.
+
+        Files that are not holdfast's stay, and so do the directory, the journal of events, and a record of a few
+        hundred bytes that keeps a late writer from putting a backup there afterwards. A backup beyond which this run
+        has not trained, since it is one of a later epoch than the run asks for, is kept, and that is said.
+
+        Returns:
+            True if there is no backup any more, False if it was kept.
+
+        Raises:
+            FencedError: If another job backs up there by now; nothing was removed.
+            StorageError: If the place fails.
+            DeadlineError: If the backup in flight does not end in time.
+        """
+        if self._kept_for:
+            self._emit(Warned(text=f"{self._storage.url}: the backup is kept: {self._kept_for}"))
+            return False
+        if self._manager is not None:
+            # A backup that failed was an event; now that all are to go, it matters no more.
+            with suppress(SaveFailedError, StorageError):
+                self._manager.close()
+        clearing = clear_run(self._storage, self._generation)
+        self._generation = clearing.generation or self._generation
+        self._manager = None
+        self._in_flight = None
+        self._saved = None
+        self._unseen = False
+        self._step = 0
+        for problem in clearing.problems:
+            raise problem
+        return True
+
+    def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
+        """**Blocks.** The epoch with which to begin; call it after `restore`.
+
+        Args:
+            initial_epoch: The epoch with which training is to begin if there is no backup, counted from 0.
+            mode: What is about to run. Only training goes on where it stopped.
+            epochs: How many epochs training is to have in all. If the backup is of a later one, that is said, and
+                `delete_backup` keeps it.
+
+        Returns:
+            The epoch after the one that the backup completed; the same, if the backup is from within it; else
+            `initial_epoch`.
+
+        Raises:
+            UsageError: If an argument is wrong, or there are backups that were not restored.
+        """
+        first = _check_count("initial_epoch", initial_epoch)
+        total = None if epochs is None else _check_count("epochs", epochs)
+        if mode not in _MODES:
+            raise UsageError(f"mode={mode!r} is not known", hint=f"It is one of {', '.join(map(repr, _MODES))}.")
+        if mode != "train":
+            return first
+        if self._unseen:
+            raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
+        backup = self._settle()
+        if backup is None:
+            return first
+        if first not in (0, backup.next_epoch):
+            text = f"training goes on with epoch {backup.next_epoch}, where the backup stands, and not with {first}"
+            self._emit(Warned(text=text))
+        if total is not None:
+            self._note_total(backup, total)
+        return backup.next_epoch
+
+    def maybe_load_initial_counters_from_ckpt(
+        self, steps_per_epoch: int, initial_epoch: int, mode: Mode, *, epochs: int | None = None
+    ) -> tuple[int, int]:
+        """**Blocks.** The epoch and the batch with which to begin, for backups within epochs.
+
+        A sampler or loader that is backed up itself begins with the right batch by itself, if its `set_epoch` is called
+        at the beginning of each epoch; then the second number only says how many of the epoch's batches have been.
+
+        Args:
+            steps_per_epoch: How many batches an epoch has.
+            initial_epoch: As for `maybe_load_initial_epoch_from_ckpt`.
+            mode: As there.
+            epochs: As there.
+
+        Raises:
+            UsageError: As there.
+        """
+        steps = _check_count("steps_per_epoch", steps_per_epoch)
+        first = self.maybe_load_initial_epoch_from_ckpt(initial_epoch, mode, epochs=epochs)
+        backup = self.saved if mode == "train" else None
+        if backup is None or backup.batch is None:
+            return first, 0
+        return (first + 1, 0) if backup.batch + 1 >= steps else (first, backup.batch + 1)
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """**Blocks.** Waits for the backup in flight, and ends all threads; harmless twice.
+
+        Raises:
+            SaveFailedError: If the last backup failed: then the end of training is not kept.
+            DeadlineError: If the backup does not end in time.
+        """
+        if self._manager is not None:
+            self._manager.close(timeout_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._manager is not None:
+            self._manager.__exit__(kind, error, trace)
+
+    def _open(self) -> CheckpointManager:
+        if self._manager is None:
+            self._manager = CheckpointManager(self._storage, self.checkpoint, begin_anew=True, **self._options)
+        return self._manager
+
+    def _settle(self) -> Backup | None:
+        """Waits for the backup in flight, so that what counts as saved is known."""
+        if self._in_flight is not None:
+            self._in_flight[0].wait_ended()
+        return self.saved
+
+    def _note_begun(self, handle: SaveHandle, backup: Backup) -> None:
+        _ = self.saved  # The one before has ended by now: it counts if it was committed.
+        self._in_flight = (handle, backup)
+        self._begins_anew = False
+        self._kept_for = ""
+
+    def _note_total(self, backup: Backup, total: int) -> None:
+        if backup.next_epoch > total:
+            self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
+            self._emit(Warned(text=f"{self._storage.url}: nothing is trained: the backup is kept, {self._kept_for}"))
+        else:
+            self._kept_for = ""
+
+    def _refuse_others(self) -> None:
+        """Makes sure that the newest checkpoint is a backup, before anything is restored from it."""
+        newest = read_catalog(self._storage).newest
+        if newest is not None and self._unseen:
+            try:
+                manifest = read_manifest(self._storage, newest)
+            except (DamageError, NotFoundError):
+                return  # Restoring passes it over, or fails with more to say.
+            _read_note(manifest, self._storage.url)
+
+
+def _read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
+    note = manifest.metadata.get(_NOTE)
+    epoch = note.get("epoch") if isinstance(note, dict) else None
+    batch = note.get("batch") if isinstance(note, dict) else None
+    if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
+        raise UsageError(
+            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
+            hint="Give backups a directory of their own.",
+        )
+    return epoch, batch
+
+
+def _check_count(name: str, value: int) -> int:
+    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number < 0:
+        raise UsageError(f"{name}={value!r} is not a whole number from 0 on")
+    return number

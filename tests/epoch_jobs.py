@@ -1,0 +1,74 @@
+"""The canonical job: ten rows, three an epoch, summed up from 100 to 103, 115, 136 and 145."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import holdfast as hf
+from holdfast.errors import StorageFullError
+from holdfast.jobs import Workspace
+from holdfast.storage import MemoryStorage
+from holdfast.storage.memory import MemoryWriter
+
+TOTALS = [100.0, 103.0, 115.0, 136.0, 145.0]
+"""After each epoch; epoch 0 is the state after the init tasks."""
+
+
+class Rows:
+    """Reads the numbers 0 to 9, some at a time, and knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def read(self, count: int) -> list[int]:
+        rows = list(range(10))[self.at : self.at + count]
+        self.at += len(rows)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def make_job(
+    nodes: Sequence[str] | None = ("trainer_0", "trainer_1", "trainer_2"),
+    before_epoch: Callable[[Workspace], object] = lambda workspace: None,
+) -> hf.Job:
+    """The job, the same on each of some nodes; it ends when there are no more rows."""
+    with hf.Job() as job:
+        job.add_object("rows", Rows, on=nodes)
+
+        @job.init_group(on=nodes)
+        def begin(workspace: Workspace) -> None:
+            workspace["total"] = np.full(1000, 100.0)
+            workspace["where"] = {"node": workspace.node, "path": ["a", 1]}
+
+        @job.epoch_group(on=nodes)
+        def add(workspace: Workspace) -> bool:
+            before_epoch(workspace)
+            workspace["total"] += sum(workspace["rows"].read(3))
+            return bool(workspace["rows"].at == 10)
+
+    job.add_stop_condition(add.output)
+    return job
+
+
+def totals_of(session: hf.LocalSession) -> list[float]:
+    """The total on each node."""
+    return [float(session.workspace(node)["total"][0]) for node in session.nodes]
+
+
+class FullStorage(MemoryStorage):
+    """A storage that has no room for the steps in `full`; None for any."""
+
+    full: frozenset[int] | None = frozenset()
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        if self.full is None or int(path[5:14]) in self.full:
+            raise StorageFullError("no room", path=path)
+        return super().open_writer(path, size_bytes)

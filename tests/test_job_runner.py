@@ -1,0 +1,616 @@
+"""`JobRunner`: the order of things, where it goes on, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from epoch_jobs import TOTALS, FullStorage, make_job, totals_of
+from holdfast.errors import (
+    DamageError,
+    MismatchError,
+    NoCheckpointError,
+    SaveFailedError,
+    TaskFailedError,
+    UsageError,
+)
+from holdfast.events import Event, Failed, GroupEnded, NodesTimed, Warned
+from holdfast.jobs import (
+    Counter,
+    ManifestMetadataHandler,
+    NodeCheckpointManager,
+    NodeDurations,
+    Task,
+    TaskGroup,
+    UploadTo,
+    Workspace,
+)
+
+NODES = ["trainer_0", "trainer_1", "trainer_2"]
+
+
+def train(place: Any, epoch: int | None = None, **options: Any) -> tuple[int, list[float], hf.jobs.JobResult]:
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(place, **options), epoch)
+    with hf.LocalSession(NODES) as session:
+        return runner.train(session), totals_of(session), runner.result
+
+
+def epochs_of(place: Any) -> tuple[int, ...]:
+    return hf.MultiNodeCheckpointManager(place).epochs()
+
+
+def _note(log: list[str], name: str, workspace: Workspace) -> None:
+    log.append(f"{name} {workspace.epoch}")
+
+
+def log_job(log: list[str], limit: int, **options: Any) -> hf.Job:
+    job = hf.Job(**options)
+    for name in ("init", "epoch", "download", "exit"):
+        group: TaskGroup = getattr(job, f"{name}_group")
+        group.add(partial(_note, log, name), on="a", name=name)
+    hf.epoch_limiter(job, limit)
+    return job
+
+
+def test_the_canonical_job_from_scratch_and_from_each_epoch(tmp_path: Path) -> None:
+    assert train(tmp_path)[:2] == (4, [145.0] * 3)
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4)
+    for epoch in (0, 1, 2, 3, 4, 2):
+        last, totals, result = train(tmp_path, epoch)
+        assert (last, totals) == (4, [145.0] * 3)
+        assert (result.resumed_from, result.saves_committed, result.last_saved_epoch) == (epoch, 4 - epoch, 4)
+
+
+def test_each_epoch_holds_what_it_should(tmp_path: Path) -> None:
+    train(tmp_path)
+    for epoch, total in enumerate(TOTALS):
+        runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+        with hf.LocalSession(NODES) as session:
+            assert runner.load_blobs_from_checkpoints(["total", "where"], epoch, session) == dict.fromkeys(
+                NODES, ("total", "where")
+            )
+            assert totals_of(session) == [total] * 3
+            assert [session.workspace(node)["where"]["node"] for node in NODES] == NODES, "equal names are kept apart"
+            assert session.workspace("trainer_0")["rows"].at == 0, "nothing else is loaded"
+
+
+def test_a_job_of_one_node(tmp_path: Path) -> None:
+    job = make_job(None)
+    manager = NodeCheckpointManager(tmp_path)
+    runner = hf.JobRunner(job, manager)
+    with hf.LocalSession() as session:
+        assert runner.train(session) == 4
+        assert totals_of(session) == [145.0]
+    with hf.LocalSession() as session:
+        assert runner.load_blobs_from_checkpoints("total", 2, session) == {"local": ("total",)}
+        assert totals_of(session) == [115.0]
+    with pytest.raises(UsageError, match="one node"), hf.LocalSession(["a", "b"]) as session:
+        hf.JobRunner(make_job(["a", "b"]), NodeCheckpointManager(tmp_path / "other")).train(session)
+
+
+def test_the_order_of_the_groups_and_of_the_saves(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    class Handler(ManifestMetadataHandler):
+        def set_params(self, directory: str, node_names: Sequence[str]) -> None:
+            super().set_params(directory, node_names)
+            log.append(f"set {list(node_names)}")
+
+        def last_epoch(self, user_epoch: int | None = None) -> int | None:
+            log.append(f"last {user_epoch}")
+            return super().last_epoch(user_epoch)
+
+        def write(self, epoch: int) -> None:
+            super().write(epoch)
+            log.append(f"write {epoch}")
+
+    class Builder(hf.UploadTaskGroupBuilder):
+        def build(self, epoch: int, checkpoint_manager: hf.MultiNodeCheckpointManager) -> TaskGroup:
+            group = TaskGroup("upload")
+            group.add(lambda workspace: log.append(f"upload {epoch}"), on="a")
+            return group
+
+    events: list[Event] = []
+    manager = hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=Handler())
+    runner = hf.JobRunner(log_job(log, 2), manager, upload_task_group_builder=Builder(), sinks=[events.append])
+    with hf.LocalSession() as session:
+        assert runner.train(session) == 2
+    assert log == [
+        "set ['a']",
+        "last None",
+        "init 0",
+        "write 0",
+        "epoch 1",
+        "write 1",
+        "epoch 2",
+        "write 2",
+        "upload 2",
+        "download 2",
+        "exit 2",
+    ]
+    ended = [(event.group, event.epoch) for event in events if isinstance(event, GroupEnded)]
+    assert ended == [("init", 0), ("epoch", 1), ("epoch", 2), ("upload", 2), ("download", 2), ("exit", 2)]
+
+
+def test_a_finished_job_trains_nothing_and_the_new_limit_counts(tmp_path: Path) -> None:
+    for limit, begins, expected in ((3, None, [1, 2, 3]), (3, 3, []), (5, 3, [4, 5]), (2, 5, [])):
+        log: list[str] = []
+        runner = hf.JobRunner(log_job(log, limit), hf.MultiNodeCheckpointManager(tmp_path))
+        with hf.LocalSession() as session:
+            assert runner.train(session) == max(limit, begins or 0)
+        assert [entry for entry in log if entry.startswith("epoch")] == [f"epoch {epoch}" for epoch in expected]
+        assert ("init 0" in log) == (begins is None), "init tasks do not run when a job goes on"
+        assert log[-2:] == [f"download {runner.result.last_epoch}", f"exit {runner.result.last_epoch}"]
+        assert runner.result.resumed_from == begins
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4, 5)
+
+
+def test_without_a_manager_a_job_just_runs() -> None:
+    log: list[str] = []
+    runner = hf.JobRunner(log_job(log, 2))
+    with hf.LocalSession() as session:
+        assert runner.train(session) == 2
+        for call in (
+            lambda: runner.save_checkpoints(3, session),
+            lambda: runner.load_blobs_from_checkpoints("x", 1, session),
+        ):
+            with pytest.raises(UsageError, match="no checkpoint manager"):
+                call()
+    assert log == ["init 0", "epoch 1", "epoch 2", "download 2", "exit 2"]
+    assert runner.result == hf.jobs.JobResult(last_epoch=2)
+
+
+def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
+    log: list[str] = []
+    job = log_job(log, 1)
+    manager = hf.MultiNodeCheckpointManager(tmp_path)
+    with pytest.raises(UsageError, match="resume_from_epoch=3 without"):
+        hf.JobRunner(job, resume_from_epoch=3)
+    with pytest.raises(UsageError, match="without a checkpoint manager"):
+        hf.JobRunner(job, upload_task_group_builder=UploadTo(tmp_path))
+    with pytest.raises(UsageError, match="failures_allowed"):
+        hf.JobRunner(job, manager, failures_allowed=-1)
+    with pytest.raises(UsageError, match="no Job"):
+        hf.JobRunner(make_job, manager)  # type: ignore[arg-type]
+    with hf.LocalSession() as session:
+        with pytest.raises(UsageError, match="no stop condition"):
+            hf.JobRunner(hf.Job(), manager).train(session)
+        with pytest.raises(NoCheckpointError, match="epoch 7 was not saved"):
+            hf.JobRunner(job, manager, resume_from_epoch=7).train(session)
+        hf.JobRunner(job, manager).train(session)
+        log.clear()
+        with pytest.raises(NoCheckpointError) as raised:
+            hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path), resume_from_epoch=7).train(session)
+        assert "0, 1" in raised.value.hint
+        anew = hf.MultiNodeCheckpointManager(tmp_path, begin_anew=True)
+        with pytest.raises(UsageError, match="begin_anew"):
+            hf.JobRunner(job, anew, resume_from_epoch=1).train(session)
+        with pytest.raises(UsageError, match="no node a"), hf.LocalSession(["b"]) as other:
+            hf.JobRunner(job, manager).train(other)
+    assert log == []
+    with pytest.raises(UsageError, match="not ready"):
+        hf.MultiNodeCheckpointManager(tmp_path).load(1)
+
+
+def test_each_kind_of_stop_condition_ends_the_epochs() -> None:
+    def run(condition: Any, **options: Any) -> int:
+        job = hf.Job()
+
+        @job.epoch_group
+        def count(workspace: Workspace) -> bool:
+            workspace["done"] = workspace.epoch == 3
+            return workspace.epoch == 2 and workspace.node == "b"
+
+        job.add_stop_condition(count.output if condition is None else condition, **options)
+        with hf.LocalSession(["a", "b"]) as session:
+            return hf.JobRunner(job).train(session)
+
+    assert run(None) == 2, "true on one of the nodes"
+    assert run("done") == 3
+    assert run("done", on="b") == 3
+    assert run(lambda workspace: workspace.epoch == 4 and workspace.node == "a") == 4
+    assert run(lambda workspace: workspace.epoch == 5 and workspace.node == "b", on="b") == 5
+
+
+def test_a_task_that_fails_ends_the_job_which_then_goes_on(tmp_path: Path) -> None:
+    def fail(workspace: Workspace) -> None:
+        if workspace.epoch == 3 and workspace.node == "trainer_1":
+            raise ZeroDivisionError
+
+    runner = hf.JobRunner(make_job(before_epoch=fail), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session, pytest.raises(TaskFailedError, match="add on trainer_1"):
+        runner.train(session)
+    assert (runner.result.last_epoch, runner.result.last_saved_epoch) == (2, 2)
+    last, totals, result = train(tmp_path)
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 2)
+
+
+def test_a_damaged_epoch_is_passed_over_aloud_unless_it_was_asked_for(tmp_path: Path) -> None:
+    train(tmp_path)
+    (data,) = tmp_path.glob("step-000000004.*/data-*")
+    data.write_bytes(data.read_bytes()[:-8] + b"\xff" * 8)
+    with pytest.raises(hf.errors.NoWholeCheckpointError):
+        train(tmp_path, 4)
+    last, totals, result = train(tmp_path)
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 3)
+    (manifest,) = tmp_path.glob("step-000000004.g0002/manifest.json")
+    manifest.write_bytes(b"{}")
+    assert train(tmp_path)[2].resumed_from == 3
+
+
+def test_a_full_disk_for_one_epoch_and_for_all() -> None:
+    storage = FullStorage("full")
+    storage.full = frozenset({2})
+    last, totals, result = train(storage)
+    assert (last, totals) == (4, [145.0] * 3)
+    assert (result.saves_committed, result.saves_failed, result.failed_epochs) == (4, 1, (2,))
+    assert epochs_of(storage) == (0, 1, 3, 4)
+    storage = FullStorage("always full")
+    storage.full = None
+    job = make_job()
+    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(storage))
+    with hf.LocalSession(NODES) as session, pytest.raises(SaveFailedError, match="no room") as raised:
+        runner.train(session)
+    assert "4 saves in a row" in raised.value.__notes__[0]
+    assert (runner.result.saves_failed, runner.result.last_epoch) == (4, 3)
+    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(storage), failures_allowed=9)
+    exits = job.exit_group.tasks
+    with hf.LocalSession(NODES) as session, pytest.raises(SaveFailedError):
+        runner.train(session)
+    assert exits == ()
+    assert (runner.result.last_epoch, runner.result.saves_failed, runner.result.last_saved_epoch) == (4, 5, None)
+
+
+def test_a_last_save_that_fails_is_raised_when_all_else_is_done() -> None:
+    storage = FullStorage("full")
+    storage.full = frozenset({2})
+    log: list[str] = []
+    runner = hf.JobRunner(log_job(log, 2), hf.MultiNodeCheckpointManager(storage))
+    with hf.LocalSession() as session, pytest.raises(SaveFailedError):
+        runner.train(session)
+    assert log[-1] == "exit 2"
+    assert runner.result.last_saved_epoch == 1
+
+
+def test_saves_in_the_background_come_to_the_same() -> None:
+    storage = FullStorage("full")
+    storage.full = frozenset({1, 3})
+    last, totals, result = train(storage, background=True)
+    assert (last, totals) == (4, [145.0] * 3)
+    assert (result.saves_committed, result.failed_epochs) == (3, (1, 3))
+    assert epochs_of(storage) == (0, 2, 4)
+
+
+def test_a_handler_without_access_and_one_that_fails() -> None:
+    class Handler(ManifestMetadataHandler):
+        def cp_accessible(self, epoch: int | None = None) -> bool:
+            if self.epoch == 1:
+                raise OSError("no database")
+            return self.epoch != 2
+
+        def write(self, epoch: int) -> None:
+            raise OSError("no database")
+
+        def report(self, action: str, stats: NodeDurations) -> None:
+            raise OSError("no database")
+
+        epoch = 0
+
+    handler = Handler()
+    storage = FullStorage("place")
+    events: list[Event] = []
+    log: list[str] = []
+    job = log_job(log, 3)
+    job.epoch_group.add(lambda workspace: setattr(handler, "epoch", workspace.epoch), on="a", name="note")
+    manager = hf.MultiNodeCheckpointManager(storage, metadata_handler=handler, sinks=[events.append])
+    runner = hf.JobRunner(job, manager)
+    with hf.LocalSession() as session:
+        assert runner.train(session) == 3
+    assert runner.result.failed_epochs == (1, 2)
+    assert epochs_of(storage) == (0, 3)
+    warnings = [event.text for event in events if isinstance(event, Warned)]
+    assert sum("stands, but the metadata handler failed" in text for text in warnings) == 4
+    assert sum(isinstance(event, Failed) and event.save_lost for event in events) == 2
+
+
+def test_a_handler_decides_where_the_job_goes_on(tmp_path: Path) -> None:
+    class Handler(ManifestMetadataHandler):
+        answer: int | None = 1
+
+        def last_epoch(self, user_epoch: int | None = None) -> int | None:
+            return self.answer
+
+    train(tmp_path)
+    handler = Handler()
+    assert train(tmp_path, 3, metadata_handler=handler)[2].resumed_from == 1
+    handler.answer = 9
+    with pytest.raises(NoCheckpointError):
+        train(tmp_path, metadata_handler=handler)
+    with pytest.raises(UsageError, match="metadata handler"):
+        hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=print)  # type: ignore[arg-type]
+
+
+def test_times_of_each_node_are_reported_and_events(tmp_path: Path) -> None:
+    handler = ManifestMetadataHandler()
+    events: list[Event] = []
+    job = make_job()
+    job.init_group.add(lambda workspace: workspace.update(large=np.ones(500_000)), on="trainer_1", name="large")
+    manager = hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=handler, sinks=[events.append])
+    with hf.LocalSession(NODES) as session:
+        runner = hf.JobRunner(job, manager)
+        runner.train(session)
+        runner.load_blobs_from_checkpoints("total", 2, session)
+    with hf.LocalSession(NODES) as session:
+        hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=handler), 2).train(session)
+    counts = {action: len(reports) for action, reports in handler.reports.items()}
+    assert counts == {"checkpoint_save": 5 + 2, "checkpoint_load": 1, "checkpoint_partial_load": 1}
+    timed = [event for event in events if isinstance(event, NodesTimed) and event.action == "checkpoint_save"]
+    assert [event.epoch for event in timed] == [0, 1, 2, 3, 4]
+    for event in timed:
+        assert set(event.node_seconds) == set(NODES)
+        assert event.slowest == "trainer_1"
+        assert all(seconds > 0 for seconds in event.node_seconds.values())
+    assert set(handler.reports["checkpoint_load"][0].node_seconds) == set(NODES)
+    assert NodeDurations({}).slowest == ""
+
+
+def test_single_values_are_loaded_and_wrong_names_reported(tmp_path: Path) -> None:
+    job = make_job()
+    job.init_group.add(lambda workspace: workspace.update(only_here=7), on="trainer_2", name="more")
+    with hf.LocalSession(NODES) as session:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session:
+        assert runner.load_blobs_from_checkpoints("only_here", 3, session) == {"trainer_2": ("only_here",)}
+        assert session.workspace("trainer_2")["only_here"] == 7
+        assert "only_here" not in session.workspace("trainer_0")
+        with pytest.raises(UsageError, match="'totl', 'x'") as raised:
+            runner.load_blobs_from_checkpoints(["total", "totl", "x"], 3, session)
+        assert "only_here" in raised.value.hint
+        assert "total" not in session.workspace("trainer_0"), "nothing was loaded"
+        with pytest.raises(NoCheckpointError):
+            runner.load_blobs_from_checkpoints("total", 5, session)
+        with pytest.raises(UsageError):
+            runner.load_blobs_from_checkpoints([], 3, session)
+        assert runner.load_blobs_from_checkpoints("rows", 2, session) == dict.fromkeys(NODES, ("rows",))
+        assert session.workspace("trainer_0")["rows"].at == 6
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    train(tmp_path)
+    manager = hf.MultiNodeCheckpointManager(tmp_path)
+    for node in NODES:
+        path = manager.get_ckpt_db_name(node, 3)
+        assert path is not None
+        assert Path(path).is_file()
+        assert Path(path).is_relative_to(tmp_path)
+    assert manager.get_ckpt_db_name("someone", 3) is None
+    with pytest.raises(NoCheckpointError):
+        manager.get_ckpt_db_name(NODES[0], 9)
+
+
+def test_a_manager_used_again_saves_what_was_added_between(tmp_path: Path) -> None:
+    log: list[str] = []
+    manager = hf.MultiNodeCheckpointManager(tmp_path)
+    with hf.LocalSession() as session:
+        hf.JobRunner(log_job(log, 2), manager).train(session)
+        session.workspace()["added"] = np.arange(3.0)
+        session.workspace()["counter"] = Counter(3)
+        runner = hf.JobRunner(log_job(log, 4), manager)
+        assert runner.train(session) == 4
+        assert runner.result.resumed_from == 2
+    job = log_job(log, 4)
+    job.add_object("counter", Counter)
+    with hf.LocalSession() as session:
+        hf.JobRunner(job, manager, resume_from_epoch=3).train(session)
+        assert session.workspace()["added"].tolist() == [0, 1, 2]
+        assert session.workspace()["counter"].value == 3
+    with hf.LocalSession() as session:
+        hf.JobRunner(log_job(log, 2), manager, resume_from_epoch=2).train(session)
+        assert "added" not in session.workspace()
+
+
+def test_other_nodes_are_refused_or_taken_over(tmp_path: Path) -> None:
+    manager = hf.MultiNodeCheckpointManager(tmp_path)
+    job = make_job(["a", "b"], before_epoch=lambda workspace: 1 // (3 - workspace.epoch))
+    with hf.LocalSession() as session, pytest.raises(TaskFailedError):
+        hf.JobRunner(job, manager).train(session)
+    with hf.LocalSession() as session, pytest.raises(UsageError, match="kept the nodes a, b"):
+        hf.JobRunner(make_job(["b", "c"]), manager).train(session)
+    with hf.LocalSession() as session, pytest.raises(MismatchError, match="nodes a, b") as raised:
+        hf.JobRunner(make_job(["b", "c"]), hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    assert (raised.value.differences.missing, raised.value.differences.extra) == (["c"], ["a"])
+    taking = hf.MultiNodeCheckpointManager(tmp_path, take_over_nodes=True)
+    seen: list[tuple[str, int, float]] = []
+    later = make_job(
+        ["b", "c"],
+        before_epoch=lambda workspace: seen.append((workspace.node, workspace.epoch, workspace["total"][0])),
+    )
+    with hf.LocalSession() as session:
+        assert hf.JobRunner(later, taking).train(session) == 4
+        assert totals_of(session) == [145.0, 100.0 + 3 + 12]
+    assert set(seen) == {("b", 3, 115.0), ("c", 3, 100.0), ("b", 4, 136.0), ("c", 4, 103.0)}
+
+
+def test_a_new_object_is_refused_unless_that_is_asked_for(tmp_path: Path) -> None:
+    train(tmp_path)
+    job = make_job()
+    job.add_object("averages", Counter)
+    with hf.LocalSession(NODES) as session, pytest.raises(MismatchError, match="averages"):
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    with hf.LocalSession(NODES) as session:
+        assert hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, strict=False)).train(session) == 4
+
+
+def test_begin_anew(tmp_path: Path) -> None:
+    train(tmp_path)
+    last, totals, result = train(tmp_path, begin_anew=True)
+    assert (last, totals, result.resumed_from, result.saves_committed) == (4, [145.0] * 3, None, 5)
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4)
+
+
+def test_retention_keeps_what_it_is_told(tmp_path: Path) -> None:
+    train(tmp_path, keep=hf.Latest(2))
+    assert epochs_of(tmp_path) == (3, 4)
+
+
+def test_saving_by_hand(tmp_path: Path) -> None:
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session:
+        runner.train(session)
+        session.workspace("trainer_0")["total"][:] = 7
+        assert runner.save_checkpoints(9, session)
+    assert epochs_of(tmp_path)[-1] == 9
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session:
+        assert runner.train(session) == 9, "what ended the epochs is known of it too"
+        assert totals_of(session) == [7.0, 145.0, 145.0]
+
+
+def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:
+    import threading
+
+    barrier = threading.Barrier(2)
+    results: dict[str, tuple[int, list[float]]] = {}
+
+    def run(name: str, first: float) -> None:
+        job = make_job(before_epoch=lambda workspace: barrier.wait(60) if workspace.node == "trainer_0" else None)
+        job.init_group.add(lambda workspace: workspace.update(name=name, own=first), name="name")
+        with hf.LocalSession(NODES) as session:
+            last = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / name)).train(session)
+            results[name] = last, [session.workspace(node)["own"] for node in NODES]
+
+    threads = [threading.Thread(target=run, args=(name, float(place))) for place, name in enumerate("ab")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {"a": (4, [0.0] * 3), "b": (4, [1.0] * 3)}
+    for name in "ab":
+        runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path / name))
+        with hf.LocalSession(NODES) as session:
+            runner.load_blobs_from_checkpoints("name", 4, session)
+            assert [session.workspace(node)["name"] for node in NODES] == [name] * 3
+
+
+# The upload.
+
+
+def upload(tmp_path: Path, builder: hf.UploadTaskGroupBuilder, storage: Any = None) -> tuple[hf.JobRunner, Task, Any]:
+    job = make_job()
+    last = job.exit_group.add(lambda workspace: "the end", on=NODES[0])
+    manager = hf.MultiNodeCheckpointManager(tmp_path / "run" if storage is None else storage)
+    runner = hf.JobRunner(job, manager, upload_task_group_builder=builder)
+    error = None
+    with hf.LocalSession(NODES) as session:
+        try:
+            runner.train(session)
+        except Exception as raised:
+            error = raised
+    return runner, last, error
+
+
+def test_the_last_saved_epoch_is_uploaded_and_can_be_restored_there(tmp_path: Path) -> None:
+    for _ in range(2):
+        runner, _, error = upload(tmp_path, UploadTo(tmp_path / "there"))
+        assert error is None
+        assert runner.result.upload_error is None
+    assert epochs_of(tmp_path / "there") == (4,)
+    assert train(tmp_path / "there")[1] == [145.0] * 3
+
+
+def test_the_last_epoch_really_saved_is_uploaded(tmp_path: Path) -> None:
+    storage = FullStorage("full")
+    storage.full = frozenset({3, 4})
+    runner, last, error = upload(tmp_path, UploadTo(tmp_path / "there"), storage)
+    assert isinstance(error, SaveFailedError)
+    assert runner.result.upload_error is None
+    assert last.output.fetch() == "the end"
+    assert epochs_of(tmp_path / "there") == (2,)
+
+
+def test_what_a_dead_upload_left_is_replaced(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    name = next((tmp_path / "run").glob("step-000000004.*")).name
+    (tmp_path / "there" / name).mkdir(parents=True)
+    (tmp_path / "there" / name / "data-00000-of-00001.safetensors").write_bytes(b"half")
+    assert upload(tmp_path, UploadTo(tmp_path / "there"))[2] is None
+    (data,) = (tmp_path / "there" / name).glob("data-*")
+    data.write_bytes(data.read_bytes()[:-8] + b"\xff" * 8)
+    _, last, error = upload(tmp_path, UploadTo(tmp_path / "there"))
+    assert isinstance(error, TaskFailedError), "what lies there is checked, though it was uploaded before"
+    assert isinstance(error.__cause__, DamageError)
+    assert last.output.fetch() == "the end"
+
+
+def test_an_upload_that_fails_is_raised_and_the_exit_tasks_still_run(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("a file in its place")
+    runner, last, error = upload(tmp_path, UploadTo(tmp_path / "there"))
+    assert isinstance(error, TaskFailedError)
+    assert error.group == "upload"
+    assert runner.result.upload_error is error
+    assert last.output.fetch() == "the end"
+    runner, last, error = upload(tmp_path, hf.UploadTaskGroupBuilder())
+    assert isinstance(error, NotImplementedError)
+    assert last.output.fetch() == "the end"
+    storage = FullStorage("full")
+    storage.full = None
+    runner, last, error = upload(tmp_path, UploadTo(tmp_path / "nowhere"), storage)
+    assert isinstance(error, SaveFailedError)
+    assert not (tmp_path / "nowhere").exists()
+
+
+# Kills.
+
+KILLED = """
+import sys, holdfast as hf
+from epoch_jobs import make_job, totals_of
+
+manager = hf.MultiNodeCheckpointManager(sys.argv[1], keep=hf.Latest(2))
+runner = hf.JobRunner(make_job(), manager)
+with hf.LocalSession(["trainer_0", "trainer_1", "trainer_2"]) as session:
+    print("begun", flush=True)
+    runner.train(session)
+    print("ended", *totals_of(session), flush=True)
+"""
+
+
+def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
+    moments = random.Random(11)
+    ended = ""
+    kills = 0
+    while kills < 20:
+        program = subprocess.Popen(
+            [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+        )
+        assert program.stdout is not None
+        assert program.stdout.readline() == "begun\n"
+        try:
+            ended, _ = program.communicate(timeout=moments.uniform(0.0, 0.04))
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.communicate()
+            kills += 1
+        else:
+            assert ended == "ended 145.0 145.0 145.0\n"
+            break
+        assert len(epochs_of(tmp_path)) <= 3, "two that are kept, and one that has just been committed"
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=True,
+    ).stdout
+    assert ended.splitlines()[-1] == "ended 145.0 145.0 145.0"
+    assert epochs_of(tmp_path) == (3, 4)
+    assert len(list(tmp_path.glob("step-*"))) == 2

@@ -1,0 +1,353 @@
+"""`WorkerTrainingState`: epoch and state are one, nothing is lost, and nothing of a user's is removed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.catalog import read_catalog
+from holdfast.errors import (
+    FencedError,
+    MismatchError,
+    NoWholeCheckpointError,
+    SaveFailedError,
+    StorageFullError,
+    UsageError,
+)
+from holdfast.events import Event, Failed, Warned
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.memory import MemoryWriter
+
+
+class FullStorage(MemoryStorage):
+    """A storage that has no room while `full` is set."""
+
+    full = True
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        if self.full:
+            raise StorageFullError("no room", path=path)
+        return super().open_writer(path, size_bytes)
+
+
+def state_in(place: Any, weights: np.ndarray[Any, Any] | None = None, **options: Any) -> hf.WorkerTrainingState:
+    weights = np.zeros(10) if weights is None else weights
+    return hf.WorkerTrainingState(hf.Checkpoint(weights=weights), place, **options)
+
+
+def train(place: Any, epochs: int, *, fail_in: int | None = None, **options: Any) -> tuple[list[int], list[float]]:
+    """Trains weights that count the epochs; gives the epochs that were trained, and the weights."""
+    weights = np.zeros(10)
+    trained = []
+    with state_in(place, weights, **options) as state:
+        state.restore()
+        for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=epochs), epochs):
+            assert weights.tolist() == [epoch] * 10
+            weights += 1
+            if epoch == fail_in:
+                raise ZeroDivisionError
+            trained.append(epoch)
+            state.back_up(epoch)
+        state.delete_backup()
+    return trained, weights.tolist()
+
+
+def steps_of(place: Path) -> list[int]:
+    return [name.step for name in read_catalog(LocalStorage(place)).living]
+
+
+def test_a_training_that_failed_goes_on_with_the_epoch_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, 6, fail_in=3)
+    assert train(tmp_path, 6) == ([3, 4, 5], [6.0] * 10)
+    assert train(tmp_path, 2) == ([0, 1], [2.0] * 10), "a training that ended is not gone on with"
+
+
+def test_two_backups_are_kept_and_none_at_the_end(tmp_path: Path) -> None:
+    with state_in(tmp_path) as state:
+        assert list(tmp_path.iterdir()) == [], "nothing is made before the first backup"
+        for epoch in range(5):
+            state.back_up(epoch).wait_ended()
+        assert steps_of(tmp_path) == [4, 5]
+        assert state.delete_backup()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "generations"]
+        assert len(list((tmp_path / "generations").iterdir())) == 2
+        assert state.delete_backup(), "harmless twice"
+        assert state.saved is None
+    assert state_in(tmp_path).restore() is None
+
+
+def test_nothing_of_a_users_own_is_removed(tmp_path: Path) -> None:
+    theirs = [tmp_path / "notes.txt", tmp_path / "workertemp_1" / "deep" / "file", tmp_path / "generations" / "mine"]
+    with state_in(tmp_path) as state:
+        for epoch in range(2):
+            state.back_up(epoch).wait_committed()
+        theirs.append(next(tmp_path.glob("step-*")) / "thesis.tex")
+        for path in theirs:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("years of work")
+        state.delete_backup()
+        assert state_in(tmp_path).restore() is None
+        state.delete_backup()
+    assert [path.read_text() for path in theirs] == ["years of work"] * 4
+
+
+def test_restored_nothing_there_and_damaged_are_told_apart(tmp_path: Path) -> None:
+    weights = np.zeros(10)
+    assert state_in(tmp_path, weights).restore() is None
+    with state_in(tmp_path, np.full(10, 7.0)) as state:
+        state.back_up(4).wait_committed()
+        state.back_up(5).wait_committed()
+    backup = state_in(tmp_path, weights).restore()
+    assert backup is not None
+    assert (backup.epoch, backup.batch, backup.next_epoch) == (5, None, 6)
+    assert weights.tolist() == [7.0] * 10
+    for number, data in enumerate(sorted(tmp_path.glob("step-*/data-*"), reverse=True)):
+        data.write_bytes(data.read_bytes()[:-8] + b"\xff" * 8)
+        if number == 0:
+            older = state_in(tmp_path).restore()
+            assert older is not None
+            assert older.restoration is not None
+            assert (older.epoch, len(older.restoration.passed_over)) == (4, 1)
+    state = state_in(tmp_path)
+    with pytest.raises(NoWholeCheckpointError):
+        state.restore()
+    with pytest.raises(UsageError, match="not restored"):
+        state.back_up(0)
+    assert state_in(tmp_path, begin_anew=True).restore() is None
+    with pytest.raises(MismatchError):
+        hf.WorkerTrainingState(hf.Checkpoint(other=np.zeros(10)), tmp_path).restore()
+
+
+def test_the_initial_epoch_is_a_plain_number(tmp_path: Path) -> None:
+    with state_in(tmp_path) as state:
+        assert state.maybe_load_initial_epoch_from_ckpt(2, "train") == 2
+        state.back_up(np.int64(7))  # type: ignore[arg-type]
+        first = state.maybe_load_initial_epoch_from_ckpt(2, "train")
+        assert (first, type(first)) == (8, int)
+        assert state.maybe_load_initial_epoch_from_ckpt(2, "test") == 2
+        assert state.maybe_load_initial_epoch_from_ckpt(2, "predict") == 2
+    again = state_in(tmp_path)
+    assert again.maybe_load_initial_epoch_from_ckpt(0, "test") == 0
+    with pytest.raises(UsageError, match="restore"):
+        again.maybe_load_initial_epoch_from_ckpt(0, "train")
+    again.restore()
+    assert again.maybe_load_initial_epoch_from_ckpt(0, "train") == 8
+
+
+def test_a_backup_that_beats_the_initial_epoch_says_so(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with state_in(tmp_path, sinks=[events.append]) as state:
+        state.back_up(2)
+        assert state.maybe_load_initial_epoch_from_ckpt(1, "train") == 3
+    assert any("not with 1" in event.text for event in events if isinstance(event, Warned))
+
+
+def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> None:
+    with state_in(tmp_path) as state:
+        state.back_up(7)
+    events: list[Event] = []
+    trained, _ = train(tmp_path, 4, sinks=[events.append])
+    assert trained == []
+    texts = [event.text for event in events if isinstance(event, Warned)]
+    assert any("epoch 7" in text and "4 epochs" in text for text in texts)
+    assert steps_of(tmp_path) == [1]
+    assert train(tmp_path, 8)[0] == [], "the last epoch is complete: nothing is trained, and the backup goes"
+    assert steps_of(tmp_path) == []
+
+
+def test_without_the_number_of_epochs_a_backup_goes_only_if_training_went_beyond_it(tmp_path: Path) -> None:
+    with state_in(tmp_path) as state:
+        state.back_up(7)
+    with state_in(tmp_path) as state:
+        state.restore()
+        assert not state.delete_backup()
+        assert steps_of(tmp_path) == [1]
+        state.back_up(8)
+        assert state.delete_backup()
+    assert steps_of(tmp_path) == []
+
+
+def test_a_full_disk_ends_no_training_and_the_older_backup_stays() -> None:
+    storage = FullStorage("full")
+    storage.full = False
+    events: list[Event] = []
+    weights = np.zeros(10)
+    state = state_in(storage, weights, sinks=[events.append])
+    state.back_up(0).wait_committed()
+    storage.full = True
+    for epoch in range(1, 5):
+        weights += 1
+        state.back_up(epoch).wait_ended()
+    assert sum(isinstance(event, Failed) for event in events) == 4
+    assert state.saved is not None
+    assert state.saved.epoch == 0, "an epoch counts as saved when it is"
+    with pytest.raises(SaveFailedError):
+        state.close()
+    restored = np.ones(10)
+    backup = state_in(storage, restored).restore()
+    assert backup is not None
+    assert (backup.epoch, restored.tolist()) == (0, [0.0] * 10)
+
+
+def test_failures_are_counted_if_that_is_asked_for() -> None:
+    storage = FullStorage("full")
+    state = state_in(storage, failures_allowed=1)
+    state.back_up(0).wait_ended()
+    state.back_up(1).wait_ended()
+    storage.full = False
+    with pytest.raises(SaveFailedError) as raised:
+        state.back_up(2)
+    raised.value.next_save.wait_committed()
+    assert state.saved is not None
+    assert state.saved.epoch == 2
+    state.delete_backup()
+
+
+def test_backups_that_all_failed_can_be_deleted() -> None:
+    state = state_in(FullStorage("full"))
+    state.back_up(0).wait_ended()
+    assert state.delete_backup()
+    state.close()
+
+
+def train_batches(place: Path, stop_at: int | None = None) -> list[tuple[int, int, list[int]]]:
+    """Trains epochs of four batches, with a backup after each batch; gives what it saw."""
+    sampler = hf.ResumableSampler(10, batch_size=3, seed=5)
+    seen: list[tuple[int, int, list[int]]] = []
+    with hf.WorkerTrainingState(hf.Checkpoint(sampler=sampler, rng=hf.RNG()), place) as state:
+        state.restore()
+        first, done = state.maybe_load_initial_counters_from_ckpt(len(sampler), 0, "train")
+        for epoch in range(first, 3):
+            sampler.set_epoch(epoch)
+            for batch, indices in enumerate(sampler.batches(sampler), done):
+                seen.append((epoch, batch, [*indices, random.randrange(1000)]))
+                state.back_up(epoch, batch).wait_committed()
+                if len(seen) == stop_at:
+                    return seen
+            done = 0
+            state.back_up(epoch)
+    return seen
+
+
+def test_a_backup_within_an_epoch_is_exact_with_the_data(tmp_path: Path) -> None:
+    random.seed(1)
+    untouched = train_batches(tmp_path / "untouched")
+    assert len(untouched) == 12
+    for stop_at in range(1, 12):
+        random.seed(1)
+        place = tmp_path / str(stop_at)
+        before = train_batches(place, stop_at)
+        random.seed(99)
+        assert before + train_batches(place) == untouched
+
+
+def test_a_backup_at_the_last_batch_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    with state_in(tmp_path) as state:
+        state.back_up(2, batch=3)
+        assert state.maybe_load_initial_counters_from_ckpt(4, 0, "train") == (3, 0)
+        assert state.maybe_load_initial_counters_from_ckpt(5, 0, "train") == (2, 4)
+        assert state.maybe_load_initial_counters_from_ckpt(5, 1, "test") == (1, 0)
+        assert state.maybe_load_initial_epoch_from_ckpt(0, "train") == 2
+
+
+def test_another_job_that_backs_up_there_keeps_its_backup(tmp_path: Path) -> None:
+    other = """
+    import sys, numpy as np, holdfast as hf
+    with hf.WorkerTrainingState(hf.Checkpoint(weights=np.ones(10)), sys.argv[1]) as state:
+        state.restore()
+        state.back_up(9)
+    """
+    with state_in(tmp_path) as state:
+        state.back_up(0).wait_committed()
+        subprocess.run([sys.executable, "-c", textwrap.dedent(other), tmp_path], check=True, timeout=60)
+        with pytest.raises(FencedError, match="Another job"):
+            state.delete_backup()
+    backup = state_in(tmp_path).restore()
+    assert backup is not None
+    assert backup.epoch == 9
+
+
+def test_a_writer_that_is_late_brings_no_backup_back(tmp_path: Path) -> None:
+    late = state_in(tmp_path)
+    late.back_up(0).wait_committed()
+    with state_in(tmp_path) as state:
+        state.restore()
+        state.back_up(1)
+        state.delete_backup()
+    with pytest.raises(SaveFailedError) as raised:
+        late.back_up(2).wait_committed()
+    assert isinstance(raised.value.__cause__, FencedError)
+    late.close()
+    assert state_in(tmp_path).restore() is None
+
+
+def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None:
+    state = state_in(tmp_path)
+    for epoch, batch in ((-1, None), (True, None), ("1", None), (1, -1), (1.0, None)):
+        with pytest.raises(UsageError):
+            state.back_up(epoch, batch)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="mode"):
+        state.maybe_load_initial_epoch_from_ckpt(0, "fit")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="initial_epoch"):
+        state.maybe_load_initial_epoch_from_ckpt(-1, "train")
+    for directory in ("", None):
+        with pytest.raises(UsageError):
+            hf.WorkerTrainingState(hf.Checkpoint(), directory)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        hf.WorkerTrainingState({"model": 1}, tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(weights=np.ones(10))) as manager:
+        manager.save(1)
+    weights = np.zeros(10)
+    with pytest.raises(UsageError, match="no backup"):
+        state_in(tmp_path, weights).restore()
+    assert weights.tolist() == [0.0] * 10
+
+
+KILLED = """
+import sys, numpy as np, holdfast as hf
+weights = np.zeros(300_000)
+with hf.WorkerTrainingState(hf.Checkpoint(weights=weights), sys.argv[1]) as state:
+    state.restore()
+    first = state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=60)
+    assert (weights == first).all(), (weights[0], first)
+    print(first, flush=True)
+    for epoch in range(first, 60):
+        weights += 1
+        state.back_up(epoch)
+        print("epoch", epoch, flush=True)
+    state.delete_backup()
+print("done", (weights == 60).all(), flush=True)
+"""
+
+
+def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> None:
+    moments = random.Random(3)
+    starts = []
+    for kill in [*range(10), None]:
+        program = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
+        assert program.stdout is not None
+        first = program.stdout.readline()
+        assert first, "the state did not fit the epoch"
+        starts.append(int(first))
+        if kill is not None:
+            for _ in range(moments.randrange(1, 7)):
+                program.stdout.readline()
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(moments.uniform(0.0, 0.01))
+            program.kill()
+        rest, _ = program.communicate(timeout=120)
+    assert rest.splitlines()[-1] == "done True"
+    assert starts == sorted(starts)
+    assert len(set(starts)) > 2
+    assert steps_of(tmp_path) == []
