@@ -64,6 +64,18 @@ class Workers:
                 raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
             time.sleep(_LOOK_SECONDS)
 
+    def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until a process has printed a line that begins so.
+
+        Raises:
+            AssertionError: If it does not, or ends before.
+        """
+        end_at = time.monotonic() + timeout_seconds
+        while not any(line.startswith(beginning) for line in self.text(number).splitlines()):
+            if self._processes[number].poll() is not None or time.monotonic() > end_at:
+                raise AssertionError(f"process {number} has not printed {beginning!r}\n{self.report(number)}")
+            time.sleep(_LOOK_SECONDS)
+
     def wait(self, timeout_seconds: float, numbers: Sequence[int] | None = None) -> list[int]:
         """**Blocks.** Waits until these processes, or all, have ended.
 
@@ -100,13 +112,17 @@ class Workers:
                     records.append(record)
         return records
 
+    def text(self, number: int) -> str:
+        """What a process has written to its standard output."""
+        return self._path(number, "out").read_text(errors="replace")
+
     def errors(self, number: int) -> str:
         """What a process has written to its standard error."""
         return self._path(number, "err").read_text(errors="replace")
 
     def report(self, number: int) -> str:
         """What a person has to see of a process that did not do what it should."""
-        out = self._path(number, "out").read_text(errors="replace")
+        out = self.text(number)
         code = self._processes[number].poll()
         return (
             f"process {number}, exit code {code}\n"
