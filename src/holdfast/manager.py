@@ -124,10 +124,9 @@ class CheckpointManager:
         self._totals = Totals()
         living = () if begin_anew else read_catalog(self._storage).living
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
-        # Last of all that may fail: from here on the others know that this worker is there.
         self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self.worker = ALONE if self._company is None else self._company.worker
-        # The events of a run on a local disk are kept beside its checkpoints.
+        # What may fail comes before: from here on the others know of this worker. On a local disk events are kept.
         journal = [RunJournal(self.url)] if self.worker.is_leader and isinstance(self._storage, LocalStorage) else []
         self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
