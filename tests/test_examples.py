@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from holdfast.testing.processes import Workers, python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -52,3 +57,27 @@ def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
     assert after[-2] in [f"began with epoch {epoch}, ended with epoch 8" for epoch in (4, 5, 6, 7, 8)]
     assert after[-1] == untouched[-1]
     assert {line for line in after if line.startswith("epoch 8,")} <= set(untouched)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_the_job_ends_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def train(workers: Workers, count: int, directory: Path) -> int:
+        launch = python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "--max-restarts=1")
+        return workers.start([*launch, EXAMPLES / "train_many.py", directory], {"OMP_NUM_THREADS": "1"})
+
+    with Workers(tmp_path) as workers:
+        untouched = train(workers, 2, tmp_path / "untouched")
+        assert workers.wait(240, [untouched]) == [0], workers.report(untouched)
+        killed = train(workers, 2, tmp_path / "killed")
+        workers.wait_line(killed, "step 70:", 120)
+        pid = re.search(r"worker 1 of 2, process (\d+)", workers.text(killed))
+        assert pid is not None
+        os.kill(int(pid[1]), signal.SIGKILL)
+        assert workers.wait(240, [killed]) == [0], workers.report(killed)
+        assert "begins with step" in workers.text(killed).partition("step 70:")[2]
+        losses = [
+            re.findall(r"^step 199: loss .*$", workers.text(number), re.MULTILINE) for number in (untouched, killed)
+        ]
+        assert losses[0] == losses[1] != []

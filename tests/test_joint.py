@@ -381,7 +381,8 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
             manager.save(1).wait_committed()
             manager.abandon()
             return
-        Toy(1).manager(tmp_path, cluster).save(1)
+        manager = Toy(1).manager(tmp_path, cluster)
+        manager.save(1)
         while not any(key.endswith("/part/1") for key in engine.keys):
             time.sleep(0.001)
         part_is_there.set()
@@ -389,6 +390,7 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
         # Long enough for the leader to miss it.
         time.sleep(2 * LIVENESS_SECONDS)
         dead.set()
+        manager.abandon()
 
     run_workers(2, work, engine)
     assert part_is_there.is_set()

@@ -123,11 +123,11 @@ class CheckpointManager:
         self._threads = threads
         self._totals = Totals()
         living = () if begin_anew else read_catalog(self._storage).living
+        reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
         self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self.worker = ALONE if self._company is None else self._company.worker
-        # The events of a run on a local disk are kept beside its checkpoints.
-        has_journal = self.worker.is_leader and isinstance(self._storage, LocalStorage)
-        journal = [RunJournal(self.url)] if has_journal else []
+        # What may fail comes before: from here on the others know of this worker. On a local disk events are kept.
+        journal = [RunJournal(self.url)] if self.worker.is_leader and isinstance(self._storage, LocalStorage) else []
         self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
@@ -149,8 +149,8 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
-        if reserve_bytes is not None:
-            self._saver.prepare(reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes)
+        if reserved_bytes is not None:
+            self._saver.prepare(reserved_bytes)
         self.begin_anew = begin_anew
         self.restored: Restoration | None = None
 

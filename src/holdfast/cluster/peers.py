@@ -19,7 +19,12 @@ LIVENESS_SECONDS: Final = TIMEOUT_SECONDS
 """How long a worker may not be heard of before the others go on without it."""
 
 _BEATS: Final = 15
-"""How many signs of life a worker gives in that time."""
+_FEW_BEATS: Final = 5
+_MANY: Final = 512
+"""How many signs of life a worker gives in that time; fewer where many ask the same store."""
+
+_WARN_SECONDS: Final = 60.0
+"""After how long it is worth a word that something is still waited for."""
 
 _PAUSE_SHARE: Final = 0.1
 _SHORTEST_PAUSE_SECONDS: Final = 0.002
@@ -49,9 +54,27 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str
     hint: str = ""
 
+    @classmethod
+    def of(cls, rank: int, kind: str, text: str, hint: str = "") -> Failure:
+        """A failure whose text can be sent, and is not too long for a record."""
+        return cls(rank, kind, make_sendable(text)[:_TEXT_CHARACTERS], make_sendable(hint)[:_TEXT_CHARACTERS])
+
+
+def make_sendable(words: str) -> str:
+    """**Pure.** Words without what is no text, such as half a name of a file."""
+    return words.encode(errors="replace").decode()
+
 
 class Peers:
-    """**Thread-safe.** This worker and the others. Each worker makes as many of these, in the same order."""
+    """**Thread-safe.** This worker and the others. Each worker makes as many of these, in the same order.
+
+    Attributes:
+        cluster: The workers.
+        rank: This one.
+        world_size: How many there are.
+        timeout_seconds: The deadline of each wait for workers that live.
+        warn: Told, in words, of a wait that takes long.
+    """
 
     def __init__(self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float) -> None:
         """Begins to give signs of life.
@@ -65,10 +88,12 @@ class Peers:
         self.rank = cluster.rank
         self.world_size = cluster.world_size
         self.timeout_seconds = timeout_seconds
+        self.warn: Callable[[str], object] = lambda text: None
         self._liveness_seconds = liveness_seconds
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
-        self._heartbeat = Heartbeat(cluster, liveness_seconds / _BEATS, liveness_seconds, name=self.key("heartbeat"))
+        interval_seconds = liveness_seconds / (_BEATS if cluster.world_size <= _MANY else _FEW_BEATS)
+        self._heartbeat = Heartbeat(cluster, interval_seconds, liveness_seconds, name=self.key("heartbeat"))
         self._meetings = 0
 
     @property
@@ -85,8 +110,13 @@ class Peers:
         """A key of these alone."""
         return "/".join([self._scope, *map(str, parts)])
 
-    def confer(self, record: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+    def confer(self, record: bytes, decide: Callable[[list[bytes]], bytes], purpose: str) -> bytes:
         """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.rendezvous.confer`.
+
+        Args:
+            record: What this worker brings.
+            decide: Makes the answer.
+            purpose: What it is about, for the error: `the restore`, say.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
@@ -95,7 +125,9 @@ class Peers:
         # Who missed a meeting comes to it late, is told so, and then is in step again.
         self._meetings += 1
         name = self.key("meeting", self._meetings)
-        return confer(self.cluster, name, record, decide, self.timeout_seconds, check=self._heartbeat.check)
+        return confer(
+            self.cluster, name, record, decide, self.timeout_seconds, check=self._heartbeat.check, purpose=purpose
+        )
 
     def wait_any(
         self, keys: Sequence[str], ranks: Callable[[], Collection[int]], what: str, begun_at: float | None = None
@@ -118,6 +150,7 @@ class Peers:
         looked_at = time.monotonic()
         end_at = (looked_at if begun_at is None else begun_at) + self.timeout_seconds
         missed: Failure | None = None
+        warn_seconds = _WARN_SECONDS
         while True:
             for key in keys:
                 value = self.cluster.try_get(key)
@@ -131,6 +164,11 @@ class Peers:
             if missed is None and time.monotonic() >= end_at:
                 text = f"did not {what} within {self.timeout_seconds:g} s"
                 missed = Failure(min(waited, default=LEADER), _ABSENT, text)
+            if waited and waited_seconds >= warn_seconds:
+                warn_seconds = self.timeout_seconds
+                self.warn(
+                    f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
+                )
             if missed is None:
                 time.sleep(min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
@@ -141,7 +179,7 @@ class Peers:
             return Failure(error.rank, error.kind, error.text, error.hint)
         text = error.message if isinstance(error, HoldfastError) else str(error)
         hint = error.hint if isinstance(error, HoldfastError) else ""
-        return Failure(self.rank, type(error).__name__, text[:_TEXT_CHARACTERS], hint[:_TEXT_CHARACTERS])
+        return Failure.of(self.rank, type(error).__name__, text, hint)
 
     def make_error(self, failure: Failure) -> PeerError:
         """The error that this worker raises because of another's failure."""

@@ -29,10 +29,12 @@ class _Outcome(msgspec.Struct, frozen=True):
     Attributes:
         absent: Who did not come; empty if all did.
         pieces: In how many pieces the answer lies in the store.
+        are_dead: Whether those who did not come are known to be dead, or to have left.
     """
 
     absent: tuple[int, ...] = ()
     pieces: int = 0
+    are_dead: bool = False
 
 
 def gather(
@@ -68,6 +70,7 @@ def confer(
     timeout_seconds: float,
     *,
     check: Check | None = None,
+    purpose: str = "",
 ) -> bytes:
     """**Collective.** **Blocks.** What the leader makes of the records of all workers.
 
@@ -81,6 +84,7 @@ def confer(
         decide: Makes the answer from the records, in order of rank; called by the leader, and raises nothing.
         timeout_seconds: How long to wait for the others.
         check: Asked now and then whether those that are waited for are still there.
+        purpose: What the meeting is about, for the error; empty for its name.
 
     Raises:
         AbsentError: If workers did not come in time, or are lost; it names them.
@@ -88,7 +92,7 @@ def confer(
     """
     if cluster.world_size == 1:
         return decide([record])
-    meeting = _Meeting(cluster, name, timeout_seconds, check)
+    meeting = _Meeting(cluster, name, timeout_seconds, check, purpose or repr(name))
     cluster.set(f"{name}/record/{cluster.rank}", record)
     return meeting.lead(record, decide) if cluster.rank == LEADER else meeting.follow()
 
@@ -102,12 +106,13 @@ class _Meeting:
     NAME/read                 how many have read the answer
     """
 
-    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, check: Check | None) -> None:
+    def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, check: Check | None, purpose: str) -> None:
         self._cluster = cluster
         self._name = name
         self._timeout_seconds = timeout_seconds
         self._end_at = time.monotonic() + timeout_seconds
         self._check = check
+        self._purpose = purpose
 
     def lead(self, record: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """The leader's part."""
@@ -117,8 +122,7 @@ class _Meeting:
             try:
                 records.append(self._wait(f"record/{rank}", range(rank, cluster.world_size)))
             except DeadlineError as error:
-                lost = error.ranks if isinstance(error, AbsentError) else ()
-                self._raise_absent(self._decide(_Outcome(absent=lost or self._find_missing() or (rank,))))
+                self._raise_absent(self._decide(self._give_up(error, rank)))
         answer = decide(records)
         starts = range(0, len(answer), MAX_VALUE_BYTES)
         for number, start in enumerate(starts):
@@ -137,9 +141,8 @@ class _Meeting:
         try:
             outcome = msgspec.json.decode(self._wait("outcome", (LEADER,)), type=_Outcome)
         except DeadlineError as error:
-            lost = error.ranks if isinstance(error, AbsentError) else ()
             # When all have come, it is the leader that has not answered.
-            outcome = self._decide(_Outcome(absent=lost or self._find_missing() or (LEADER,)))
+            outcome = self._decide(self._give_up(error, LEADER))
         if outcome.absent:
             self._raise_absent(outcome)
         # The leader has put these down before the outcome.
@@ -180,6 +183,12 @@ class _Meeting:
         # What the leader brings stands there until it has answered, and is of no use without the answer.
         return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
 
+    def _give_up(self, error: DeadlineError, rank: int) -> _Outcome:
+        """What to write down when the wait for a worker has ended so."""
+        if isinstance(error, AbsentError):
+            return _Outcome(error.ranks, are_dead=True)
+        return _Outcome(self._find_missing() or (rank,))
+
     def _find_missing(self) -> tuple[int, ...]:
         cluster = self._cluster
         return tuple(rank for rank in range(cluster.world_size) if cluster.try_get(self._key(f"record/{rank}")) is None)
@@ -189,7 +198,9 @@ class _Meeting:
         return msgspec.json.decode(standing, type=_Outcome)
 
     def _raise_absent(self, outcome: _Outcome) -> NoReturn:
-        what = f"did not come to {self._name!r} within {self._timeout_seconds:g} s, or died on the way"
+        what = f"did not come to {self._purpose} within {self._timeout_seconds:g} s"
+        if outcome.are_dead:
+            what = f"died, or left the job, before {self._purpose} had ended"
         raise make_absent_error(self._cluster, outcome.absent, what)
 
     def _key(self, key: str) -> str:

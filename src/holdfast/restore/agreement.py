@@ -12,9 +12,9 @@ from typing import Final, Protocol
 
 import msgspec
 
-from holdfast.cluster.peers import Failure, Peers
+from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.rendezvous import LEADER
-from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import StepName, parse_step_directory
@@ -124,7 +124,9 @@ class JointAgreement:
             seen = self._find_seen(storage, name)
         except HoldfastError as problem:
             error = problem
-        report = _Report(self._describe(error), seen=seen, names=(f"{storage.url}/{name.manifest_path}",))
+        report = _Report(
+            self._describe(error), seen=seen, names=(make_sendable(f"{storage.url}/{name.manifest_path}"),)
+        )
         answer = self._confer(report, _decide_seen)
         if answer.failure is not None:
             self._raise(answer.failure, error)
@@ -150,7 +152,8 @@ class JointAgreement:
         def decide_encoded(records: list[bytes]) -> bytes:
             return msgspec.json.encode(decide([msgspec.json.decode(record, type=_Report) for record in records]))
 
-        return msgspec.json.decode(self._peers.confer(msgspec.json.encode(report), decide_encoded), type=_Report)
+        answer = self._peers.confer(msgspec.json.encode(report), decide_encoded, "the restore")
+        return msgspec.json.decode(answer, type=_Report)
 
     def _find_seen(self, storage: Storage, name: StepName) -> str:
         end_at = time.monotonic() + min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
@@ -181,13 +184,14 @@ def _decide_names(reports: list[_Report]) -> _Report:
     for rank, report in enumerate(reports):
         if report.step != leader.step:
             text = f"it restores {_name_request(report.step)}, and rank 0 {_name_request(leader.step)}"
-            return _Report(Failure(rank, UsageError.__name__, text, "All workers have to restore the same step."))
+            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers have to restore the same step."))
     for rank, report in enumerate(reports):
-        if report.failure is not None:
+        if report.failure is not None and not (leader.names and report.failure.kind == NoCheckpointError.__name__):
+            # What the leader sees and another one does not may come into sight yet.
             return _Report(report.failure)
         if report.names and not leader.names:
             text = f"it sees {report.names[0]}, and rank 0 sees no checkpoint"
-            return _Report(Failure(rank, StorageError.__name__, text, _SIGHT_HINT))
+            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
     return leader
 
 
@@ -200,7 +204,7 @@ def _decide_seen(reports: list[_Report]) -> _Report:
         if report.seen != leader.seen:
             what = "is not what rank 0 sees there" if report.seen else "is not there for it, but for rank 0"
             text = f"{report.names[0]} {what}"
-            return _Report(Failure(rank, StorageError.__name__, text, _SIGHT_HINT))
+            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
     return _Report()
 
 

@@ -174,6 +174,8 @@ class Company:
 
     def _look(self) -> None:
         """Looks what the leader has planned; in the courier's thread."""
+        if self._step < 0:
+            return  # Nobody has asked yet, and where each worker decides by itself, nobody will.
         data = self.peers.cluster.try_get(self.peers.key("plan"))
         if data is None:
             return

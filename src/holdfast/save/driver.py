@@ -105,6 +105,8 @@ class Saver:
         # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
         line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
         self._company = company
+        if company is not None:
+            company.peers.warn = lambda text: emit(Warned(text=text))
         self._joint = None if company is None else JointLine(line, storage, company.peers, company.left_behind)
         self._line = self._joint or line
         self._own_line = line
@@ -250,8 +252,9 @@ class Saver:
         begun_at = time.monotonic()
         try:
             self._emit(work.staged)
+            if self._joint is not None and work.order.exchange is not None:
+                self._joint.begin(work.order.exchange)
             try:
-                self._begin_joint(work)
                 self._copy_later(work)
             finally:
                 self._let_go([])
@@ -264,11 +267,13 @@ class Saver:
             if self._worker.is_leader:
                 self._cleaner.clean(name, work.order.origin)
         finally:
-            self._end_joint()
-            work.crew.close()
-            self._flush_events()
-            # Not before: from here on the program may end, or the next save begin.
-            self._reports.mark_ended(work.handle)
+            try:
+                self._end_joint()
+            finally:
+                work.crew.close()
+                self._flush_events()
+                # Not before: from here on the program may end, or the next save begin.
+                self._reports.mark_ended(work.handle)
 
     def _end_preparation(self) -> None:
         if self._preparation is not None:
@@ -339,11 +344,6 @@ class Saver:
         )
         return name
 
-    def _begin_joint(self, work: _Work) -> None:
-        """Meets the other workers, if there are any."""
-        if self._joint is not None and work.order.exchange is not None:
-            self._joint.begin(work.order.exchange)
-
     def _end_joint(self) -> None:
         """Parts with the other workers, whatever has come of the save."""
         if self._joint is not None:
@@ -370,11 +370,13 @@ class Saver:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
-        if self._joint is not None:
-            # Before anybody here hears of it, who may end the process at once.
-            self._joint.tell(error)
-        self._reports.add(failure)
-        work.handle.mark_failed(failure)
+        try:
+            if self._joint is not None:
+                # Before anybody here hears of it, who may end the process at once.
+                self._joint.tell(error)
+        finally:
+            self._reports.add(failure)
+            work.handle.mark_failed(failure)
         self._emit(
             Failed(
                 stage="save",

@@ -212,7 +212,7 @@ class Exchange:
         position = msgspec.json.decode(data, type=Position)
         if position.is_beyond(self._position):
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
-            raise self._peers.make_error(Failure(rank, UsageError.__name__, text, _WAY_HINT))
+            raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
 
     def _put(self, name: str, record: msgspec.Struct) -> None:
         self._peers.cluster.set(self._key(name), msgspec.json.encode(record))

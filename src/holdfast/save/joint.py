@@ -73,12 +73,12 @@ class JointLine:
         self._line.leave()
 
     def begin(self, exchange: Exchange) -> None:
-        """**Blocks.** Begins a save; `finish` ends it, whatever comes between."""
+        """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
         self._exchange, self._debris = exchange, None
-        exchange.announce()
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
+        self._now.announce()
         if self._peers.is_leader:
             base = self._line.open(origin)
             if base is not None:

@@ -84,7 +84,7 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
         for file, (rank, size_bytes) in expected.items():
             if found.get(file) != size_bytes:
                 text = f"it has written {name.directory}/{file}, which rank 0 does not see in {storage.url}"
-                return Failure(rank, StorageError.__name__, text, _HINT)
+                return Failure.of(rank, StorageError.__name__, text, _HINT)
         return None
 
     return _insist(look, timeout_seconds)

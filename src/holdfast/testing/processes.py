@@ -31,8 +31,8 @@ class Workers:
         self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
-        """Starts one more, with these variables beside those of this process. Its number is how many there were."""
+    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> int:
+        """Starts one more, with these variables beside those of this process; gives its number, from 0."""
         number = len(self._processes)
         with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
             self._processes.append(
@@ -46,6 +46,7 @@ class Workers:
                     start_new_session=True,
                 )
             )
+        return number
 
     def wait_said(self, number: int, key: str, timeout_seconds: float) -> Any:
         """**Blocks.** Waits until a process has printed a record, a line of JSON, with that key; returns its value.
@@ -61,6 +62,18 @@ class Workers:
                     return record[key]
             if ended or time.monotonic() > end_at:
                 raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
+            time.sleep(_LOOK_SECONDS)
+
+    def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until a process has printed a line that begins so.
+
+        Raises:
+            AssertionError: If it does not, or ends before.
+        """
+        end_at = time.monotonic() + timeout_seconds
+        while not any(line.startswith(beginning) for line in self.text(number).splitlines()):
+            if self._processes[number].poll() is not None or time.monotonic() > end_at:
+                raise AssertionError(f"process {number} has not printed {beginning!r}\n{self.report(number)}")
             time.sleep(_LOOK_SECONDS)
 
     def wait(self, timeout_seconds: float, numbers: Sequence[int] | None = None) -> list[int]:
@@ -99,13 +112,17 @@ class Workers:
                     records.append(record)
         return records
 
+    def text(self, number: int) -> str:
+        """What a process has written to its standard output."""
+        return self._path(number, "out").read_text(errors="replace")
+
     def errors(self, number: int) -> str:
         """What a process has written to its standard error."""
         return self._path(number, "err").read_text(errors="replace")
 
     def report(self, number: int) -> str:
         """What a person has to see of a process that did not do what it should."""
-        out = self._path(number, "out").read_text(errors="replace")
+        out = self.text(number)
         code = self._processes[number].poll()
         return (
             f"process {number}, exit code {code}\n"

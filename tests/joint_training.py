@@ -1,0 +1,48 @@
+"""One worker of a job that torchrun starts: trains replicas with `hf.resumable`, and dies where it is told to.
+
+torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/joint_training.py RUN 12 1:7
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast as hf
+from holdfast.format.digests import digest
+from holdfast.testing.cluster_scenarios import say
+
+
+def main(directory: str, total: int, death: str) -> None:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.manual_seed(1)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank + 10)
+    own = {"seen": torch.zeros(1)}
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker(own)}
+    with hf.resumable(directory, save_every=hf.Steps(3), keep=hf.Latest(2), **objects) as run:
+        say({"rank": rank, "start": start, "begun": run.step})
+        for step in run.steps(total):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * world_size + rank))
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            own["seen"] += inputs.sum()
+            if start == 0 and death == f"{rank}:{step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+    state = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.state_dict().values(), own["seen"]])
+    say({"rank": rank, "ended": digest(state), "restored": run.restored.step if run.restored else None})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
