@@ -24,6 +24,7 @@ _COLUMNS: Final = (
 _LIMITS: Final = (
     ("copy", "copy of the same tensors into touched memory"),
     ("write", "direct write into a new file, fsync included"),
+    ("rewrite", "the same over a file that is there"),
     ("read_cold", "direct read"),
     ("read_warm", "read from the page cache"),
 )
@@ -43,14 +44,17 @@ Made by `make bench`; not written by hand.
 Every contender runs in a process of its own and saves the same tensors, which lie in memory that all processes share;
 JAX and TensorFlow, which hold state in arrays of their own, have their values from there. They take turns within each
 round, and the first round is not counted. What is shown is the median of {rounds} rounds, with the smallest and the
-largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied,
-written directly or read with nothing else to do. Times drift with the machine; ratios last.
+largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied
+by two threads (right before and right after each save), written directly or read, with nothing else to do. Times
+drift with the machine; ratios last.
 
 - **Stall**: how long the call that saves keeps training waiting, from the second save on.
 - **Until the state may change**: the stall, and what a change of the state would have to wait if it came at once. It is
   longer than the stall where something copies after the call has returned; TensorFlow copies within the change.
 - **Until durable**: from the call until the checkpoint would outlive a power cut. Where a contender does not see to
-  that by itself, the fsyncs that it lacks are added and counted here.
+  that by itself, the fsyncs that it lacks are added and counted here. holdfast keeps one checkpoint here and writes, as
+  it does by itself in any run that keeps a fixed number, into the disk space of the one before. The others write new
+  files; to remove them is not counted.
 - **Restore**: until the live tensors have their values. Cold: none of the files is in the page cache (checked); warm:
   all are. After each restore the tensors are compared with what was saved.
 - **Memory**: the most that was held beyond the live state while saving and while restoring, as a multiple of the state;
@@ -136,7 +140,7 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     if limits:
         yield "| The machine's limit | seconds | GB/s |"
         yield "|---|---|---|"
-        for key, title in _LIMITS:
+        for key, title in ((key, title) for key, title in _LIMITS if key in limits):
             yield f"| {title} | {show_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
         yield ""
     titles = [title for _, title in _COLUMNS]

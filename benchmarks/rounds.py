@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import mean
 
 from benchmarks import page_cache
 from benchmarks.contender import Contender, ContenderError
@@ -34,13 +35,15 @@ def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], r
     with open_values(bench, make_workload(workload_name, bench.results.scale)) as (values, memory):
         for group in in_groups(contenders):
             with bench.started(
-                workload_name, [LIMITS, *group], lambda name: bench.start(name, workload_name, memory)
+                workload_name,
+                [LIMITS, *group],
+                lambda name: bench.start(name, workload_name, memory, keep=1 if "holdfast" in name else None),
             ) as live:
                 for number in range(rounds + 1):
                     values.change()
                     for name in in_turn(live, number):
                         begun_at = time.monotonic()
-                        bench.attempt(workload_name, live, name, number, lambda one, n: _one(one, n, values))
+                        bench.attempt(workload_name, live, name, number, lambda one, n: _one(one, n, values, live))
                         if number > 0 and name in live and time.monotonic() - begun_at > _PATIENCE_SECONDS:
                             bench.dismiss(workload_name, live, name)
 
@@ -102,18 +105,27 @@ def restore_checked(contender: Contender, step: int, values: Values, warmth: str
     return figures
 
 
-def _one(contender: Contender, number: int, values: Values) -> dict[str, float]:
+def _copy(live: Mapping[str, Contender]) -> float | None:
+    return live[LIMITS].order(Order(verb="copy"))["copy"] if LIMITS in live else None
+
+
+def _one(contender: Contender, number: int, values: Values, live: Mapping[str, Contender]) -> dict[str, float]:
     """One contender's part of one round; the one that warms up has no restore."""
     if contender.name == LIMITS:
         return contender.order(Order(verb="measure"))
     step = number * 10 + 1
+    # A round takes minutes, and the memory's pace changes within seconds: it is taken right before and after each save.
+    before = _copy(live)
     saved = contender.order(Order(verb="save", step=step))
+    copies = [seconds for seconds in (before, _copy(live)) if seconds is not None]
     if number == 0:
         for again in range(1, int(saved["settling_saves"])):
             contender.order(Order(verb="remove", step=step))
             step += again
             contender.order(Order(verb="save", step=step))
     figures = {key: saved[key] for key in ("stall", "held", "durable")}
+    if copies:
+        figures["copy"] = mean(copies)
     figures["save_extra_bytes"] = saved["extra_bytes"]
     figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
     same_reader = bool(PEERS[contender.name].reads_as)

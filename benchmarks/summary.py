@@ -78,7 +78,8 @@ def limits_of(results: Results, workload: str) -> dict[str, Spread]:
     found = [entry for entry in results.rounds if entry.workload == workload and entry.contender == LIMITS]
     # Where there is but one round, it has no other to warm up for.
     counted = [entry.figures for entry in found if entry.number > 0] or [entry.figures for entry in found]
-    return {name: spread([figures[name] for figures in counted]) for name in LIMIT_OF.values() if counted}
+    names = (*LIMIT_OF.values(), "rewrite")
+    return {name: spread([figures[name] for figures in counted]) for name in names if counted and name in counted[0]}
 
 
 def standings(results: Results, workload: str) -> list[Standing]:
@@ -121,15 +122,14 @@ def _standing(results: Results, workload: str, name: str) -> Standing:
 
 
 def _figures(rounds: Sequence[Round], limits: dict[tuple[int, int], dict[str, float]]) -> Iterator[tuple[str, Figure]]:
-    keys = dict.fromkeys(key for entry in rounds for key in entry.figures if not key.endswith("_bytes"))
+    keys = dict.fromkeys(
+        key for entry in rounds for key in entry.figures if not key.endswith("_bytes") and key != "copy"
+    )
     for key in keys:
         having = [entry for entry in rounds if key in entry.figures]
         limit = LIMIT_OF.get(key)
-        ratios = [
-            entry.figures[key] / limits[entry.slice, entry.number][limit]
-            for entry in having
-            if limit and (entry.slice, entry.number) in limits
-        ]
+        found = [limits.get((entry.slice, entry.number), {}) | entry.figures for entry in having]
+        ratios = [figures[key] / figures[limit] for figures in found if limit is not None and limit in figures]
         yield key, Figure(spread([e.figures[key] for e in having]), spread(ratios) if ratios else None)
 
 

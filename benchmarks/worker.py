@@ -41,12 +41,17 @@ class LimitDuties(Duties):
         places, size_bytes = place_tensors(state_shapes(make_workload(start.workload, start.scale)))
         self._limits = Limits(Path(start.directory), mmap.mmap(start.memory, size_bytes), places)
 
+    def copy(self, order: Order) -> dict[str, float]:
+        """The copy alone."""
+        return {"copy": self._limits.copy_seconds()}
+
     def measure(self, order: Order) -> dict[str, float]:
         """All limits, once."""
         try:
             return {
                 "copy": self._limits.copy_seconds(),
                 "write": self._limits.write_seconds(),
+                "rewrite": self._limits.rewrite_seconds(),
                 "read_cold": self._limits.read_cold_seconds(),
                 "read_warm": self._limits.read_warm_seconds(),
             }

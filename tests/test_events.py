@@ -16,6 +16,7 @@ from holdfast.errors import FormatError, UsageError
 from holdfast.events import (
     AnyEvent,
     Committed,
+    Diverged,
     Event,
     Failed,
     Fanout,
@@ -26,6 +27,7 @@ from holdfast.events import (
     LoggingSink,
     NoticeHeard,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -65,6 +67,8 @@ ONE_OF_EACH: list[Event] = [
     Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
     Skipped(step=700, reason="the save of step 600 is still at work"),
     Warned(text="the clock went back", step=701),
+    Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
+    Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
     Leaving(step=650, exit_code=42, reason="no time is left"),
 ]

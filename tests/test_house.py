@@ -34,6 +34,7 @@ PUBLIC = [
     "EveryN",
     "Latest",
     "Newer",
+    "PerWorker",
     "PreemptionCheckpointHandler",
     "Restoration",
     "ResumableDataLoader",
@@ -41,6 +42,7 @@ PUBLIC = [
     "Run",
     "SaveHandle",
     "Seconds",
+    "Shard",
     "Steps",
     "TerminationConfig",
     "__version__",
@@ -58,7 +60,7 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpic
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 UNPICKLING = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pd", "read_pickle"), ("importlib", "__import__")}
 
-IMPORT_BY_NAME = {"cli/main.py", "state/comparing.py", "state/registry.py"}
+IMPORT_BY_NAME = {"cli/main.py", "cluster/opening.py", "state/comparing.py", "state/registry.py"}
 """These import by name, out of fixed tables: of the verbs, and of the integrations."""
 
 QUIET = {"torch", "numpy", "jax", "rich", "click", "asyncio"}

@@ -547,3 +547,77 @@ class TestInACheckpoint:
         list(sampler)
         with pytest.raises(UsageError, match="iterated directly"):
             capture_objects({"data": sampler})
+
+
+# Several workers.
+
+
+def shares(
+    samplers: list[ResumableSampler], steps: int | None = None
+) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+    """What each worker takes, at most so many batches, and where each stands afterwards."""
+    taken = []
+    for sampler in samplers:
+        batches = sampler.batches(sampler)
+        taken.append(list(itertools.islice(batches, steps) if steps is not None else batches))
+    return taken, [sampler.state_dict() for sampler in samplers]
+
+
+def team(length: int, world_size: int, batch_size: int, **options: Any) -> list[ResumableSampler]:
+    return [
+        ResumableSampler(length, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_every_sample_comes_once_whoever_takes_it(
+    length: int, teams: list[tuple[int, int, int]], shuffle: bool
+) -> None:
+    """A job goes on again and again, each time with other workers and another batch, and then to the end."""
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for number, (world_size, batch_size, steps) in enumerate(teams):
+        samplers = team(length, world_size, max(batch_size, world_size), shuffle=shuffle, seed=3)
+        for sampler in samplers:
+            sampler.load_state_dict(state or sampler.state_dict())
+        is_last = number == len(teams) - 1
+        taken, states = shares(samplers, None if is_last else steps)
+        seen += [index for own in taken for batch in own for index in batch]
+        if is_last:
+            assert all(one["epoch"] == 1 for one in states)
+        elif len({len(own) for own in taken}) == 1:
+            # Where all took as many batches, all stand at the same place.
+            assert all(one == states[0] for one in states)
+        state = max(states, key=lambda one: (one["epoch"], one["position_samples"]))
+        if state["epoch"]:
+            break
+    assert sorted(seen) == list(range(length))
+
+
+@given(st.integers(1, 300), st.integers(1, 7), st.integers(1, 40), st.booleans())
+def test_all_workers_have_as_many_batches_and_as_many_samples(
+    length: int, world_size: int, batch_size: int, drop_last: bool
+) -> None:
+    batch_size = max(batch_size, world_size)
+    samplers = team(length, world_size, batch_size, drop_last=drop_last)
+    taken, _ = shares(samplers)
+    assert [len(own) for own in taken] == [len(sampler) for sampler in samplers]
+    if length >= world_size:
+        assert len({len(own) for own in taken}) == 1
+        for batch in zip(*taken, strict=True):
+            assert max(map(len, batch)) - min(map(len, batch)) <= 1
+            assert all(batch)
+        together = [index for batch in zip(*taken, strict=True) for own in batch for index in own]
+        alone = ResumableSampler(length, batch_size=batch_size, drop_last=drop_last)
+        assert together == list(itertools.chain.from_iterable(alone))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0), (0, 9), (0, 1.5), (True, 2)])
+def test_workers_that_cannot_share_a_batch_are_refused(rank: Any, world_size: Any) -> None:
+    with pytest.raises(UsageError, match="cannot share a batch of 8"):
+        ResumableSampler(100, batch_size=8, rank=rank, world_size=world_size)

@@ -12,6 +12,8 @@ from torch import nn
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
+from holdfast.state.adapters import HANDED_OVER
+from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
 from state_trip import bring_back, match, store
@@ -180,6 +182,15 @@ def test_arrays_go_from_one_library_to_the_other() -> None:
     live = np.zeros(3, np.float32)
     bring_back(store(x=torch.ones(3)), {"x": live})
     assert live.tolist() == [1, 1, 1]
+
+
+def test_an_empty_array_of_a_library_without_the_type_gives_way() -> None:
+    stored = torch.tensor([1.5, 2.5], dtype=torch.bfloat16)
+    specs = store(x={"a": stored}).specs
+    comparison = Comparison({}, specs, None)
+    comparison.rules = HANDED_OVER
+    for leaf in specs:
+        assert comparison.array(leaf, "torch", np.empty(0, np.float32), leaf).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])

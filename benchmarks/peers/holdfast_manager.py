@@ -20,6 +20,7 @@ class Holdfast(TorchPeer):
     """
 
     makes_last = "files, names and directories"
+    settling_saves = 3
     options: ClassVar[dict[str, Any]] = {}
 
     def open(self, directory: Path, state: State, keep: int | None = None) -> None:
@@ -50,8 +51,10 @@ class Holdfast(TorchPeer):
         self._handles.pop(step - (self.keep or 0), None)
 
     def remove(self, step: int) -> None:
-        """Removes the step's directory; the run goes on with the next."""
-        shutil.rmtree(self._handles.pop(step).path)
+        """Removes the step's directory, unless the manager does so: it then writes into that space again."""
+        handle = self._handles.pop(step)
+        if self.keep is None:
+            shutil.rmtree(handle.path)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -11,7 +11,7 @@ from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
-from holdfast.state import RNG, ResumableSampler, register_codec, register_type
+from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
 
 if TYPE_CHECKING:
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -28,6 +28,7 @@ __all__ = [
     "EveryN",
     "Latest",
     "Newer",
+    "PerWorker",
     "PreemptionCheckpointHandler",
     "Restoration",
     "ResumableDataLoader",
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "SaveHandle",
     "Seconds",
+    "Shard",
     "Steps",
     "TerminationConfig",
     "__version__",

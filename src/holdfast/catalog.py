@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, NotFoundError, StorageError
 from holdfast.format.digests import digest
@@ -37,8 +38,7 @@ from holdfast.format.names import (
 from holdfast.storage.protocol import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(msgspec.Struct, frozen=True):
     """What lay under a run's root at one moment.
 
     Attributes:

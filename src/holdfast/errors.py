@@ -7,6 +7,7 @@
 * `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
 * `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
 * `FencedError`: another job has taken over the directory. Stop this one.
+* `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
 
 Every error carries a `hint`: one sentence that says what to do.
@@ -170,5 +171,39 @@ class FencedError(HoldfastError):
     """Another job has opened a newer generation of this run; this one can commit no more."""
 
 
+class ClusterError(HoldfastError):
+    """The store through which the workers of a job agree does not answer."""
+
+
+class PeerError(ClusterError):
+    """Another worker of the job has failed.
+
+    Attributes:
+        rank: Which worker.
+        kind: The name of the error's type there.
+        text: What the error says.
+    """
+
+    def __init__(self, message: str, *, rank: int, kind: str, text: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
+        self.kind = kind
+        self.text = text
+
+
 class DeadlineError(HoldfastError, TimeoutError):
     """A wait ran out of time; what was waited for may still happen."""
+
+
+class AbsentError(DeadlineError):
+    """Workers that were waited for did not come, or have not been heard of.
+
+    Attributes:
+        ranks: Who is missing.
+        nodes: Where they run, in the same order.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...], nodes: tuple[str, ...], hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.ranks = ranks
+        self.nodes = nodes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace as replace_fields
 from types import TracebackType
 from typing import Any, Final, Literal, Self
+
+from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
@@ -47,7 +48,6 @@ class CheckpointManager:
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
         restored: The newest restore of all that is kept; None before one.
-        emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
 
     Example:
         ```python
@@ -92,7 +92,7 @@ class CheckpointManager:
                 These steps stay then, whatever `keep` says.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
-            threads: How many threads write, and read at a restore.
+            threads: How many threads write; twice as many read at a restore, when nothing else goes on.
             overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
                 while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
                 by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
@@ -121,12 +121,12 @@ class CheckpointManager:
         self._totals = Totals()
         # The events of a run on a local disk are kept beside its checkpoints.
         journal = [RunJournal(self.url)] if isinstance(self._storage, LocalStorage) else []
-        self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
+        self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
             self._storage,
             keep or All(),
-            self.emit,
+            self._emit,
             self._reports,
             threads=threads,
             overlap_copy=overlap_copy,
@@ -155,6 +155,11 @@ class CheckpointManager:
     def totals(self) -> Sums:
         """What saving and restoring have cost this process so far."""
         return self._totals.sums
+
+    @property
+    def emit(self) -> Sink:
+        """Tells the log, the sinks and the run's own journal of an event, from any thread."""
+        return self._emit
 
     @property
     def save_seconds(self) -> float | None:
@@ -259,8 +264,8 @@ class CheckpointManager:
             step=None if step is None else check_step(step),
             select=make_selection(only),
             strict=strict,
-            threads=self._threads,
-            emit=self.emit,
+            threads=2 * self._threads,
+            emit=self._emit,
         )
         if restoration is None:
             return None

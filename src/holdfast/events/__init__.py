@@ -9,6 +9,7 @@ from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
+    Diverged,
     Event,
     Failed,
     GenerationOpened,
@@ -16,6 +17,7 @@ from holdfast.events.kinds import (
     Leaving,
     NoticeHeard,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -30,6 +32,7 @@ from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
 __all__ = [
     "AnyEvent",
     "Committed",
+    "Diverged",
     "Event",
     "Failed",
     "Fanout",
@@ -40,6 +43,7 @@ __all__ = [
     "LoggingSink",
     "NoticeHeard",
     "PassedOver",
+    "Resized",
     "Restored",
     "Retained",
     "Sink",

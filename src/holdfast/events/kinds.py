@@ -9,6 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from holdfast.errors import FormatError
+from holdfast.events.quantities import say_size, say_time
 
 
 def _kind(class_name: str) -> str:
@@ -60,9 +61,8 @@ class Staged(Event, frozen=True):
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
-        return (
-            f"step {self.step}{reason} staged: {_size(self.size_bytes)}, training held up {_time(self.blocked_seconds)}"
-        )
+        held_up = say_time(self.blocked_seconds)
+        return f"step {self.step}{reason} staged: {say_size(self.size_bytes)}, training held up {held_up}"
 
 
 class Held(Event, frozen=True):
@@ -77,7 +77,7 @@ class Held(Event, frozen=True):
     blocked_seconds: float
 
     def __str__(self) -> str:
-        return f"step {self.step}: the optimizer waited {_time(self.blocked_seconds)} for the copy"
+        return f"step {self.step}: the optimizer waited {say_time(self.blocked_seconds)} for the copy"
 
 
 class Written(Event, frozen=True):
@@ -96,8 +96,8 @@ class Written(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        rate = f" ({_size(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
-        return f"step {self.step} written: {_size(self.size_bytes)} in {_time(self.background_seconds)}{rate}"
+        rate = f" ({say_size(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
+        return f"step {self.step} written: {say_size(self.size_bytes)} in {say_time(self.background_seconds)}{rate}"
 
 
 class Committed(Event, frozen=True):
@@ -123,11 +123,11 @@ class Committed(Event, frozen=True):
     referred_bytes: int = 0
 
     def __str__(self) -> str:
-        referred = f", {_size(self.referred_bytes)} referred to" if self.referred_bytes else ""
+        referred = f", {say_size(self.referred_bytes)} referred to" if self.referred_bytes else ""
         return (
-            f"step {self.step} committed: {_size(self.size_bytes)}{referred}, training held up "
-            f"{_time(self.blocked_seconds)}, {_time(self.background_seconds)} in the background, "
-            f"{_time(self.training_saved_seconds)} of training saved"
+            f"step {self.step} committed: {say_size(self.size_bytes)}{referred}, training held up "
+            f"{say_time(self.blocked_seconds)}, {say_time(self.background_seconds)} in the background, "
+            f"{say_time(self.training_saved_seconds)} of training saved"
         )
 
 
@@ -147,7 +147,53 @@ class Restored(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        return f"step {self.step} restored: {_size(self.size_bytes)} in {_time(self.blocked_seconds)}"
+        return f"step {self.step} restored: {say_size(self.size_bytes)} in {say_time(self.blocked_seconds)}"
+
+
+class Resized(Event, frozen=True):
+    """The state of another number of workers has been restored.
+
+    Attributes:
+        step: The step.
+        generation: The generation that had saved it.
+        stored_workers: How many workers had saved it.
+        workers: How many there are now.
+        reseeded: Where random generators were seeded anew from what was saved, each worker's differently.
+        left: What is each worker's own and stays as it is, since what was saved is nobody's any more.
+    """
+
+    step: int
+    generation: int
+    stored_workers: int
+    workers: int
+    reseeded: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"step {self.step} was saved by {self.stored_workers} workers and is restored by {self.workers}"
+        notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
+        notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
+        return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+class Diverged(Event, frozen=True):
+    """Workers that should hold the same values of a tensor do not.
+
+    Attributes:
+        step: The step that was saved; it holds the values of one of them.
+        generation: The generation that saved it.
+        tensor: The leaf.
+        ranks: The workers, those that agree together; the most first.
+    """
+
+    step: int
+    generation: int
+    tensor: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
+        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
 
 
 class PassedOver(Event, frozen=True):
@@ -268,7 +314,7 @@ class NoticeHeard(Event, frozen=True):
     left_seconds: float | None = None
 
     def __str__(self) -> str:
-        left = "" if self.left_seconds is None else f", {_time(max(self.left_seconds, 0.0))} left"
+        left = "" if self.left_seconds is None else f", {say_time(max(self.left_seconds, 0.0))} left"
         return f"{self.text}{left}"
 
 
@@ -302,6 +348,8 @@ AnyEvent: TypeAlias = (
     | Written
     | Committed
     | Restored
+    | Resized
+    | Diverged
     | PassedOver
     | Retained
     | Failed
@@ -339,19 +387,6 @@ def decode_event(line: bytes) -> AnyEvent:
         raise FormatError(f"not an event: {error}") from error
 
 
-def _time(seconds: float) -> str:
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
-
-
-def _size(size_bytes: float) -> str:
-    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        # From 0.9995 of a unit on, three digits would round up to it.
-        if size_bytes >= 0.9995 * unit_bytes:
-            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
-    return f"{size_bytes:.0f} B"
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

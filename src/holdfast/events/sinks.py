@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from holdfast.events.kinds import (
     Committed,
+    Diverged,
     Event,
     Failed,
     GenerationOpened,
@@ -17,6 +20,7 @@ from holdfast.events.kinds import (
     Leaving,
     NoticeHeard,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -38,6 +42,8 @@ _LEVELS: dict[type[Event], int] = {
     Written: logging.DEBUG,
     Committed: logging.INFO,
     Restored: logging.INFO,
+    Resized: logging.WARNING,
+    Diverged: logging.WARNING,
     PassedOver: logging.WARNING,
     Retained: logging.DEBUG,
     Failed: logging.ERROR,
@@ -81,8 +87,7 @@ class Fanout:
                     logger.exception("the event sink %r failed; its further errors are not logged", sink)
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """What has added up over a run.
 
     Attributes:

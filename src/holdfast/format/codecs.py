@@ -10,8 +10,9 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.format.scalars import ENCODERS
@@ -19,8 +20,7 @@ from holdfast.format.scalars import ENCODERS
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(msgspec.Struct, frozen=True):
     """How the values of one exact type are written as other values, and made again.
 
     Attributes:

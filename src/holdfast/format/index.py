@@ -13,6 +13,7 @@ from holdfast.format.dtypes import array_bytes
 from holdfast.format.envelope import seal, unseal
 from holdfast.format.layout import MAX_HEADER_BYTES
 from holdfast.format.names import MAX_WORKERS, StepName, data_name, find_order_problem
+from holdfast.format.shards import BoxRecord, ElsewhereRecord, StoredBox, find_part_problem, make_stored_box
 from holdfast.format.soundness import MAX_DIMENSIONS, is_hexadecimal, try_end
 
 KIND: Final = "index"
@@ -99,6 +100,8 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         objects: For each named object, its state with references in place of arrays.
         sources: The files of earlier steps that arrays are referred to in; left out if there are none.
         referred: Those arrays, in the order of the sources and of their places there; left out if there are none.
+        boxes: What those arrays are that are no whole leaves; left out if all are.
+        elsewhere: The leaves of which others have written a part, or all; left out if there are none.
     """
 
     step: int
@@ -114,6 +117,8 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
     objects: dict[str, Any]
     sources: tuple[Source, ...] = ()
     referred: tuple[ReferredRecord, ...] = ()
+    boxes: tuple[BoxRecord, ...] = ()
+    elsewhere: tuple[ElsewhereRecord, ...] = ()
 
     @property
     def name(self) -> StepName:
@@ -129,6 +134,17 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         """All arrays, wherever they lie."""
         yield from self.leaves
         yield from self.referred
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it says anything of leaves that do not lie whole in one array."""
+        return bool(self.boxes or self.elsewhere)
+
+    def stored_boxes(self) -> Iterator[StoredBox]:
+        """All arrays, each with the leaf that it is, or is a box of."""
+        boxes = {part.name: part for part in self.boxes}
+        for record in self.all_leaves():
+            yield make_stored_box(record, boxes, self.rank)
 
     def refers_to(self) -> dict[StepName, tuple[int, int]]:
         """For each step that it refers to, how many arrays and how many of their bytes lie there; in order of step."""
@@ -171,8 +187,8 @@ def _find_problem(index: Index) -> str:
     # Very many leaves are looked at together first; one by one only where something is wrong with them.
     is_alone = not index.sources and not index.referred
     if is_alone and try_end(index.leaves, index.header_bytes, index.span_bytes) == index.data_bytes:
-        return ""
-    return find_leaf_problem(index)
+        return find_part_problem(index) if index.is_shared else ""
+    return find_leaf_problem(index) or find_part_problem(index)
 
 
 def find_leaf_problem(index: Index) -> str:

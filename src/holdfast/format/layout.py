@@ -26,8 +26,7 @@ METADATA_KEY: Final = "__metadata__"
 """The one name in a header that does not stand for an array."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """An array's place in a data file, in bytes from the file's beginning; `end` is exclusive."""
 
     name: str

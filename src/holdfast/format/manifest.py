@@ -19,7 +19,10 @@ MAX_MANIFEST_BYTES: Final = 256 << 20
 REFERENCES: Final = "references"
 """The feature of a step some of whose arrays lie in data files of earlier steps."""
 
-KNOWN_FEATURES: Final = frozenset({REFERENCES})
+SHARDS: Final = "shards"
+"""The feature of a step whose leaves are put together from boxes, which may lie with several workers."""
+
+KNOWN_FEATURES: Final = frozenset({REFERENCES, SHARDS})
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -137,6 +140,8 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
             hint="Read it with the version of holdfast that wrote it, or a newer one.",
         )
     problem = _find_problem(manifest, expected)
+    if len(manifest.workers) > 1 and SHARDS not in manifest.features:
+        problem = problem or f"the state of {len(manifest.workers)} workers is one only with the feature {SHARDS!r}"
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return manifest

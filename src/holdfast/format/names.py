@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 GENERATIONS_DIRECTORY: Final = "generations"
 MANIFEST_NAME: Final = "manifest.json"
@@ -24,8 +25,7 @@ _GENERATION_TEMPORARY = re.compile(r"\.([0-9]{4,10})(?:\.base)?\.json\.[0-9A-Za-
 _TEMPORARY = re.compile(r"\.manifest\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class StepName:
+class StepName(msgspec.Struct, frozen=True, order=True):
     """Which checkpoint: the step, the generation that saved it, and which attempt of that generation it was.
 
     A generation that saves the same step twice (after a failure, or to replace it) takes the next attempt, so that

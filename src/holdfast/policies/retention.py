@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.policies.arguments import check_count, check_seconds
@@ -14,8 +14,7 @@ from holdfast.policies.arguments import check_count, check_seconds
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCandidate(Generic[Key]):
+class KeptCandidate(msgspec.Struct, Generic[Key], frozen=True):
     """One committed checkpoint, when the question is what to keep.
 
     Attributes:
@@ -28,7 +27,7 @@ class KeptCandidate(Generic[Key]):
     key: Key
     step: int
     committed_at_seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
 @runtime_checkable
@@ -45,19 +44,17 @@ class RetentionPolicy(Protocol):
         ...
 
 
-class _CombinableRetentionPolicy(ABC):
-    @abstractmethod
-    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]: ...
+class _Combinable:
+    __slots__ = ()
 
-    def __or__(self, other: RetentionPolicy) -> AnyKeeps:
+    def __or__(self: RetentionPolicy, other: RetentionPolicy) -> AnyKeeps:
         return AnyKeeps((self, other))
 
-    def __ror__(self, other: RetentionPolicy) -> AnyKeeps:
+    def __ror__(self: RetentionPolicy, other: RetentionPolicy) -> AnyKeeps:
         return AnyKeeps((other, self))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class AnyKeeps(_CombinableRetentionPolicy):
+class AnyKeeps(_Combinable, msgspec.Struct, frozen=True):
     """Keeps what any of its policies keeps; made by `|`."""
 
     policies: tuple[RetentionPolicy, ...]
@@ -72,7 +69,7 @@ class AnyKeeps(_CombinableRetentionPolicy):
                     "and save policies (Steps, Seconds, Auto) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnyKeeps) else (policy,))
-        object.__setattr__(self, "policies", tuple(flat))
+        msgspec.structs.force_setattr(self, "policies", tuple(flat))
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** The union of what its policies keep, with all their reasons."""
@@ -86,8 +83,7 @@ class AnyKeeps(_CombinableRetentionPolicy):
         return " | ".join(map(repr, self.policies))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Latest(_CombinableRetentionPolicy):
+class Latest(_Combinable, msgspec.Struct, frozen=True):
     """Keeps the `n` newest."""
 
     n: int
@@ -103,8 +99,7 @@ class Latest(_CombinableRetentionPolicy):
         return f"Latest({self.n})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class EveryN(_CombinableRetentionPolicy):
+class EveryN(_Combinable, msgspec.Struct, frozen=True):
     """Keeps the steps that `n` divides."""
 
     n: int
@@ -120,8 +115,7 @@ class EveryN(_CombinableRetentionPolicy):
         return f"EveryN({self.n})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Best(_CombinableRetentionPolicy):
+class Best(_Combinable, msgspec.Struct, frozen=True):
     """Keeps the `n` with the best value of a metric.
 
     A checkpoint without the metric, or with NaN for it, does not take part. Of equal values the newer wins.
@@ -161,8 +155,7 @@ class Best(_CombinableRetentionPolicy):
         return f"Best({self.metric!r}{mode}{count})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Newer(_CombinableRetentionPolicy):
+class Newer(_Combinable, msgspec.Struct, frozen=True):
     """Keeps what was committed less than so many seconds ago, and what the clock says is yet to come."""
 
     seconds: float
@@ -183,8 +176,7 @@ class Newer(_CombinableRetentionPolicy):
         return f"Newer({self.seconds!r})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class All(_CombinableRetentionPolicy):
+class All(_Combinable, msgspec.Struct, frozen=True):
     """Keeps everything."""
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
@@ -195,8 +187,7 @@ class All(_CombinableRetentionPolicy):
         return "All()"
 
 
-@dataclass(frozen=True, slots=True)
-class Referrer(Generic[Key]):
+class Referrer(msgspec.Struct, Generic[Key], frozen=True):
     """A checkpoint some of whose bytes lie with others.
 
     Attributes:
@@ -242,8 +233,7 @@ def _name_referrers(steps: list[int]) -> str:
     return f"step {max(steps)} and {others} more refer to it"
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionPlan(Generic[Key]):
+class RetentionPlan(msgspec.Struct, Generic[Key], frozen=True):
     """What stays, each with the reason, and what goes; both oldest first."""
 
     keep: dict[Key, str]

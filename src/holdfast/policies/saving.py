@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.policies.arguments import check_count, check_seconds, is_number
@@ -22,8 +22,7 @@ UNMEASURED_BLOCKED_SECONDS: Final = 1.0
 Bound: TypeAlias = Literal["optimum", "overhead", "durable", "unmeasured"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveMoment:
+class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
     """What is known between two steps, when the question is whether to save.
 
     Attributes:
@@ -52,8 +51,7 @@ class SaveMoment:
         return self.last_saved_step
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDecision:
+class SaveDecision(msgspec.Struct, frozen=True):
     """Whether to save now, and why."""
 
     save: bool
@@ -69,25 +67,27 @@ class SavePolicy(Protocol):
         ...
 
 
-class _CombinableSavePolicy(ABC):
-    def decide_save(self, moment: SaveMoment) -> SaveDecision:
+class _Deciding(SavePolicy, Protocol):
+    def _decide(self, moment: SaveMoment) -> SaveDecision: ...
+
+
+class _Combinable:
+    __slots__ = ()
+
+    def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
         """**Pure.** Whether to save at this moment, and why; never twice at the same step."""
         if moment.step == moment.saved_from_step:
             return SaveDecision(False, f"nothing was trained since step {moment.step}")
         return self._decide(moment)
 
-    @abstractmethod
-    def _decide(self, moment: SaveMoment) -> SaveDecision: ...
-
-    def __or__(self, other: SavePolicy) -> AnySave:
+    def __or__(self: SavePolicy, other: SavePolicy) -> AnySave:
         return AnySave((self, other))
 
-    def __ror__(self, other: SavePolicy) -> AnySave:
+    def __ror__(self: SavePolicy, other: SavePolicy) -> AnySave:
         return AnySave((other, self))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class AnySave(_CombinableSavePolicy):
+class AnySave(_Combinable, msgspec.Struct, frozen=True):
     """Saves when any of its policies says so; made by `|`."""
 
     policies: tuple[SavePolicy, ...]
@@ -102,7 +102,7 @@ class AnySave(_CombinableSavePolicy):
                     "and retention policies (Latest, EveryN, Best, Newer) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnySave) else (policy,))
-        object.__setattr__(self, "policies", tuple(flat))
+        msgspec.structs.force_setattr(self, "policies", tuple(flat))
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         decisions = [policy.decide_save(moment) for policy in self.policies]
@@ -115,8 +115,7 @@ class AnySave(_CombinableSavePolicy):
         return " | ".join(map(repr, self.policies))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Steps(_CombinableSavePolicy):
+class Steps(_Combinable, msgspec.Struct, frozen=True):
     """Saves when a multiple of `n` completed steps has been reached or passed since the last save."""
 
     n: int
@@ -134,8 +133,7 @@ class Steps(_CombinableSavePolicy):
         return f"Steps({self.n})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Seconds(_CombinableSavePolicy):
+class Seconds(_Combinable, msgspec.Struct, frozen=True):
     """Saves when so many seconds have passed since the last save."""
 
     seconds: float
@@ -152,8 +150,7 @@ class Seconds(_CombinableSavePolicy):
         return f"Seconds({self.seconds!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenInterval:
+class ChosenInterval(msgspec.Struct, frozen=True):
     """What `Auto` chose.
 
     Attributes:
@@ -167,8 +164,7 @@ class ChosenInterval:
     bound: Bound
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Auto(_CombinableSavePolicy):
+class Auto(_Combinable, msgspec.Struct, frozen=True):
     """Saves as often as pays: by the measured cost of a save and the mean time between failures.
 
     The interval is that of Young and Daly, at which the time spent on saves and the work that failures are

@@ -6,7 +6,7 @@ import _thread
 import threading
 from collections.abc import Callable
 
-from holdfast.storage.gate import Gate
+from holdfast.gate import Gate
 
 
 def start_thread(target: Callable[[], object], name: str) -> Gate:

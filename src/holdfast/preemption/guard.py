@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from holdfast.errors import HoldfastError
 from holdfast.events import Warned
+from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.departure import Departure, Saves
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
@@ -22,7 +23,6 @@ from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
-from holdfast.storage.gate import Gate
 
 _RECENT_STEPS: Final = 16
 _CALM_SECONDS: Final = 3600.0

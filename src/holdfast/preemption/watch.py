@@ -7,9 +7,9 @@ from functools import partial
 from typing import Final
 
 from holdfast.events import Event, Warned
+from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.notices import Hear, NoticeSource
-from holdfast.storage.gate import Gate
 
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _END_SECONDS: Final = 2.0

@@ -10,9 +10,11 @@ from typing import Any
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ApplyError, DamageError, MismatchError, NoWholeCheckpointError, StorageError, UsageError
-from holdfast.events import PassedOver, Restored, Sink, Warned
-from holdfast.format.manifest import Manifest
+from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
+from holdfast.format.manifest import SHARDS, Manifest
 from holdfast.format.names import StepName
+from holdfast.format.workers import ALONE, Worker
+from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.selection import Selection
@@ -20,7 +22,7 @@ from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step
 from holdfast.state import Differences, Matching, match_objects
 from holdfast.state.collection import no_collection
-from holdfast.state.leaves import spec_of
+from holdfast.state.leaves import ArraySpec, spec_of
 from holdfast.storage import Storage
 
 
@@ -64,6 +66,7 @@ def restore_objects(
     strict: bool,
     threads: int,
     emit: Sink,
+    worker: Worker = ALONE,
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -79,6 +82,7 @@ def restore_objects(
         strict: Whether any difference is an error.
         threads: How many threads read.
         emit: Told of what happens.
+        worker: Which worker this is. It reads what is its own, whoever wrote it.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
@@ -101,13 +105,19 @@ def restore_objects(
     touched = False
     for name in candidates:
         try:
-            opened = open_step(storage, name.directory, name)
+            opened = open_step(storage, name.directory, name, worker)
             # The files are opened first: memory is taken for what really lies there, not for what an index claims.
             with open_parts(storage, opened) as parts, _enough_memory(opened):
-                matching = _match(opened, objects, select, strict, touched)
-                touched = True
-                targets = {target.leaf: target for target in matching.targets}
-                size_bytes = read_parts(parts, targets, threads=threads)
+                matching = _match(opened, objects, select, strict, touched, worker)
+                if SHARDS not in opened.manifest.features and all(one.offsets is None for one in matching.targets):
+                    touched = True
+                    targets = {target.leaf: target for target in matching.targets}
+                    size_bytes = read_parts(parts, targets, threads=threads)
+                else:
+                    orders = assign_parts(storage, opened, matching.targets, _list_specs(opened))
+                    touched = True
+                    readers = {part.path: reader for part, reader in parts}
+                    size_bytes = read_orders(storage, orders, readers, threads=threads)
         except DamageError as damage:
             damages.append(damage)
             emit(
@@ -126,6 +136,17 @@ def restore_objects(
                 error.add_note("Some live arrays hold what was read before: restore again before training on.")
             raise
         replaced = matching.apply()
+        if opened.manifest.world_size != worker.world_size:
+            emit(
+                Resized(
+                    step=name.step,
+                    generation=name.generation,
+                    stored_workers=opened.manifest.world_size,
+                    workers=worker.world_size,
+                    reseeded=matching.reseeded,
+                    left=matching.left,
+                )
+            )
         seconds = time.monotonic() - begun_at
         emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=size_bytes))
         return Restoration(
@@ -147,10 +168,17 @@ def _match(
     select: Selection | None,
     strict: bool,
     touched: bool,
+    worker: Worker,
 ) -> Matching:
     index = opened.indexes[0]
-    arrays = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    matching = match_objects(objects, index.objects, arrays, select=select)
+    matching = match_objects(
+        objects,
+        index.objects,
+        _list_specs(opened),
+        select=select,
+        worker=worker,
+        stored_workers=opened.manifest.world_size,
+    )
     if select is not None and select.unmatched:
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
@@ -164,6 +192,24 @@ def _match(
             hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
         )
     return matching
+
+
+def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
+    """What each leaf is.
+
+    Raises:
+        DamageError: If all files together are too small for them.
+    """
+    index = opened.indexes[0]
+    if not index.is_shared:
+        return {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
+    specs = {name: spec_of(*leaf) for name, leaf in list_leaves(index).items()}
+    manifest = opened.manifest
+    # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
+    if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
+        path = opened.data_path(index.rank)
+        raise DamageError(f"{path}: its leaves are larger than all files of the step", step=manifest.step, path=path)
+    return specs
 
 
 @contextmanager

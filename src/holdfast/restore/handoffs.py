@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName, data_name, join
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedStep:
+class OpenedStep(msgspec.Struct, frozen=True):
     """A committed step whose records have been read and checked; its arrays have not.
 
     Attributes:
         directory: The path of its directory below the storage's root; empty for the root itself.
         manifest: Its manifest.
-        indexes: The index of each worker, in order of rank.
+        indexes: The indexes of its workers that have been read: all in order of rank, or those that are needed.
     """
 
     directory: str
@@ -32,11 +32,10 @@ class OpenedStep:
 
     def data_path(self, rank: int) -> str:
         """The path of a worker's data file."""
-        return join(self.directory, data_name(rank, len(self.indexes)))
+        return join(self.directory, data_name(rank, self.manifest.world_size))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """One read: spans of arrays that lie one behind the other in a data file, without gaps.
 
     The spans stand in columns, with an entry for each, since there may be very many.

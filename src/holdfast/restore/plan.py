@@ -9,7 +9,7 @@ from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
 from holdfast.restore.handoffs import Piece
 
-PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 2 << 20
 """One read, if no span is longer. What was read is then still in the processor's cache when its digests are taken."""
 
 _MOST_SPANS: Final = 1 << 12

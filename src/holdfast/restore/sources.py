@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
@@ -19,8 +18,7 @@ from holdfast.state.leaves import Target
 from holdfast.storage.protocol import FileReader, Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """What of a step lies in one file.
 
     Attributes:
@@ -57,9 +55,9 @@ OpenPart: TypeAlias = tuple[Part, FileReader]
 def list_parts(opened: OpenedStep) -> list[Part]:
     """**Pure.** The files of a step: its own in order of rank, each followed by those of earlier steps."""
     parts: list[Part] = []
-    for rank, index in enumerate(opened.indexes):
+    for index in opened.indexes:
         own = msgspec.structs.replace(index, sources=(), referred=())
-        parts.append(Part(opened.data_path(rank), own, index.data_bytes, None, opened.directory))
+        parts.append(Part(opened.data_path(index.rank), own, index.data_bytes, None, opened.directory))
         for number, leaves in groupby(index.referred, key=lambda leaf: leaf.source):
             source = index.sources[number]
             parts.append(

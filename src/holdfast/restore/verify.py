@@ -10,8 +10,10 @@ from holdfast.catalog import read_index
 from holdfast.errors import DamageError, FormatError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST_NAME, StepName, join
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decode_manifest
+from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
+from holdfast.format.shards import find_cover_problem
+from holdfast.format.workers import Worker
 from holdfast.restore.handoffs import OpenedStep, Parts, Piece
 from holdfast.restore.plan import plan_pieces
 from holdfast.restore.read import ScratchParts, find_damages, read_pieces
@@ -19,13 +21,15 @@ from holdfast.restore.sources import Part, list_parts, open_part
 from holdfast.storage.protocol import FileReader, Storage
 
 
-def open_step(storage: Storage, directory: str, expected: StepName | None) -> OpenedStep:
+def open_step(storage: Storage, directory: str, expected: StepName | None, worker: Worker | None = None) -> OpenedStep:
     """**Blocks.** Reads a step's manifest and indexes, and checks them.
 
     Args:
         storage: Where it lies.
         directory: The path of the step's directory; empty if the storage's root is that directory.
         expected: The checkpoint that it should be; None where its directory may have another name.
+        worker: Whose index alone to read: that of its rank, or of the one that stands for it if there were fewer
+            workers. None to read all, and to find out whether they make up one state.
 
     Raises:
         DamageError: If a record is missing or damaged.
@@ -35,18 +39,40 @@ def open_step(storage: Storage, directory: str, expected: StepName | None) -> Op
     path = join(directory, MANIFEST_NAME)
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
-        if manifest.world_size != 1:
-            raise FormatError(
-                f"{path}: the state of {manifest.world_size} workers is not known to this holdfast",
-                path=path,
-                step=step,
-                hint="Read it with the version of holdfast that wrote it, or a newer one.",
-            )
-        indexes = tuple(read_index(storage, directory, manifest, rank) for rank in range(manifest.world_size))
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=step, path=error.path) from error
+    if worker is not None and manifest.world_size > 1:
+        return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
+    indexes = tuple(read_rank(storage, directory, manifest, rank) for rank in range(manifest.world_size))
     _check_references(manifest, indexes, path)
+    problem = find_cover_problem(indexes) if SHARDS in manifest.features else ""
+    if problem:
+        raise FormatError(f"{path}: {problem}", path=path, step=step)
     return OpenedStep(directory, manifest, indexes)
+
+
+def find_rank(manifest: Manifest, worker: Worker) -> int:
+    """**Pure.** The worker of a step whose index says what state a worker has."""
+    return worker.rank % manifest.world_size
+
+
+def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
+    """**Blocks.** The index of one worker of a step.
+
+    Raises:
+        DamageError: If it is missing or damaged, or says what the manifest does not.
+        StorageError: If the place fails.
+    """
+    try:
+        index = read_index(storage, directory, manifest, rank)
+    except NotFoundError as error:
+        raise DamageError(f"{error.path} is missing", step=manifest.step, path=error.path) from error
+    if index.is_shared and SHARDS not in manifest.features:
+        path = join(directory, index_name(rank, manifest.world_size))
+        raise FormatError(f"{path}: it has boxes without the feature {SHARDS!r}", path=path, step=manifest.step)
+    if not {reference.name for reference in manifest.references}.issuperset(index.refers_to()):
+        raise _other_references(manifest, join(directory, MANIFEST_NAME))
+    return index
 
 
 def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -> None:
@@ -58,9 +84,12 @@ def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -
             counts[name] = (known_leaves + leaves, known_bytes + size_bytes)
     named = {reference.name: (reference.leaves, reference.size_bytes) for reference in manifest.references}
     if named != counts:
-        raise FormatError(
-            f"{path}: it names other references than the indexes that it vouches for", path=path, step=manifest.step
-        )
+        raise _other_references(manifest, path)
+
+
+def _other_references(manifest: Manifest, path: str) -> FormatError:
+    text = f"{path}: it names other references than the indexes that it vouches for"
+    return FormatError(text, path=path, step=manifest.step)
 
 
 _Bytes: TypeAlias = tuple[str, int, int, int, str]

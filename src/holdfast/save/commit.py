@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from holdfast.catalog import read_generations, read_opening
 from holdfast.errors import FencedError, HoldfastError, StorageError
-from holdfast.format.manifest import REFERENCES, Manifest, encode_manifest
+from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
 from holdfast.save.discard import discard_committed
 from holdfast.save.handoffs import Receipts
@@ -47,7 +47,7 @@ def commit(
         metrics=dict(metrics),
         metadata=dict(metadata),
         versions=_name_versions(),
-        features=(REFERENCES,) if receipts.references else (),
+        features=_list_features(receipts),
         references=receipts.references,
     )
     if not storage.publish(name.manifest_path, encode_manifest(manifest)):
@@ -59,6 +59,11 @@ def commit(
     check_fence(storage, name.generation)
     _check_references(storage, manifest)
     return manifest
+
+
+def _list_features(receipts: Receipts) -> tuple[str, ...]:
+    has_shards = receipts.has_boxes or len(receipts.workers) > 1
+    return (*((REFERENCES,) if receipts.references else ()), *((SHARDS,) if has_shards else ()))
 
 
 def _check_references(storage: Storage, manifest: Manifest) -> None:

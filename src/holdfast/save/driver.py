@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import ChangedError, FencedError, HoldfastError, SaveFailedError, StorageError
 from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Retained, Sink, Staged, Warned, Written
@@ -26,8 +28,7 @@ from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Where the next generation of a manager begins.
 
     Attributes:
@@ -40,8 +41,7 @@ class Origin:
     sources: tuple[StepName, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOrder:
+class SaveOrder(msgspec.Struct, frozen=True):
     """One save that is to be made.
 
     Attributes:
@@ -63,8 +63,7 @@ class SaveOrder:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """What is handed over to the background: one save whose state has been copied, or is held until it is."""
 
     staging: Staging

@@ -6,9 +6,10 @@ import ctypes
 import mmap
 import queue
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
+
+import msgspec
 
 from holdfast.format.layout import ALIGNMENT_BYTES, Layout
 from holdfast.storage.crew import Crew
@@ -21,8 +22,7 @@ _GATHERED_BYTES: Final = 2 << 20
 """One write of what has to be gathered: the memory for it is fresh with each save, and there is less of it to touch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """Adjacent bytes of the image that are adjacent in the file as well.
 
     Attributes:

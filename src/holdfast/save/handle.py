@@ -8,7 +8,7 @@ from collections.abc import Callable
 from holdfast.errors import DeadlineError, HoldfastError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
-from holdfast.storage.gate import Gate
+from holdfast.gate import Gate
 
 
 class SaveHandle:

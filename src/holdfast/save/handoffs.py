@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
+from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.workers import ALONE, Worker
 from holdfast.state.leaves import Skeleton
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """One worker's state in host memory, laid out as its data file.
 
     Attributes:
         layout: Where each array lies.
         image: The data file's bytes, padded with zeros to whole blocks.
         objects: For each named object, its state with references in place of arrays.
+        boxes: What those arrays are that are no whole leaves.
+        elsewhere: The leaves of which other workers write a part, or all.
+        worker: Whose state it is.
     """
 
     layout: Layout
     image: memoryview
     objects: dict[str, Skeleton]
+    boxes: tuple[BoxRecord, ...] = ()
+    elsewhere: tuple[ElsewhereRecord, ...] = ()
+    worker: Worker = ALONE
 
 
-@dataclass(frozen=True, slots=True)
-class Receipts:
+class Receipts(msgspec.Struct, frozen=True):
     """Proof that all workers' bytes of one step are durable.
 
     Attributes:
         workers: What each worker wrote, in order of rank.
         references: The earlier steps whose bytes were not written again, in order.
+        has_boxes: Whether leaves are put together from boxes.
     """
 
     workers: tuple[WorkerRecord, ...]
     references: tuple[Reference, ...] = ()
+    has_boxes: bool = False
 
     @property
     def size_bytes(self) -> int:

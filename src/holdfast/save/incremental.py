@@ -12,6 +12,7 @@ from holdfast.format.digests import SPAN_BYTES
 from holdfast.format.index import Index, Source
 from holdfast.format.layout import Layout, plan_layout
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
+from holdfast.format.workers import Worker
 from holdfast.save.gather import Move, plan_moves, write_gathered
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.ledger import Ledger
@@ -56,18 +57,20 @@ class Incremental:
         """
         places = snapshot.layout.places
         spans = dict(zip((place.name for place in places), take_digests(snapshot, crew), strict=True))
-        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name))
+        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.worker))
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         layout, moves = _plan_file(snapshot, name, kept)
         self._storage.make_directory(name.directory)
-        writer = self._storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
+        worker = snapshot.worker
+        path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
+        writer = self._storage.open_writer(path, layout.size_bytes)
         try:
             write_gathered(snapshot.image, layout, moves, writer, crew)
             writer.finish()
         finally:
             writer.abandon()
-        index = make_index(layout, snapshot.objects, name, (spans[place.name] for place in layout.places))
+        index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
         sources, referred = make_references(kept)
         index = msgspec.structs.replace(index, sources=sources, referred=referred)
         receipts = conclude(index, self._storage)
@@ -82,16 +85,16 @@ class Incremental:
             self._newest, self._index = written.name, written
         self._written = None
 
-    def _find_held(self, name: StepName) -> Mapping[str, Held]:
+    def _find_held(self, name: StepName, worker: Worker) -> Mapping[str, Held]:
         """The arrays that a step could refer to."""
         if self._newest is None or find_order_problem(self._newest, name):
             return {}
         if self._index is None:
             manifest = self._ledger.manifest(self._newest)
-            if manifest is None or manifest.world_size != 1:
+            if manifest is None or manifest.world_size != worker.world_size:
                 return {}
             try:
-                index = read_index(self._storage, self._newest.directory, manifest, 0)
+                index = read_index(self._storage, self._newest.directory, manifest, worker.rank)
             except (DamageError, NotFoundError):
                 return {}
             self._index = msgspec.structs.replace(index, objects={})

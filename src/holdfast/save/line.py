@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.catalog import Catalog, open_generation, read_catalog, record_base
 from holdfast.errors import HoldfastError
@@ -30,8 +31,7 @@ from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Cleaning:
+class Cleaning(msgspec.Struct, frozen=True):
     """What was removed after a commit.
 
     Attributes:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.errors import DeadlineError
+from holdfast.gate import Gate
 from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import Transfer
-from holdfast.storage.gate import Gate
 
 
 @dataclass(slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from holdfast.format.index import Index, LeafRecord, ReferredRecord, Source
 from holdfast.format.layout import Place
@@ -20,8 +21,7 @@ SMALL_BYTES: Final = 1 << 20
 """What may be kept beyond that: so few bytes are not weighed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """An array that lies on the disk.
 
     Attributes:
@@ -64,8 +64,7 @@ def find_unchanged(places: Sequence[Place], spans: Sequence[str], held: Mapping[
     return unchanged
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """A step that could be referred to.
 
     Attributes:

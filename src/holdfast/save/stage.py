@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import msgspec
+
 from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
@@ -56,7 +58,8 @@ class Stager:
         moves = plan.moves
         if moves is None or not moves.fits(captured, base):
             moves = plan.moves = _plan_moves(plan, captured, base)
-        staging = Staging(Snapshot(layout, image, captured.objects), captured)
+        snapshot = Snapshot(layout, image, captured.objects, captured.boxes, captured.elsewhere, captured.worker)
+        staging = Staging(snapshot, captured)
         staging.now += moves.now
         staging.later += moves.later
         self._add_others(staging, moves, plan, captured)
@@ -173,8 +176,7 @@ class Staging:
             )
 
 
-@dataclass(slots=True)
-class _Plan:
+class _Plan(msgspec.Struct):
     """What follows from names, types and shapes alone.
 
     Attributes:

@@ -12,7 +12,6 @@ from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.state.leaves import Skeleton
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter, Storage
 
@@ -21,7 +20,7 @@ PIECE_BYTES: Final = 8 << 20
 
 
 def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> Receipts:
-    """**Blocks.** Writes the snapshot of a job of one worker into a new directory and makes it last.
+    """**Blocks.** Writes the snapshot of one worker into a step's directory and makes it last.
 
     A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
     save of the run sweeps away.
@@ -30,10 +29,11 @@ def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> R
         StorageError: If the place fails; what was written stays as debris.
     """
     storage.make_directory(name.directory)
-    data_path = f"{name.directory}/{data_name(0, 1)}"
+    worker = snapshot.worker
+    data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
     digests = _write_data(snapshot, storage.open_writer(data_path, snapshot.layout.size_bytes), crew)
     leaves = ("".join(spans) for spans in digests)
-    return conclude(make_index(snapshot.layout, snapshot.objects, name, leaves), storage)
+    return conclude(make_index(snapshot, snapshot.layout, name, leaves), storage)
 
 
 def conclude(index: Index, storage: Storage) -> Receipts:
@@ -43,14 +43,14 @@ def conclude(index: Index, storage: Storage) -> Receipts:
         StorageError: If the place fails.
     """
     data = encode_index(index)
-    storage.write(f"{index.name.directory}/{index_name(0, 1)}", data)
+    storage.write(f"{index.name.directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
     storage.sync_directory(index.name.directory)
     references = tuple(
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
     )
-    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references)
+    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references, index.is_shared)
 
 
 def take_digests(snapshot: Snapshot, crew: Crew) -> list[str]:
@@ -128,12 +128,12 @@ def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], dig
         digests[number][span] = digest(image[begin:end])
 
 
-def make_index(layout: Layout, objects: dict[str, Skeleton], name: StepName, spans: Iterable[str]) -> Index:
+def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:
     """**Pure.** The index of a data file.
 
     Args:
+        snapshot: The state that it is of.
         layout: What lies in the file.
-        objects: The state that is not arrays.
         name: The checkpoint that it belongs to.
         spans: For each array, in the order of the file, the digests of its spans.
     """
@@ -141,8 +141,8 @@ def make_index(layout: Layout, objects: dict[str, Skeleton], name: StepName, spa
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
-        rank=0,
-        world_size=1,
+        rank=snapshot.worker.rank,
+        world_size=snapshot.worker.world_size,
         data_bytes=layout.size_bytes,
         header_bytes=len(layout.header),
         header_digest=digest(layout.header),
@@ -151,5 +151,7 @@ def make_index(layout: Layout, objects: dict[str, Skeleton], name: StepName, spa
             LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, digests)
             for place, digests in zip(layout.places, spans, strict=True)
         ),
-        objects=objects,
+        objects=snapshot.objects,
+        boxes=snapshot.boxes,
+        elsewhere=snapshot.elsewhere,
     )

@@ -6,6 +6,7 @@ from holdfast.state.leaves import ArraySpec, Captured, Differences, Target
 from holdfast.state.matching import Matching, match_objects
 from holdfast.state.rng import RNG
 from holdfast.state.sampler import ResumableSampler
+from holdfast.state.shards import PerWorker, Shard
 
 __all__ = [
     "RNG",
@@ -14,7 +15,9 @@ __all__ = [
     "Captures",
     "Differences",
     "Matching",
+    "PerWorker",
     "ResumableSampler",
+    "Shard",
     "Target",
     "capture_objects",
     "match_objects",

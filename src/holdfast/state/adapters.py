@@ -10,17 +10,18 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from holdfast.format.workers import Worker
 from holdfast.state.leaves import Differences, Skeleton
 
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """How strictly a stored tree is held against the live one.
 
     Attributes:
@@ -80,7 +81,7 @@ class Loading(Protocol):
         """The objects that are restored together."""
         ...
 
-    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER) -> Any:
+    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
         """The stored value, with arrays that hold their values only when `apply` runs; differences are noted.
 
         Args:
@@ -88,6 +89,7 @@ class Loading(Protocol):
             live: The present value, which says what kinds of arrays, dataclasses and enums stand there; or None.
             at: Where it stands.
             rules: How strictly the two are compared, and whether live arrays are filled in place.
+            like: An array; one that is made anew, and has its shape, is divided among the workers as that one is.
         """
         ...
 
@@ -101,6 +103,13 @@ class Loading(Protocol):
 
     def wants(self, *at: str) -> bool:
         """Whether what stands there is to be restored at all; everything is, unless a part was asked for."""
+        ...
+
+    def complete(self, value: Any) -> Any:
+        """A value of `value`, when all arrays have been read: with arrays in the places of what had to stand for them.
+
+        Arrays that can be changed stand there from the beginning. A dict or a list is changed where it is.
+        """
         ...
 
     def name(self, *at: str) -> str:
@@ -119,10 +128,12 @@ class Adapter:
     Attributes:
         kind: A name that is stored; state goes back only to an object whose adapter has the same.
         last: True for objects that the loading of others may disturb, such as random generators.
+        is_per_worker: True for objects whose state is each worker's own.
     """
 
     kind: str = ""
     last: bool = False
+    is_per_worker: bool = False
 
     def prepare(self, obj: Any) -> None:
         """Called for every object before the state of any is read."""
@@ -133,6 +144,10 @@ class Adapter:
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The state, as a tree of values. It changes nothing."""
         raise NotImplementedError
+
+    def holders_of(self, obj: Any) -> Sequence[int] | None:
+        """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
+        return None
 
     def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
         """Has `call` called before each step of the object, which must not begin before it returns.
@@ -149,6 +164,19 @@ class Adapter:
     def awaited_bytes(self, obj: Any) -> int:
         """By how much the object's state will have grown once the object has been used, as far as can be told."""
         return 0
+
+    def begin_anew(self, obj: Any, stored: Skeleton, worker: Worker) -> Callable[[], None] | None:
+        """What to do with state of each worker's own that was stored by a job of another number of workers.
+
+        Args:
+            obj: The object.
+            stored: What one of those workers had stored.
+            worker: This worker.
+
+        Returns:
+            What gives the object a state that differs from that of all other workers, or None to leave it as it is.
+        """
+        return None
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares what is stored with the object, which is not changed.
@@ -196,7 +224,7 @@ class StateAdapter(Adapter):
         """Hands the stored state to `write`."""
         live = self._read(obj) if self._compare or not loading.wants() else None
         state = loading.value(stored, live)
-        return lambda: void(self._write(obj, state))
+        return lambda: void(self._write(obj, loading.complete(state)))
 
 
 def void(_: object) -> None:

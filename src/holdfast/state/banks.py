@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from holdfast.format.scalars import Node
 from holdfast.state.leaves import ArrayBackend, ArraySpec
@@ -13,8 +14,7 @@ LEAST_ARRAYS: Final = 32
 """Smaller containers are looked at array by array, which takes no longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bank:
+class Bank(msgspec.Struct, frozen=True):
     """A dict or a list of nothing but arrays of one library, as it looked when its state was last taken.
 
     It holds none of the arrays, so it keeps nothing alive.

@@ -8,12 +8,15 @@ from typing import Any, cast
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
+from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made
 from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, keys_of, try_glance
 from holdfast.state.collection import no_collection
 from holdfast.state.finding import find_stateful
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
-from holdfast.state.registry import adapter_of, backend_of
+from holdfast.state.registry import adapter_of, backend_of, sharder_of_type
+from holdfast.state.shards import Sharding
+from holdfast.state.sharing import Sharing
 
 
 class Cast:
@@ -54,8 +57,10 @@ def capture_objects(
     objects: Mapping[str, object],
     captures: Captures | None = None,
     hold: Callable[[object, Adapter], bool] | None = None,
+    worker: Worker = ALONE,
+    check_replicas: bool = False,
 ) -> Captured:
-    """Takes the state of all objects, as it is now.
+    """Takes the state of all objects, as it is now; of a job of several workers, what this one writes of it.
 
     First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples
     and dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
@@ -66,6 +71,8 @@ def capture_objects(
         captures: What earlier captures of the same objects have left.
         hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
             that step changes are noted as held.
+        worker: Which worker this is.
+        check_replicas: Whether to take along what other workers hold too and write, so that it can be compared.
 
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
@@ -75,7 +82,8 @@ def capture_objects(
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
         scene = Cast(objects)
-        capturing = _Capturing(scene, captures or Captures())
+        sharing = Sharing(worker, check_replicas=check_replicas)
+        capturing = _Capturing(scene, captures or Captures(), sharing)
         skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
         held: set[int] = set()
         for _, obj in scene.members if hold is not None else ():
@@ -91,8 +99,13 @@ _ANY = Adapter()
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, scene: Cast, captures: Captures) -> None:
+    def __init__(self, scene: Cast, captures: Captures, sharing: Sharing) -> None:
         super().__init__()
+        self._sharing = sharing
+        # By library and memory: the name of a leaf that is not simply one array, and the places of its arrays.
+        self._shared: dict[Hashable, tuple[str, list[int]]] = {}
+        # What was looked at: another array might get the identity of one that is gone.
+        self._kept: list[Sharding] = []
         self._scene = scene
         self._captures = captures
         self._columns = Captured([], [], [], [], [], {})
@@ -108,18 +121,34 @@ class _Capturing(Encoder):
     def captured(self, skeletons: dict[str, Node], held: frozenset[int]) -> Captured:
         """All that was taken."""
         columns = self._columns
+        sharing = self._sharing
         return Captured(
-            columns.names, columns.specs, columns.arrays, columns.addresses, columns.backends, skeletons, held
+            columns.names,
+            columns.specs,
+            columns.arrays,
+            columns.addresses,
+            columns.backends,
+            skeletons,
+            held,
+            tuple(sharing.boxes),
+            tuple(sharing.elsewhere),
+            sharing.worker,
+            tuple(sharing.replicas),
+            sharing.witnesses if sharing.replicas else None,
         )
 
     def places_of(self, arrays: list[Any]) -> list[int]:
         """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
         places = []
         for array in arrays:
-            backend = backend_of(array)
-            if backend is not None:
-                place = self._place(backend, backend.alias_key(array), backend.address(array))
-                places += [] if place is None else [place]
+            sharder, backend = sharder_of_type(type(array)), backend_of(array)
+            if sharder is not None:
+                look = sharder.look(array, "", self._sharing.worker)
+                places += self._shared.get((look.backend.name, look.memory), ("", []))[1]
+            elif backend is not None:
+                memory = backend.alias_key(array)
+                place = self._place(backend, memory, backend.address(array))
+                places += self._shared.get((backend.name, memory), ("", []))[1] if place is None else [place]
         return places
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
@@ -127,20 +156,60 @@ class _Capturing(Encoder):
         cls = type(value)
         backend = self._backends.get(cls)
         if backend is None:
-            if (cls is dict or cls is list) and len(value) >= LEAST_ARRAYS and depth <= MAX_DEPTH:
+            sharing = self._sharing
+            if (cls is dict or cls is list) and self._may_be_bank(value, depth):
                 return self._encode_bank(value, path, depth)
-            if cls in ENCODERS or (backend := backend_of(value)) is None:
+            if cls in ENCODERS:
                 return super().encode(value, path, depth)
-            self._backends[cls] = backend
+            sharder = sharder_of_type(cls)
+            if sharder is not None:
+                return self._encode_shared(sharder.look(value, path, sharing.worker), path)
+            backend = backend_of(value)
+            if backend is None:
+                return super().encode(value, path, depth)
+            if sharing.worker.is_alone:
+                self._backends[cls] = backend
+            elif not sharing.is_own:
+                return self._encode_shared(sharing.look(value, backend, path), path)
         return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
+
+    def _encode_shared(self, sharding: Sharding, path: str) -> Node:
+        """The node of an array of which other workers may have a part, or all."""
+        if self._sharing.is_own and any(local.holders is not None for local in sharding.boxes):
+            raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
+        backend = sharding.backend
+        known = self._shared.get((backend.name, sharding.memory))
+        if known is None:
+            places: list[int] = []
+            known = self._shared[(backend.name, sharding.memory)] = (self._unique(path), places)
+            self._names.add(known[0])
+            self._kept.append(sharding)
+            for name, spec, array in self._sharing.choose(known[0], sharding, path):
+                places.append(len(self._columns.names))
+                self._add(name, spec, array, backend.address(array), backend, sharding.memory)
+        return {"$": "array", "k": backend.name, "v": known[0]}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """The node of an object with state."""
         adapter = adapter_of(value)
         if adapter is None:
             return None
+        sharing = self._sharing
+        outer = (sharing.is_own, sharing.holders)
+        if not sharing.worker.is_alone:
+            sharing.is_own = sharing.is_own or adapter.is_per_worker
         try:
-            state = adapter.state_of(value, self._scene)
+            state = self._state_of(value, adapter, path)
+            if not sharing.worker.is_alone:
+                # Only now: to be asked for its state may change how an object holds it.
+                sharing.holders = adapter.holders_of(value) or sharing.holders
+            return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
+        finally:
+            sharing.is_own, sharing.holders = outer
+
+    def _state_of(self, value: Any, adapter: Adapter, path: str) -> Any:
+        try:
+            return adapter.state_of(value, self._scene)
         except (HoldfastError, MemoryError):
             raise
         except Exception as error:
@@ -149,7 +218,9 @@ class _Capturing(Encoder):
                 path=path,
                 hint="See the cause above: it was raised by the object itself.",
             ) from error
-        return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
+
+    def _may_be_bank(self, value: dict[Any, Any] | list[Any], depth: int) -> bool:
+        return len(value) >= LEAST_ARRAYS and depth <= MAX_DEPTH and self._sharing.worker.is_alone
 
     def _encode_bank(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
         """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
@@ -209,17 +280,24 @@ class _Capturing(Encoder):
         address = backend.address(array)
         place = self._place(backend, memory, address)
         if place is None:
-            name = path
-            number = 2
-            # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
-            while name in self._names:
-                name = f"{path}~{number}"
-                number += 1
-            if name == "__metadata__":
-                raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
+            name = self._unique(path)
+            self._by_memory.setdefault(backend.name, {})[memory] = len(self._columns.names)
             self._add(name, spec, array, address, backend, memory)
             return name
         return self._columns.names[place]
+
+    def _unique(self, path: str) -> str:
+        """A leaf's name: its path, if that is not taken."""
+        # What each worker has of its own must not be taken for one leaf.
+        name = path = f"{path}~w{self._sharing.worker.rank}" if self._sharing.is_own else path
+        number = 2
+        # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
+        while name in self._names:
+            name = f"{path}~{number}"
+            number += 1
+        if name == "__metadata__":
+            raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
+        return name
 
     def _add(
         self, name: str, spec: ArraySpec, array: Any, address: int | None, backend: ArrayBackend, memory: Hashable
@@ -227,7 +305,6 @@ class _Capturing(Encoder):
         columns = self._columns
         self._names.add(name)
         self._addresses.add(address)
-        self._by_memory.setdefault(backend.name, {})[memory] = len(columns.names)
         self._memories.append(memory)
         columns.names.append(name)
         columns.specs.append(spec)

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from holdfast.format.boxes import Box
+from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Rules
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target, spec_of
+from holdfast.state.pending import PendingArray
+from holdfast.state.registry import backend_named
+
+if TYPE_CHECKING:
+    from holdfast.state.shards import Sharder, Sharding
+
+_Key: TypeAlias = str | tuple[str, Box]
+"""A leaf, or a box of it that is not all of it."""
 
 
 @dataclass(slots=True)
@@ -25,10 +35,15 @@ class Claims:
     gets the values. Live memory takes one leaf only.
     """
 
-    def __init__(self, differences: Differences) -> None:
+    def __init__(self, differences: Differences, worker: Worker = ALONE) -> None:
+        # Whether something stands for an array that is made when its values have come.
+        self.has_pending = False
         self._differences = differences
+        self._worker = worker
         # A leaf that one live array wants stands as its target, without a claim: of those there may be very many.
-        self._claims: dict[str, _Claim | Target] = {}
+        self._claims: dict[_Key, _Claim | Target] = {}
+        # By leaf: the sharded array that was made for it.
+        self._made: dict[str, tuple[Sharding, Any]] = {}
         # By the library's name, then by what tells one piece of its memory from another.
         self._by_memory: dict[str, dict[Hashable, str]] = {}
 
@@ -37,36 +52,67 @@ class Claims:
         claim = self._claim(leaf, spec)
         if claim.made is None or claim.made[0] is not backend:
             claim.made = (backend, backend.new(spec, like))
+            self._note(claim.made[1])
             claim.receivers.append(claim.made)
         return claim.made[1]
 
-    def live(self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, path: str, rules: Rules) -> Any:
+    def live(
+        self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
+    ) -> Any:
         """The live array if it is to be filled where it is or does not fit, otherwise one made like it.
+
+        `library` is where the stored array came from: the live one's may not know its element type.
 
         Raises:
             UnsupportedValueError: If the live array has a form that cannot be filled.
         """
         live = backend.spec(array, path)
-        if live.shape != spec.shape:
-            if not rules.in_place and 0 in live.shape:
+        if live.shape != spec.shape and not rules.in_place and 0 in live.shape:
+            if live.dtype == spec.dtype or backend.name == library:
                 return self.new(leaf, spec, backend, array)
-            self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
-            return array
-        if live.dtype != spec.dtype:
-            self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live.dtype}")
+            return self.new(leaf, spec, backend_named(library))
+        if not self._fits(live, spec, path):
             return array
         memory = backend.alias_key(array)
-        by_memory = self._by_memory.setdefault(backend.name, {})
-        owner = by_memory.get(memory)
+        owner = self._by_memory.setdefault(backend.name, {}).get(memory)
         if owner == leaf:
             return array
         if not (rules.in_place and backend.fillable(array)) or (owner is not None and not rules.fixed_keys):
             return self.new(leaf, spec, backend, array)
-        if owner is not None:
-            self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
+        if self._takes(leaf, backend, memory, path):
+            self._claim(leaf, spec).receivers.append((backend, array))
+        return array
+
+    def new_shared(self, leaf: str, spec: ArraySpec, sharder: Sharder, like: Any, path: str) -> Any:
+        """An array made for the leaf, divided among the workers as another one is."""
+        array = sharder.new(like, spec)
+        sharding = sharder.look(array, path, self._worker)
+        made = self._made.get(leaf)
+        if made is not None and [one.box for one in made[0].boxes] == [one.box for one in sharding.boxes]:
+            return made[1]
+        self._made[leaf] = (sharding, array)
+        self._note(array)
+        self._claim_boxes(leaf, sharding)
+        return array
+
+    def live_shared(self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, path: str, rules: Rules) -> Any:
+        """Does what `live` does for an array of which this worker holds some boxes, or none.
+
+        Raises:
+            UnsupportedValueError: If the live array has a form that cannot be filled.
+        """
+        sharding = sharder.look(array, path, self._worker)
+        if not self._fits(sharding.spec, spec, path):
             return array
-        by_memory[memory] = leaf
-        self._claim(leaf, spec).receivers.append((backend, array))
+        backend = sharding.backend
+        owner = self._by_memory.setdefault(backend.name, {}).get(sharding.memory)
+        if owner == leaf:
+            return array
+        fillable = rules.in_place and all(backend.fillable(local.array) for local in sharding.boxes)
+        if not fillable or (owner is not None and not rules.fixed_keys):
+            return self.new_shared(leaf, spec, sharder, array, path)
+        if self._takes(leaf, backend, sharding.memory, path):
+            self._claim_boxes(leaf, sharding)
         return array
 
     def try_live(
@@ -102,18 +148,43 @@ class Claims:
     def targets(self) -> tuple[Target, ...]:
         """One target for each leaf that something wants."""
         return tuple(
-            [claim if isinstance(claim, Target) else _target(leaf, claim) for leaf, claim in self._claims.items()]
+            [claim if isinstance(claim, Target) else _target(key, claim) for key, claim in self._claims.items()]
         )
 
-    def _claim(self, leaf: str, spec: ArraySpec) -> _Claim:
-        claim = self._claims.get(leaf)
+    def _note(self, array: Any) -> None:
+        self.has_pending = self.has_pending or isinstance(array, PendingArray)
+
+    def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
+        if live.shape != spec.shape:
+            self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
+        elif live.dtype != spec.dtype:
+            self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live.dtype}")
+        return live == spec
+
+    def _takes(self, leaf: str, backend: ArrayBackend, memory: Hashable, path: str) -> bool:
+        """Whether live memory is free for a leaf, which has it from then on."""
+        owner = self._by_memory[backend.name].setdefault(memory, leaf)
+        if owner != leaf:
+            self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
+        return owner == leaf
+
+    def _claim(self, key: _Key, spec: ArraySpec) -> _Claim:
+        claim = self._claims.get(key)
         if claim is None:
-            claim = self._claims[leaf] = _Claim(spec)
+            claim = self._claims[key] = _Claim(spec)
         elif isinstance(claim, Target):
-            claim = self._claims[leaf] = _Claim(claim.spec, [(claim.backend, claim.array)])
+            claim = self._claims[key] = _Claim(claim.spec, [(claim.backend, claim.array)])
         return claim
 
+    def _claim_boxes(self, leaf: str, sharding: Sharding) -> None:
+        for local in sharding.boxes:
+            box = local.box
+            key = leaf if box.is_whole(sharding.spec.shape) else (leaf, box)
+            claim = self._claim(key, spec_of(sharding.spec.dtype, box.shape))
+            claim.receivers.append((sharding.backend, local.array))
 
-def _target(leaf: str, claim: _Claim) -> Target:
+
+def _target(key: _Key, claim: _Claim) -> Target:
+    leaf, offsets = (key, None) if isinstance(key, str) else (key[0], key[1].offsets)
     backend, array = claim.receivers[0]
-    return Target(leaf, claim.spec, array, backend, tuple(claim.receivers[1:]), backend.address(array))
+    return Target(leaf, claim.spec, array, backend, tuple(claim.receivers[1:]), backend.address(array), offsets)

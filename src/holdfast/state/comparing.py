@@ -6,20 +6,30 @@ import collections
 import importlib
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
 from holdfast.format.encoding import MAX_DEPTH, escape
 from holdfast.format.scalars import ENCODERS
-from holdfast.state.adapters import HANDED_OVER, OWNED, Rules
+from holdfast.format.workers import ALONE, Worker
+from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Rules
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
-from holdfast.state.registry import INTEGRATIONS, adapter_of, backend_named, backend_of, backend_of_type
+from holdfast.state.pending import Finished, finish_arrays
+from holdfast.state.registry import (
+    INTEGRATIONS,
+    adapter_of,
+    backend_named,
+    backend_of,
+    backend_of_type,
+    sharder_of_type,
+)
 
 _MANY: Final = 16
 """From so many parts on, the arrays of a container are looked at together."""
@@ -40,8 +50,7 @@ _FORMS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """The loading of one object, prepared.
 
     Attributes:
@@ -63,14 +72,22 @@ class Comparison(Decoder):
         objects: Mapping[str, object],
         stored_arrays: Mapping[str, ArraySpec],
         select: Callable[[str], bool] | None,
+        worker: Worker = ALONE,
+        stored_workers: int = 1,
     ) -> None:
         super().__init__(_find_codec)
         self.scene = Cast(objects)
         self.differences = Differences()
-        self.claims = Claims(self.differences)
+        self.claims = Claims(self.differences, worker)
         self.jobs: list[Job] = []
         self.selected_count = 0
         self.rules = OWNED
+        self.like: Any = None
+        self.reseeded: list[str] = []
+        self.left: list[str] = []
+        self._worker = worker
+        self._finished: Finished = {}
+        self._has_moved = worker.world_size != stored_workers
         self._arrays = stored_arrays
         self._select = select
         self.whole = select is None
@@ -146,9 +163,12 @@ class Comparison(Decoder):
         spec = self._arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
+        sharder = sharder_of_type(type(live))
+        if sharder is not None:
+            return self.claims.live_shared(leaf, spec, live, sharder, path, self.rules)
         backend = backend_of(live)
         if backend is not None:
-            return self.claims.live(leaf, spec, live, backend, path, self.rules)
+            return self.claims.live(leaf, spec, live, backend, library, path, self.rules)
         if live is ABSENT and (self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys):
             self.differences.extra.append(path)
             return ABSENT
@@ -156,6 +176,9 @@ class Comparison(Decoder):
         if "/" not in path and not _is_nothing(live):
             self.differences.wrong_kind.append(f"{path}: stored an array, live {_describe_live(live)}")
             return live
+        like = sharder_of_type(type(self.like))
+        if like is not None and self.like.shape == spec.shape:
+            return self.claims.new_shared(leaf, spec, like, self.like, path)
         return self.claims.new(leaf, spec, backend_named(library))
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
@@ -168,6 +191,9 @@ class Comparison(Decoder):
             self.differences.wrong_kind.append(
                 f"{path}: stored the state of an object ({kind}), live {_describe_live(live)}"
             )
+            return live
+        if adapter.is_per_worker and self._has_moved:
+            self._begin_anew(adapter, state, live, path)
             return live
         rules, selected_before = self.rules, self.selected_count
         try:
@@ -184,6 +210,21 @@ class Comparison(Decoder):
         if self.whole or self.selected_count > selected_before:
             self.jobs.append(Job(path, adapter.last, load))
         return live
+
+    def _begin_anew(self, adapter: Adapter, state: Any, live: Any, path: str) -> None:
+        """State of each worker's own, of another number of workers: there is nobody whose it is now."""
+        if not self.whole and not self.wants(path):
+            return
+        load = adapter.begin_anew(live, state, self._worker)
+        if load is None:
+            self.left.append(path)
+        else:
+            self.reseeded.append(path)
+            self.jobs.append(Job(path, last=True, load=load))
+
+    def complete(self, value: Any) -> Any:
+        """The value, with arrays in the places of what stands for them, now that all have been read."""
+        return finish_arrays(value, self._finished) if self.claims.has_pending else value
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
         """Notes arrays and objects that have nothing stored; they stay. Plain values go: what is stored stands."""
@@ -228,19 +269,24 @@ class ObjectLoading:
         """The path of something in the object."""
         return "/".join([self.path, *map(escape, at)])
 
+    def complete(self, value: Any) -> Any:
+        """The value, with all arrays in their places."""
+        return self._comparison.complete(value)
+
     def wants(self, *at: str) -> bool:
         """Whether what stands there is restored."""
         return self._comparison.whole or self._comparison.wants(self.name(*at))
 
-    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER) -> Any:
+    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
         """The stored value."""
         comparison = self._comparison
         outer, comparison.rules = comparison.rules, rules
+        outer_like, comparison.like = comparison.like, like
         try:
             path = self.name(*at)
             value = comparison.decode(stored, UNFILLED if live is None else live, path, self._depth + len(at))
         finally:
-            comparison.rules = outer
+            comparison.rules, comparison.like = outer, outer_like
         return live if value is ABSENT else value
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
@@ -254,7 +300,7 @@ def live_form(live: Any) -> str:
     """What kind of tree a live value is: empty for plain values."""
     if type(live) in ENCODERS:
         return ""
-    if backend_of(live) is not None:
+    if backend_of(live) is not None or sharder_of_type(type(live)) is not None:
         return "array"
     if adapter_of(live) is not None:
         return "object"

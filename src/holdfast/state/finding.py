@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.encoding import path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import ArrayBackend
-from holdfast.state.registry import adapter_of, backend_of_type
+from holdfast.state.registry import adapter_of, backend_of_type, sharder_of_type
+
+if TYPE_CHECKING:
+    from holdfast.state.shards import Sharder
 
 _Trail: TypeAlias = tuple[Any, Hashable, int] | None
 """The way to a value: that of what holds it, and its key and number there. A path is made only where one is needed."""
@@ -47,7 +50,7 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
     return []
 
 
-def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | None]]:
+def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | Sharder | None]]:
     """Objects with state, those that want to be prepared (these with None), and arrays if asked for, in their order.
 
     Each container is looked into once, at the first place where it stands.
@@ -60,10 +63,10 @@ def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapt
         cls = type(value)
         if cls in ENCODERS or id(value) in seen:
             continue
-        backend = backend_of_type(cls)
-        if backend is not None:
+        library = backend_of_type(cls) or sharder_of_type(cls)
+        if library is not None:
             if arrays:
-                yield trail, value, backend
+                yield trail, value, library
             continue
         adapter = adapter_of(value)
         if adapter is not None:

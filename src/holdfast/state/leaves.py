@@ -9,14 +9,16 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from holdfast.format.boxes import Box
 from holdfast.format.dtypes import array_bytes
+from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.workers import ALONE, Worker
 
 Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference in place of each array."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
+class ArraySpec(msgspec.Struct, frozen=True):
     """What an array is, apart from its values.
 
     Attributes:
@@ -77,14 +79,21 @@ class DeviceCopier(Protocol):
         ...
 
 
+def part_of(array: Any, box: Box) -> Any:
+    """A box of a plain array, as a view of the same memory."""
+    # Tensors are told that autograd need not know of it.
+    plain = array.detach() if hasattr(array, "detach") else array
+    # The ellipsis makes it a view also where there is no dimension left.
+    return plain[(*map(slice, box.offsets, box.ends), ...)]
+
+
 @lru_cache(maxsize=1 << 16)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
     return ArraySpec(dtype, tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(msgspec.Struct, frozen=True):
     """Arrays that lie in host memory just as they are stored and may be written to; an entry for each.
 
     Attributes:
@@ -180,8 +189,26 @@ class ArrayBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
+@dataclass(frozen=True, slots=True, order=True)
+class Replica:
+    """A box that several workers hold alike, and one of them writes.
+
+    Attributes:
+        key: Equal for the same box of the same leaf with all of them, and for no others.
+        leaf: The leaf's name.
+        holders: The ranks of all of them.
+        name: The name of the array with its values, among those that are written or among the witnesses.
+        is_written: Whether this worker writes it.
+    """
+
+    key: str
+    leaf: str = field(compare=False)
+    holders: Sequence[int] = field(compare=False)
+    name: str = field(compare=False)
+    is_written: bool = field(compare=False)
+
+
+class Captured(msgspec.Struct, frozen=True):
     """The state of all named objects at one moment: plain values already taken, arrays still live.
 
     The arrays stand in columns, since there may be very many. Each distinct array is there once; arrays that share
@@ -195,6 +222,11 @@ class Captured:
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
         held: The places, in the columns, of arrays that stay as they are until a step that waits.
+        boxes: What those arrays are that are no whole leaves.
+        elsewhere: The leaves of which other workers write a part, or all.
+        worker: Whose state it is.
+        replicas: The boxes that other workers hold too, if these are to be compared.
+        witnesses: What this worker does not write of them: nothing but arrays.
     """
 
     names: list[str]
@@ -204,6 +236,11 @@ class Captured:
     backends: list[ArrayBackend]
     objects: dict[str, Skeleton]
     held: frozenset[int] = frozenset()
+    boxes: tuple[BoxRecord, ...] = ()
+    elsewhere: tuple[ElsewhereRecord, ...] = ()
+    worker: Worker = ALONE
+    replicas: tuple[Replica, ...] = ()
+    witnesses: Captured | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -250,16 +287,17 @@ class Differences:
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where the bytes of one stored array are wanted.
+    """Where the bytes of one stored leaf, or of a box of it, are wanted.
 
     Attributes:
         leaf: The stored leaf's name.
-        spec: What is stored, and what `array` is.
+        spec: What `array` is, and what is stored if it is the whole leaf.
         array: The destination: a live array, filled in place, or a new one.
         backend: The library of `array`.
         copies: Further arrays, not sharing memory with `array`, that get the same values afterwards, each with its
             backend; `Matching.apply` sees to them.
         address: Where the bytes of `array` lie; see `ArrayBackend.address`.
+        offsets: Where `array` begins in the leaf; None if it is the whole leaf.
     """
 
     leaf: str
@@ -268,3 +306,10 @@ class Target(msgspec.Struct, frozen=True):
     backend: ArrayBackend
     copies: tuple[tuple[ArrayBackend, Any], ...] = ()
     address: int | None = None
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def box(self) -> Box:
+        """Which part of the leaf it is."""
+        shape = self.spec.shape
+        return Box((0,) * len(shape) if self.offsets is None else self.offsets, shape)

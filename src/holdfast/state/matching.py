@@ -7,36 +7,41 @@ and prepares each object's loading. When the arrays have been filled, `Matching.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import ApplyError, HoldfastError
 from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
+from holdfast.format.workers import ALONE, Worker
 from holdfast.state.collection import no_collection
 from holdfast.state.comparing import Comparison, Job
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.settling import Settled, settle
 
 
-@dataclass(frozen=True, slots=True)
-class _Renewal:
+class _Renewal(msgspec.Struct, frozen=True):
     name: str
     live: Any
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Matching:
+class Matching(msgspec.Struct, frozen=True):
     """How a checkpoint goes into live objects.
 
     Attributes:
         differences: What does not fit. What fits is restored all the same when `apply` is called.
         targets: Where the bytes of each array that is needed are wanted.
+        reseeded: Random generators that are seeded anew, since the number of workers has changed.
+        left: State of each worker's own that stays as it is, for the same reason.
     """
 
     differences: Differences
     targets: tuple[Target, ...]
+    reseeded: tuple[str, ...]
+    left: tuple[str, ...]
+    _complete: Callable[[Any], Any]
     _renewals: tuple[_Renewal, ...]
     _jobs: tuple[Job, ...]
 
@@ -57,7 +62,7 @@ class Matching:
         changed: dict[str, object] = {}
         settled: Settled = {}
         for renewal in self._renewals:
-            stands = settle(renewal.live, renewal.value, settled)
+            stands = settle(renewal.live, self._complete(renewal.value), settled)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
         for job in sorted(self._jobs, key=lambda job: job.last):
@@ -80,6 +85,8 @@ def match_objects(
     stored_arrays: Mapping[str, ArraySpec],
     *,
     select: Callable[[str], bool] | None = None,
+    worker: Worker = ALONE,
+    stored_workers: int = 1,
 ) -> Matching:
     """Holds stored state against live objects, which are not changed.
 
@@ -90,6 +97,8 @@ def match_objects(
         select: Called with paths, of whole objects (`model`) and of what is in them (`model/layers.0.weight`). What
             stands at a path for which it is true is restored, with all that is in it, and only that counts as a
             difference. Without it, everything is. It is for the caller to find out whether it was ever true.
+        worker: Which worker this is.
+        stored_workers: How many workers there were when the state was stored.
 
     Raises:
         FormatError: If the stored state is malformed.
@@ -97,7 +106,7 @@ def match_objects(
         UsageError: If an object's state cannot be read.
         MemoryError: If there is no memory for arrays that are made anew.
     """
-    comparison = Comparison(objects, stored_arrays, select)
+    comparison = Comparison(objects, stored_arrays, select, worker, stored_workers)
     renewals = []
     for name, live in objects.items():
         path = escape(name)
@@ -110,7 +119,15 @@ def match_objects(
     for name in stored_objects:
         if name not in objects and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
-    return Matching(comparison.differences, comparison.claims.targets(), tuple(renewals), tuple(comparison.jobs))
+    return Matching(
+        differences=comparison.differences,
+        targets=comparison.claims.targets(),
+        reseeded=tuple(comparison.reseeded),
+        left=tuple(comparison.left),
+        _complete=comparison.complete,
+        _renewals=tuple(renewals),
+        _jobs=tuple(comparison.jobs),
+    )
 
 
 def _fill_copies(target: Target) -> None:

@@ -21,6 +21,7 @@ it is (cycle walking); from 33 on that happens to less than half of the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
@@ -84,7 +85,22 @@ class Permutation:
         """
         import numpy as np
 
-        values = self._permute(np.arange(start, stop, dtype=np.uint64))
+        return self._values(np.arange(start, stop, dtype=np.uint64))
+
+    def of(self, ranges: Sequence[range]) -> list[int]:
+        """What comes at the places of some ranges, one after the other."""
+        import numpy as np
+
+        if not ranges:
+            return []
+        places = [np.arange(own.start, own.stop, dtype=np.uint64) for own in _joined(ranges)]
+        indices: list[int] = self._values(np.concatenate(places)).tolist()
+        return indices
+
+    def _values(self, places: Words) -> Words:
+        import numpy as np
+
+        values = self._permute(places)
         outside = np.flatnonzero(values >= np.uint64(self.length))
         while outside.size:
             walked = self._permute(values[outside])
@@ -104,6 +120,17 @@ class Permutation:
             else:
                 low ^= _mix_top_bits(high, key, self._low_bits)
         return (high << np.uint64(self._low_bits)) | low
+
+
+def _joined(ranges: Sequence[range]) -> Iterator[range]:
+    """Ranges that lie one behind the other as one."""
+    begin, end = ranges[0].start, ranges[0].start
+    for own in ranges:
+        if own.start != end:
+            yield range(begin, end)
+            begin = own.start
+        end = own.stop
+    yield range(begin, end)
 
 
 def _mix_top_bits(words: Words, key: int, bits: int) -> Words:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.state.permutation import VERSION
+from holdfast.state.permutation import MAX_LENGTH, VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +70,26 @@ def is_position(state: Any) -> bool:
 def is_count(value: Any) -> bool:
     """**Pure.** Whether a value is a whole number from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def count_samples(length_or_dataset: Any) -> int:
+    """How many samples there are.
+
+    Args:
+        length_or_dataset: Their number, or something whose `len` says so.
+
+    Raises:
+        UsageError: If it is neither.
+    """
+    if isinstance(length_or_dataset, int):
+        length: Any = length_or_dataset
+    elif hasattr(length_or_dataset, "__len__"):
+        length = len(length_or_dataset)
+    else:
+        raise UsageError(
+            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
+            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
+        )
+    if not is_count(length) or length > MAX_LENGTH:
+        raise UsageError(f"{length!r} is not a number of samples")
+    return int(length)

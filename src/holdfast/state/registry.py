@@ -6,11 +6,14 @@ import importlib
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import UsageError
 from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter
 from holdfast.state.leaves import ArrayBackend
+
+if TYPE_CHECKING:
+    from holdfast.state.shards import Sharder
 
 __all__ = [
     "INTEGRATIONS",
@@ -26,21 +29,29 @@ __all__ = [
     "load_integrations",
     "register_adapter",
     "register_backend",
+    "register_sharder",
+    "sharder_of_type",
 ]
 
 INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "numpy": "holdfast.state.numpy_arrays",
         "torch": "holdfast.integrations.torch",
+        # It takes torch a second to import this, and most programs do without.
+        "torch.distributed.tensor": "holdfast.integrations.torch.meshes",
+        "jax": "holdfast.integrations.jax.arrays",
+        "jaxlib": "holdfast.integrations.jax.arrays",
     }
 )
-"""For each package that holdfast knows, the module that registers its kinds. The module is imported when an object
-of that package is met, so the package itself is in memory already."""
+"""For each package that holdfast knows, or a part of one, the module that registers its kinds. The module is imported
+when an object of that package is met, so the package itself is in memory already."""
 
 _adapters: dict[type, Adapter] = {}
 _backends: dict[type, ArrayBackend] = {}
 _backends_by_name: dict[str, ArrayBackend] = {}
 _found: dict[type, Adapter | ArrayBackend | None] = {}
+_sharders: dict[type, Sharder] = {}
+_found_sharders: dict[type, Sharder | None] = {}
 
 _STATE_DICT = StateAdapter("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
 
@@ -56,6 +67,24 @@ def register_backend(cls: type, backend: ArrayBackend) -> None:
     _backends[cls] = backend
     _backends_by_name[backend.name] = backend
     _found.clear()
+
+
+def register_sharder(cls: type, sharder: Sharder) -> None:
+    """Makes a sharder serve a class of sharded arrays and those that derive from it."""
+    _sharders[cls] = sharder
+    _found_sharders.clear()
+
+
+def sharder_of_type(cls: type) -> Sharder | None:
+    """What looks at sharded arrays of a type, or None if it is no type of such."""
+    try:
+        return _found_sharders[cls]
+    except KeyError:
+        pass
+    _load_integrations_of(cls)
+    found = next((_sharders[ancestor] for ancestor in cls.__mro__ if ancestor in _sharders), None)
+    _found_sharders[cls] = found
+    return found
 
 
 def adapter_of(obj: object) -> Adapter | None:
@@ -125,8 +154,9 @@ def _handler(cls: type) -> Adapter | ArrayBackend | None:
 
 def _load_integrations_of(cls: type) -> None:
     for ancestor in cls.__mro__:
-        package = str(getattr(ancestor, "__module__", "")).partition(".")[0]
-        module = INTEGRATIONS.get(package)
-        # A class may name any module as its own: only what is in memory already counts.
-        if module is not None and module not in sys.modules and package in sys.modules:
-            importlib.import_module(module)
+        own = str(getattr(ancestor, "__module__", ""))
+        for package, module in INTEGRATIONS.items():
+            # A class may name any module as its own: only what is in memory already counts.
+            is_in_memory = package in sys.modules and module not in sys.modules
+            if is_in_memory and (own == package or own.startswith(f"{package}.")):
+                importlib.import_module(module)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import UsageError
+from holdfast.format.digests import digest
+from holdfast.format.workers import Worker
 from holdfast.state.adapters import Loading, StateAdapter
 from holdfast.state.leaves import Skeleton
+from holdfast.state.permutation import derive
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
 
 
-@dataclass(frozen=True, slots=True)
-class RandomSource:
+class RandomSource(msgspec.Struct, frozen=True):
     """One random generator that a whole process shares.
 
     Attributes:
         read: Returns its state as a tree of values, or None while the process does not use it.
         write: Takes such a tree.
+        seed: Takes a number from 0 up to 2**64, and gives it the state that follows from that.
     """
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    seed: Callable[[int], object]
 
 
 _sources: dict[str, RandomSource] = {}
@@ -41,6 +47,9 @@ class RNG:
 
     Name it in a checkpoint (`Checkpoint(..., rng=RNG())`). NumPy and frameworks count if the process has imported
     them. A generator that is stored but that this process cannot have (of a device that is not there) is passed over.
+
+    In a job of several workers each has generators of its own. If their number has changed since the save, they are
+    seeded anew, each worker's differently, from what was saved; an event says so.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +86,12 @@ def check_known(state: Mapping[str, Any]) -> None:
 
 
 class _RNGAdapter(StateAdapter):
+    is_per_worker = True
+
+    def begin_anew(self, obj: Any, stored: Skeleton, worker: Worker) -> Callable[[], None] | None:
+        saved = digest(json.dumps(stored, sort_keys=True).encode())
+        return lambda: _seed_all(derive(int(saved[:16], 16), worker.world_size, worker.rank))
+
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         check_known(loading.children(stored))
         return super().begin_load(obj, stored, loading)
@@ -93,6 +108,19 @@ def undisturbed() -> Iterator[None]:
         rng.load_state_dict(state)
 
 
+def _seed_all(number: int) -> None:
+    load_integrations()
+    for name, source in _sources.items():
+        if source.read() is not None:
+            source.seed(derive(number, int(digest(name.encode())[:16], 16)))
+
+
+def _seed_numpy(number: int) -> None:
+    import numpy as np
+
+    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+
+
 def _read_numpy() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)
@@ -104,8 +132,8 @@ def _write_numpy(state: Any) -> None:
     np.random.set_state(state)
 
 
-register_random_source("python", RandomSource(random.getstate, random.setstate))
-register_random_source("numpy", RandomSource(_read_numpy, _write_numpy))
+register_random_source("python", RandomSource(random.getstate, random.setstate, random.seed))
+register_random_source("numpy", RandomSource(_read_numpy, _write_numpy, _seed_numpy))
 
 register_adapter(
     RNG,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+
+import msgspec
 
 from holdfast.errors import MismatchError, UsageError
 from holdfast.state import permutation
 from holdfast.state.adapters import Adapter, Loading, Scene
+from holdfast.state.batches import Batches
 from holdfast.state.leaves import Differences, Skeleton
-from holdfast.state.position import Position, is_count
+from holdfast.state.position import Position, count_samples, is_count
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
 
@@ -24,8 +27,7 @@ _BLOCK_SAMPLES: Final = 8192
 _FOR_LOADERS: Final = 4
 
 
-@dataclass(slots=True)
-class _Pass:
+class _Pass(msgspec.Struct):
     """One way of a loader through the rest of an epoch, the position following it."""
 
     batches: int
@@ -45,9 +47,12 @@ class ResumableSampler:
             for batch in sampler.batches(loader):
                 ...
 
-    The position is counted in samples of the whole job, and the batch is that of the whole job, so the batch size may
-    differ after a resume. The order follows from seed, epoch and length by the formula of
-    `holdfast.state.permutation`, and no random generator takes part.
+    In a job of several workers each makes one, with the same arguments but for `rank`, and gets its part of each batch.
+
+    The position is counted in samples of the whole job, and the batch is that of the whole job, so both the batch size
+    and the number of workers may differ after a resume: each sample of the epoch still comes once in all. The order
+    follows from seed, epoch and length by the formula of `holdfast.state.permutation`, and no random generator takes
+    part.
 
     A pass through a loader ends when a newer one begins, or when another position is loaded or set; taking another
     batch from it is an error. Iterating the sampler itself gives what is left of the epoch, and moves nothing.
@@ -63,6 +68,8 @@ class ResumableSampler:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Makes a sampler at the beginning of epoch 0.
 
@@ -72,19 +79,26 @@ class ResumableSampler:
             shuffle: Whether they come in another order each epoch, or in order of their indices.
             seed: Which orders these are, from 0 up to 2**64, not included.
             drop_last: Whether a last batch that is not full is left out.
+            rank: Which of the workers that divide the data this is.
+            world_size: How many they are. Workers that compute one model together, as in tensor parallelism, count as
+                one here and get the same samples.
 
         Raises:
             UsageError: If an argument is not of that form.
         """
-        self._length = _length(length_or_dataset)
+        self._length = count_samples(length_or_dataset)
         if not is_count(batch_size) or batch_size < 1:
             raise UsageError(f"batch_size={batch_size!r} is not a whole number from 1 on")
         if not is_count(seed) or seed >= 1 << 64:
             raise UsageError(f"seed={seed!r} is not a whole number from 0 up to 2**64")
-        self._batch_size = batch_size
+        if not (is_count(rank) and is_count(world_size) and rank < world_size <= batch_size):
+            raise UsageError(
+                f"rank={rank!r} of world_size={world_size!r} workers cannot share a batch of {batch_size} samples",
+                hint="The batch is that of the whole job: at least a sample for each worker.",
+            )
+        self._cut = Batches(self._length, batch_size, bool(drop_last), rank, world_size)
         self._shuffle = bool(shuffle)
         self._seed = seed
-        self._drop_last = bool(drop_last)
         self._epoch = 0
         self._position_samples = 0
         self._pass: _Pass | None = None
@@ -108,7 +122,7 @@ class ResumableSampler:
 
     def __len__(self) -> int:
         """The batches of a whole epoch."""
-        return self._batches_from(0)
+        return self._cut.count_from(0)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches from the position to the end of the epoch. The position stays where it is."""
@@ -232,14 +246,12 @@ class ResumableSampler:
             )
 
     def __repr__(self) -> str:
+        cut = self._cut
+        workers = "" if cut.world_size == 1 else f", rank={cut.rank}, world_size={cut.world_size}"
         return (
-            f"ResumableSampler({self._length}, batch_size={self._batch_size}, shuffle={self._shuffle}, "
-            f"seed={self._seed}, drop_last={self._drop_last})"
+            f"ResumableSampler({self._length}, batch_size={cut.batch_size}, shuffle={self._shuffle}, "
+            f"seed={self._seed}, drop_last={cut.drop_last}{workers})"
         )
-
-    def _batches_from(self, position_samples: int) -> int:
-        left = self._length - position_samples
-        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
 
     def _hand_out(self, current: _Pass | None, epoch: int, start: int) -> Iterator[list[int]]:
         for indices in self._indices(epoch, start):
@@ -250,19 +262,16 @@ class ResumableSampler:
             yield indices
 
     def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
-        size = self._batch_size
-        stop = min(start + self._batches_from(start) * size, self._length)
-        block_samples = max(1, _BLOCK_SAMPLES // size) * size
         order = permutation.Permutation(self._length, permutation.derive(self._seed, epoch))
-        for block in range(start, stop, block_samples):
-            block_stop = min(block + block_samples, stop)
-            places = range(block, block_stop)
-            indices = order.places(block, block_stop).tolist() if self._shuffle else list(places)
-            for first in range(0, len(indices), size):
-                yield indices[first : first + size]
+        for batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
+            indices = order.of(batches) if self._shuffle else list(itertools.chain.from_iterable(batches))
+            first = 0
+            for batch in batches:
+                yield indices[first : first + len(batch)]
+                first += len(batch)
 
     def _follow(self, loader: Iterable[Batch]) -> Generator[Batch]:
-        current = self._pass = _Pass(self._batches_from(self._position_samples))
+        current = self._pass = _Pass(self._cut.count_from(self._position_samples))
         self._unfollowed_batches = 0
         try:
             # A loader with nothing left to load need not start its workers.
@@ -299,7 +308,7 @@ class ResumableSampler:
         current.taken += 1
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
-        self._position_samples = min(self._position_samples + self._batch_size, self._length)
+        self._position_samples = self._cut.end_of(self._position_samples)
 
     def _end_epoch(self, current: _Pass) -> None:
         self._check_current(current)
@@ -362,21 +371,6 @@ def leave_alone() -> None:
 
 
 register_adapter(ResumableSampler, SamplerAdapter(lambda sampler: sampler))
-
-
-def _length(length_or_dataset: Any) -> int:
-    if isinstance(length_or_dataset, int):
-        length: Any = length_or_dataset
-    elif hasattr(length_or_dataset, "__len__"):
-        length = len(length_or_dataset)
-    else:
-        raise UsageError(
-            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
-            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
-        )
-    if not is_count(length) or length > permutation.MAX_LENGTH:
-        raise UsageError(f"{length!r} is not a number of samples")
-    return int(length)
 
 
 def _seed_draws(number: int) -> None:

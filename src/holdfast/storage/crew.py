@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from holdfast.storage.gate import Gate
+from holdfast.gate import Gate
 
 
 class Crew:

@@ -20,8 +20,8 @@ from holdfast.storage.scratch import Scratch
 _SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A shorter read goes through the page cache, which reads ahead for the next one."""
 
-_BOUNCE_BYTES: Final = (4 << 20) + 2 * PAGE_BYTES
-"""Holds the pages on which four MiB lie, wherever they begin."""
+_BOUNCE_BYTES: Final = (2 << 20) + 2 * PAGE_BYTES
+"""Holds the pages on which two MiB lie, wherever they begin."""
 
 _MOST_PARTS: Final = 1024
 """How many places of memory one call of the system fills."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from holdfast.errors import StorageError
 from holdfast.storage.descriptors import SharedDescriptor, make_last, write_all
@@ -18,8 +19,7 @@ from holdfast.storage.pieces import flat, kept_bytes, missing_error
 _BOUNCE_BYTES: Final = 1 << 20
 
 
-@dataclass(slots=True)
-class _Edge:
+class _Edge(msgspec.Struct):
     """A page that several pieces share, until all of them have come."""
 
     page: memoryview

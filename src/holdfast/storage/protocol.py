@@ -8,12 +8,12 @@ that form. Methods are thread-safe unless they say otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+
+class Entry(msgspec.Struct, frozen=True):
     """One thing that lies in a directory.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from holdfast.state.adapters import StateAdapter, void
 from holdfast.state.rng import RandomSource
 
-CPU_SOURCE = RandomSource(torch.get_rng_state, torch.set_rng_state)
+CPU_SOURCE = RandomSource(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
 
 
 def _read_cuda() -> list[Any] | None:
@@ -23,7 +23,7 @@ def _write_cuda(states: list[Any]) -> None:
             torch.cuda.set_rng_state(state.cpu(), device)
 
 
-CUDA_SOURCE = RandomSource(_read_cuda, _write_cuda)
+CUDA_SOURCE = RandomSource(_read_cuda, _write_cuda, torch.cuda.manual_seed_all)
 
 GENERATOR = StateAdapter(
     "torch.generator",

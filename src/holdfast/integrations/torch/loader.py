@@ -66,19 +66,23 @@ class ResumableDataLoader:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         seed_samples: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
         **options: Any,
     ) -> None:
         """Makes a loader at the beginning of epoch 0.
 
         Args:
             dataset: Something with a length and `__getitem__`, or `__getitems__` as well.
-            batch_size: The samples of one batch.
+            batch_size: The samples of one batch, of all workers of the job together.
             shuffle: Whether they come in another order each epoch.
             seed: Which orders these are.
             drop_last: Whether a last batch that is not full is left out.
             num_workers: The processes that load; 0 for none but this one.
             collate_fn: Makes a batch of a list of samples.
             seed_samples: Whether random generators are seeded for every sample, which takes about 10 microseconds.
+            rank: Which of the workers that divide the data this is.
+            world_size: How many they are; each gets its part of every batch. `ResumableSampler` says more.
             options: Others of `torch.utils.data.DataLoader`, such as `pin_memory`, `prefetch_factor`,
                 `persistent_workers`, `multiprocessing_context`.
 
@@ -96,7 +100,13 @@ class ResumableDataLoader:
                 raise UsageError(f"{name}= cannot be given to ResumableDataLoader: {reason}")
         self._dataset = dataset
         self._sampler = ResumableSampler(
-            dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
         )
         # A generator of its own, since torch draws a number for its workers from the global one otherwise.
         generator = torch.Generator()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -47,6 +48,10 @@ class ModuleAdapter(Adapter):
             if hasattr(type(module), "prepare_for_checkpoint"):
                 module.prepare_for_checkpoint()
 
+    def holders_of(self, obj: Any) -> Sequence[int] | None:
+        """Those who have a part in the mesh of the module's parameters: others have other modules, perhaps."""
+        return holders_of(list(obj.parameters()))
+
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """Values by name."""
         return _read(obj)
@@ -88,6 +93,15 @@ def _finish(
         tensor.data = filled
     if values is not None:
         _load(module, values)
+
+
+def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
+    """The ranks of the workers that hold tensors together, if these are divided over a mesh."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from holdfast.integrations.torch.meshes import mesh_ranks
+
+    return mesh_ranks(tensors)
 
 
 def renaming(module: nn.Module) -> Callable[[str], str]:
@@ -134,7 +148,13 @@ def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
     return tuple(
         rename(f"{path}." if path else "")
         for path, child in module.named_modules(remove_duplicate=False)
-        if child._load_state_dict_pre_hooks
+        if any(map(_changes_values, child._load_state_dict_pre_hooks.values()))
         or child._load_state_dict_post_hooks
         or type(child)._load_from_state_dict not in _PLAIN_LOADERS
     )
+
+
+def _changes_values(hook: Any) -> bool:
+    """Whether a hook may have to do with what is loaded. That of FSDP2 frees the parameters that it had gathered."""
+    called = getattr(hook, "hook", hook)
+    return getattr(called, "__qualname__", "") != "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"

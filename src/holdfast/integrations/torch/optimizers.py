@@ -8,7 +8,7 @@ otherwise its place, as `group0.3`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from holdfast.format.decoding import Decoder, malformed
-from holdfast.integrations.torch.modules import renaming
+from holdfast.integrations.torch.modules import holders_of, renaming
 from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
 
@@ -60,6 +60,10 @@ class OptimizerAdapter(Adapter):
             "class": _class_of(obj),
             "shapes": _shapes_of(layout),
         }
+
+    def holders_of(self, obj: Any) -> Sequence[int] | None:
+        """Those who have a part in the mesh of the parameters: their steps are counted there alone."""
+        return holders_of([parameter for group in obj.param_groups for parameter in group["params"]])
 
     def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
         """A hook of the optimizer's own."""
@@ -297,8 +301,10 @@ def _match_state(
         if name in stays:
             pass
         elif name in nodes:
-            # None where there is no state yet: what is stored comes as it is, and torch moves it to the device.
-            value = loading.value(nodes[name], live, "state", name, rules=REPLACED)
+            # None where there is no state yet: what is stored comes as it is, and torch moves it to the device; or it
+            # comes as the parameter is divided, if it is.
+            like = layout.parameters[number]
+            value = loading.value(nodes[name], live, "state", name, rules=REPLACED, like=like)
         elif name in known and loading.wants("state", name):
             value = None
         if value is not None:

@@ -1,0 +1,202 @@
+"""Signs of life: who of the workers has not been heard of for too long."""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
+from holdfast.cluster.rendezvous import make_absent_error
+from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
+from holdfast.gate import Gate
+
+INTERVAL_SECONDS: Final = 1.0
+TIMEOUT_SECONDS: Final = 15.0
+
+_LEADER: Final = 0
+
+_GOODBYE: Final = -(1 << 30)
+"""Added to a worker's count when it leaves; nobody counts so far that the sum is not negative."""
+
+_STOP_SECONDS: Final = 2.0
+
+
+class _Missed(msgspec.Struct, frozen=True):
+    """Who is not there: as the leader tells the others.
+
+    Attributes:
+        lost: Who has not been heard of for too long.
+        gone: Who has said goodbye.
+    """
+
+    lost: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+
+
+class Heartbeat:
+    """**Thread-safe.** One thread that gives a sign of life, and looks for those of others.
+
+    Each worker counts up in the store, which has to answer each time. The leader looks at all others and tells them who
+    is lost; they look at the leader, and at what it tells. So the store is asked a few times for each worker, and not
+    for each pair of them.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        interval_seconds: float = INTERVAL_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        *,
+        name: str = "heartbeat",
+    ) -> None:
+        """Begins at once; with a single worker there is nothing to do.
+
+        Args:
+            cluster: The workers.
+            interval_seconds: How long to wait between two signs.
+            timeout_seconds: How long after its last sign everybody takes a worker for lost, at the latest. One that has
+                not given any sign yet is not lost.
+            name: What its keys begin with; the same on all workers, and of this heartbeat alone.
+
+        Raises:
+            UsageError: If the times do not fit each other.
+        """
+        if not 0 < 4 * interval_seconds <= timeout_seconds:
+            raise UsageError(
+                f"a heartbeat each {interval_seconds:g} s cannot be missed within {timeout_seconds:g} s",
+                hint="The time-out has to be four times the interval at least.",
+            )
+        self._cluster = cluster
+        self._interval_seconds = interval_seconds
+        self._timeout_seconds = timeout_seconds
+        # One interval for the leader to look, and one for the others to hear of it.
+        self._lost_seconds = timeout_seconds - 2 * interval_seconds
+        self._name = name
+        # These three are replaced whole by the thread, and read by others.
+        self._missed = _Missed()
+        self._store_silent_seconds = 0.0
+        self._failure: HoldfastError | None = None
+        # For each worker that is looked at, its count, and how long that has stayed the same.
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._looked_at = time.monotonic()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ended = Gate()
+        if cluster.world_size == 1:
+            self._ended.open()
+        else:
+            # Unlike `Thread.start` this cannot be interrupted half-way.
+            _thread.start_new_thread(self._run, ())
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Who has not been heard of for too long, by rank."""
+        return self._missed.lost
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """Who has said goodbye, by rank."""
+        return self._missed.gone
+
+    def check(self, ranks: Collection[int] | None = None) -> None:
+        """Makes sure that workers are there, as far as is known; returns at once.
+
+        Args:
+            ranks: Which workers; None for all.
+
+        Raises:
+            AbsentError: If one is lost, or has left; it names them.
+            ClusterError: If the store does not answer any more.
+        """
+        missed = self._missed
+        for absent, what in (
+            (missed.lost, f"not been heard of for {self._timeout_seconds:g} s"),
+            (missed.gone, "left the job"),
+        ):
+            if named := tuple(rank for rank in absent if ranks is None or rank in ranks):
+                raise make_absent_error(self._cluster, named, f"{'has' if len(named) == 1 else 'have'} {what}")
+        failure = self._failure
+        if failure is not None and self._store_silent_seconds >= self._lost_seconds:
+            raise ClusterError(
+                f"the job's store has not answered for {self._store_silent_seconds:.0f} s: {failure.message}",
+                hint=failure.hint,
+            ) from failure
+
+    def stop(self) -> None:
+        """**Blocks** for a moment. Says goodbye, if the store can be reached, and ends the thread; harmless twice."""
+        self._wake.put(None)
+        self._ended.wait(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopped():
+                begun_at = time.monotonic()
+                try:
+                    self._cluster.add(self._key(self._cluster.rank), 1)
+                    self._missed = self._look_at_all() if self._cluster.rank == _LEADER else self._look_at_leader()
+                except ClosedError:
+                    return
+                except HoldfastError as error:
+                    self._failure = error
+                    # Not more than a call takes: where this process itself was stopped for a while, the store was not.
+                    spent_seconds = min(time.monotonic() - begun_at, ANSWER_SECONDS)
+                    self._store_silent_seconds += spent_seconds + self._interval_seconds
+                else:
+                    self._failure = None
+                    self._store_silent_seconds = 0.0
+            self._say_goodbye()
+        finally:
+            self._ended.open()
+
+    def _is_stopped(self) -> bool:
+        """Waits until it is time for the next sign; the first is given at once."""
+        is_first = not self._heard and self._failure is None
+        try:
+            self._wake.get(timeout=0.0 if is_first else self._interval_seconds)
+        except queue.Empty:
+            return False
+        return True
+
+    def _look_at_all(self) -> _Missed:
+        others = range(1, self._cluster.world_size)
+        missed = self._look_at(others)
+        if missed != self._missed:
+            self._cluster.set(f"{self._name}/missed", msgspec.json.encode(missed))
+        return missed
+
+    def _look_at_leader(self) -> _Missed:
+        own = self._look_at((_LEADER,))
+        told = self._cluster.try_get(f"{self._name}/missed")
+        if told is None:
+            return own
+        others = msgspec.json.decode(told, type=_Missed)
+        return _Missed(own.lost + others.lost, own.gone + others.gone)
+
+    def _look_at(self, ranks: Collection[int]) -> _Missed:
+        now = time.monotonic()
+        # What is much longer than a round was a time in which this process itself stood still, and others maybe too.
+        passed_seconds = min(now - self._looked_at, self._timeout_seconds / 3)
+        self._looked_at = now
+        for rank in ranks:
+            count = self._cluster.add(self._key(rank), 0)
+            known, silent_seconds = self._heard.get(rank, (0, 0.0))
+            self._heard[rank] = (count, silent_seconds + passed_seconds if count == known != 0 else 0.0)
+        return _Missed(
+            lost=tuple(
+                rank for rank, (count, seconds) in self._heard.items() if count > 0 and seconds >= self._lost_seconds
+            ),
+            gone=tuple(rank for rank, (count, _) in self._heard.items() if count < 0),
+        )
+
+    def _say_goodbye(self) -> None:
+        # Where the store does not answer, the others will miss this worker instead.
+        with suppress(HoldfastError):
+            self._cluster.add(self._key(self._cluster.rank), _GOODBYE)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"

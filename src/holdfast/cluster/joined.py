@@ -1,0 +1,119 @@
+"""The workers of a job that an engine has started, over the store of that engine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from holdfast.cluster.engine import Connect, EngineStore
+from holdfast.cluster.joining import Joining
+from holdfast.cluster.keys import check_amount, check_key, check_value
+from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import DeadlineError, HoldfastError
+
+_T = TypeVar("_T")
+
+JOIN_SECONDS: Final = 300.0
+"""How long to wait for the slowest worker: on a large job the import of a framework alone takes minutes."""
+
+_LANES_AHEAD: Final = 3
+
+
+_numbers: dict[tuple[str, int], int] = {}
+"""How often this worker has joined already. One thread uses it at a time: joining is collective, and goes in order."""
+
+
+class JoinedCluster:
+    """**Thread-safe.** One worker among those that have joined. See `Cluster` for its methods."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        prefix: str = "holdfast",
+        node: str = "",
+        timeout_seconds: float = JOIN_SECONDS,
+    ) -> None:
+        """**Collective.** **Blocks.** Waits until all workers have come this far.
+
+        Args:
+            connect: Makes a connection to the store of the engine.
+            rank: This worker.
+            world_size: How many there are.
+            host: Where the store lies, in words: "the process of rank 0", say.
+            prefix: What all keys begin with.
+            node: Where this worker runs; empty for the name of the host.
+            timeout_seconds: How long to wait for the others.
+
+        Raises:
+            AbsentError: If workers are missing; it names them.
+            ClusterError: If the store does not answer.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.node = node or socket.gethostname()
+        self._lanes = Lanes(connect, host)
+        try:
+            self._lanes.prepare(_LANES_AHEAD)
+            # Who joins twice meets those who join for the second time too.
+            number = _numbers.get((prefix, rank), 0)
+            joining = Joining(self._lanes, f"{prefix}/{number}", rank, world_size, self.node, timeout_seconds)
+            self.incarnation = joining.join()
+            _numbers[prefix, rank] = number + 1
+            self._prefix = f"{prefix}/{self.incarnation}"
+            self.set(f"node/{rank}", self.node.encode())
+        except BaseException:
+            self._lanes.close()
+            raise
+
+    def node_of(self, rank: int) -> str:
+        """See `Cluster`."""
+        if rank == self.rank:
+            return self.node
+        try:
+            return (self.try_get(f"node/{rank}") or b"").decode()
+        except HoldfastError:
+            return ""  # It is asked for when something has failed, which matters more.
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Cluster`."""
+        check_value(check_key(key), value)
+        self._call("set", key, lambda store, full: store.set(full, value))
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """See `Cluster`."""
+        check_value(check_key(key), value)
+        return self._call("set_once", key, lambda store, full: store.set_once(full, value))
+
+    def try_get(self, key: str) -> bytes | None:
+        """See `Cluster`."""
+        return self._call("try_get", check_key(key), lambda store, full: store.try_get(full))
+
+    def wait_get(self, key: str, timeout_seconds: float) -> bytes:
+        """See `Cluster`."""
+        value = self._lanes.wait_get(f"{self._prefix}/{check_key(key)}", timeout_seconds, f"wait_get {key}")
+        if value is None:
+            raise DeadlineError(f"{key} was not set within {timeout_seconds:g} s")
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Cluster`."""
+        check_amount(check_key(key), amount)
+        return self._call("add", key, lambda store, full: store.add(full, amount))
+
+    def delete(self, key: str) -> None:
+        """See `Cluster`."""
+        self._call("delete", check_key(key), lambda store, full: store.delete(full))
+
+    def close(self) -> None:
+        """See `Cluster`."""
+        self._lanes.close()
+
+    def _call(self, name: str, key: str, work: Callable[[EngineStore, str], _T]) -> _T:
+        full = f"{self._prefix}/{key}"
+        return self._lanes.call(lambda store: work(store, full), ANSWER_SECONDS, f"{name} {key}")

@@ -1,0 +1,222 @@
+"""How workers find each other in a store that may still hold what an earlier start of the job has left there.
+
+Engines restart workers without emptying the store, and not all of them say which start it is. So each worker puts down
+a fresh word of its own. The leader invites the words that it finds, waits until each has been answered for by a living
+worker, and only then says that the job has begun. What the dead have left is answered by nobody.
+
+    join/RANK                a worker's word, and where it runs
+    invite/WORD              the leader's token, for the worker that wrote the word
+    answer/TOKEN/RANK        the word, by the worker that has found the invitation
+    begun/TOKEN              all have answered
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import AbsentError, ClusterError
+
+_LOOK_SECONDS: Final = 0.25
+_LONGEST_LOOK_SECONDS: Final = 2.0
+"""How long to wait for one thing before looking whether another has changed."""
+
+_PAUSE_SECONDS: Final = 0.05
+_NAMED_RANKS: Final = 8
+_WHAT: Final = "joining the other workers"
+
+_HINT: Final = (
+    "Every worker has to open the cluster, or make its manager, about then; "
+    'one that saves by itself is made with cluster="alone".'
+)
+
+
+class _Joined(msgspec.Struct, frozen=True):
+    """What a worker puts down."""
+
+    word: str
+    node: str
+    world_size: int
+
+
+class Joining:
+    """One worker's part in the beginning of a job."""
+
+    def __init__(
+        self, lanes: Lanes, prefix: str, rank: int, world_size: int, node: str, timeout_seconds: float
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            lanes: The way to the store.
+            prefix: What all keys of the job begin with.
+            rank: This worker.
+            world_size: How many there are.
+            node: Where this one runs.
+            timeout_seconds: How long to wait for the others.
+        """
+        self._lanes = lanes
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_seconds = timeout_seconds
+        self._mine = _Joined(os.urandom(8).hex(), node, world_size)
+        self._end_at = 0.0
+
+    def join(self) -> str:
+        """**Blocks.** Waits for all workers.
+
+        Returns:
+            The token of this start of the job, equal on all workers.
+
+        Raises:
+            AbsentError: If workers are missing; it names them.
+            ClusterError: If the store fails, or another start of the job takes the place of this one.
+        """
+        self._end_at = time.monotonic() + self._timeout_seconds
+        key, value = self._key("join", self._rank), msgspec.json.encode(self._mine)
+        # The store itself may have to come up yet.
+        self._lanes.call(lambda store: store.set(key, value), self._timeout_seconds, _WHAT)
+        return self._follow() if self._rank else self._lead()
+
+    # The leader.
+
+    def _lead(self) -> str:
+        token = self._mine.word
+        invited: set[str] = set()
+        answered: dict[int, str] = {}
+        others = range(1, self._world_size)
+        while True:
+            for rank in others:
+                self._invite(self._wait_word(rank), token, invited)
+            for rank in others:
+                if rank not in answered:
+                    answered[rank] = self._wait_answer(rank, token, invited, answered)
+            # A worker of an earlier start may have answered before its successor came.
+            changed = [rank for rank in others if self._word_of(rank) != answered[rank]]
+            self._check_word()
+            if not changed:
+                break
+            for rank in changed:
+                del answered[rank]
+        self._set(self._key("begun", token), b"")
+        for word in invited:
+            self._delete(self._key("invite", word))
+        for rank in others:
+            self._delete(self._key("answer", token, rank))
+        return token
+
+    def _wait_word(self, rank: int) -> str:
+        """What a worker has put down, now or within the deadline."""
+        while (word := self._word_of(rank)) is None:
+            if time.monotonic() > self._end_at:
+                missing = [other for other in range(self._world_size) if self._word_of(other) is None]
+                raise self._absent(missing or [rank])
+            self._check_word()
+            # What an earlier start of another size has left stands there already, so that looking again is in place.
+            if self._wait(self._key("join", rank), _LOOK_SECONDS) is not None:
+                time.sleep(_PAUSE_SECONDS)
+        return word
+
+    def _invite(self, word: str, token: str, invited: set[str]) -> None:
+        if word not in invited:
+            self._set(self._key("invite", word), token.encode())
+            invited.add(word)
+
+    def _wait_answer(self, rank: int, token: str, invited: set[str], answered: dict[int, str]) -> str:
+        """The word that a living worker has answered for."""
+        while True:
+            word = self._wait_word(rank)
+            self._invite(word, token, invited)
+            answer = self._wait(self._key("answer", token, rank), _LOOK_SECONDS)
+            if answer == word.encode():
+                return word
+            if answer is not None:
+                time.sleep(_PAUSE_SECONDS)  # It was its predecessor that answered.
+            self._check_word()
+            if time.monotonic() > self._end_at:
+                keys = {other: self._key("answer", token, other) for other in range(1, self._world_size)}
+                raise self._absent(
+                    [other for other, key in keys.items() if other not in answered and self._try_get(key) is None]
+                    or [rank]
+                )
+
+    # The others.
+
+    def _follow(self) -> str:
+        invitation = self._key("invite", self._mine.word)
+        token = b""
+        look_seconds = _LOOK_SECONDS
+        while True:
+            # Another leader may invite as long as none has begun: one of them is of an earlier start.
+            newest = (self._try_get(invitation) if token else self._wait(invitation, look_seconds)) or token
+            if newest != token:
+                token = newest
+                self._set(self._key("answer", token.decode(), self._rank), self._mine.word.encode())
+            if token and self._wait(self._key("begun", token.decode()), look_seconds) is not None:
+                self._check_word()
+                return token.decode()
+            if time.monotonic() > self._end_at:
+                missing = [rank for rank in range(self._world_size) if self._word_of(rank) is None]
+                raise self._absent(missing or [0])
+            self._check_word()
+            # Very many workers wait for the last one, and all ask the same store.
+            look_seconds = min(2 * look_seconds, _LONGEST_LOOK_SECONDS)
+
+    # The store.
+
+    def _check_word(self) -> None:
+        """Makes sure that this worker is still the one of its rank: a successor may have joined in its place."""
+        if self._word_of(self._rank) != self._mine.word:
+            raise ClusterError(
+                f"another start of the job has taken the place of this one, rank {self._rank}",
+                hint="Two jobs have the same address and port; or this one was thought dead, and should end.",
+            )
+
+    def _absent(self, ranks: list[int]) -> AbsentError:
+        return AbsentError(
+            f"{name_ranks(ranks)} of {self._world_size} did not join within {self._timeout_seconds:g} s",
+            ranks=tuple(ranks),
+            nodes=tuple(joined.node if (joined := self._joined(rank)) else "" for rank in ranks),
+            hint=_HINT,
+        )
+
+    def _word_of(self, rank: int) -> str | None:
+        joined = self._joined(rank)
+        # One of another size was left there by an earlier start, and its successor will come.
+        return joined.word if joined and joined.world_size == self._world_size else None
+
+    def _joined(self, rank: int) -> _Joined | None:
+        data = self._try_get(self._key("join", rank))
+        return msgspec.json.decode(data, type=_Joined) if data is not None else None
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._lanes.call(lambda store: store.set(key, value), ANSWER_SECONDS, _WHAT)
+
+    def _delete(self, key: str) -> None:
+        self._lanes.call(lambda store: store.delete(key), ANSWER_SECONDS, _WHAT)
+
+    def _try_get(self, key: str) -> bytes | None:
+        return self._lanes.call(lambda store: store.try_get(key), ANSWER_SECONDS, _WHAT)
+
+    def _wait(self, key: str, timeout_seconds: float) -> bytes | None:
+        left_seconds = max(self._end_at - time.monotonic(), 0.0)
+        return self._lanes.wait_get(key, min(timeout_seconds, left_seconds), _WHAT)
+
+
+def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    """**Pure.** Workers, as a sentence names them: `rank 3`, or `ranks 3, 4 and 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:_NAMED_RANKS]]
+    if len(ranks) > len(shown):
+        return f"ranks {', '.join(shown)} and {len(ranks) - len(shown)} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,169 @@
+"""Calls to a store that may never return, each with a deadline all the same."""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
+
+from holdfast.cluster.engine import Connect, EngineStore
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import ClosedError, ClusterError
+from holdfast.gate import Gate
+
+_T = TypeVar("_T")
+
+_MOST_LANES: Final = 16
+"""How many calls there may be at a time. Of a store that is cut off none comes back, and threads must not pile up."""
+
+_CLOSE_SECONDS: Final = 1.0
+
+_PAUSE_SHARE: Final = 0.1
+_SHORTEST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+"""A wait looks again after a share of the time that it has lasted, so that it is late by about that share at most."""
+
+
+class Lanes:
+    """**Thread-safe.** Threads with a connection each, which make calls for others.
+
+    A call that is overdue is abandoned where it hangs. Its lane is used again if it comes back after all.
+    """
+
+    def __init__(self, connect: Connect, host: str) -> None:
+        """Starts nothing yet.
+
+        Args:
+            connect: Makes a connection; called in the thread that then uses it.
+            host: Where the store lies, in words.
+        """
+        self._connect = connect
+        self._hint = f"The store lies in {host}: is that still alive, and can this node reach it?"
+        # Guards the lists of lanes, and whether they are closed.
+        self._lock = threading.Lock()
+        self._idle: list[_Inbox] = []
+        self._all: list[tuple[_Inbox, Gate]] = []
+        self._closed = False
+
+    def prepare(self, count: int) -> None:
+        """Starts lanes ahead of need: once the interpreter shuts down, none can be started any more."""
+        for _ in range(count):
+            with self._lock:
+                self._idle.append(self._start())
+
+    def call(self, work: Callable[[EngineStore], _T], timeout_seconds: float, what: str) -> _T:
+        """**Blocks.** Makes a call and returns its result.
+
+        Args:
+            work: What to do with a connection.
+            timeout_seconds: The deadline, with the time that a new connection takes.
+            what: What is done, for the error.
+
+        Raises:
+            ClusterError: If the store does not answer in time, or answers with an error.
+            ClosedError: If the lanes are closed.
+        """
+        task = _Task(work, timeout_seconds)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cluster was closed before this call")
+            if not self._idle and len(self._all) >= _MOST_LANES:
+                raise ClusterError(f"{what}: {_MOST_LANES} earlier calls have had no answer yet", hint=self._hint)
+            inbox = self._idle.pop() if self._idle else self._start()
+        inbox.put(task)
+        if not task.done.wait(timeout_seconds):
+            raise ClusterError(f"{what}: no answer within {timeout_seconds:.3g} s", hint=self._hint)
+        if task.error is not None:
+            raise ClusterError(
+                f"{what}: {type(task.error).__name__}: {_first_line(task.error)}", hint=self._hint
+            ) from task.error
+        return task.result  # type: ignore[no-any-return]
+
+    def wait_get(self, key: str, timeout_seconds: float, what: str) -> bytes | None:
+        """**Blocks.** The value of a key once it holds one, or None if it holds none within that time.
+
+        Raises:
+            ClusterError: As `call`. A store that is cut off is found out in the middle of a long wait.
+            ClosedError: As `call`.
+        """
+        begun_at = time.monotonic()
+        work = partial(_try_get, key)
+        while (value := self.call(work, ANSWER_SECONDS, what)) is None:
+            waited_seconds = time.monotonic() - begun_at
+            if waited_seconds >= timeout_seconds:
+                break
+            # Engines have waits of their own, which hold a connection, say so in the log when they run out, and cannot
+            # be called off. To look again is cheap, as long as very many workers that wait long do not do it often.
+            pause_seconds = min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            time.sleep(min(pause_seconds, timeout_seconds - waited_seconds))
+        return value
+
+    def close(self) -> None:
+        """Ends the lanes; one that hangs is left behind. Harmless twice."""
+        with self._lock:
+            self._closed = True
+            ends = [ended for _, ended in self._all]
+            for inbox, _ in self._all:
+                inbox.put(None)
+        end_at = time.monotonic() + _CLOSE_SECONDS
+        for ended in ends:
+            ended.wait(end_at - time.monotonic())
+
+    def _start(self) -> _Inbox:
+        """Starts a lane; called with the lock."""
+        inbox: _Inbox = queue.SimpleQueue()
+        ended = Gate()
+        try:
+            # Unlike `Thread.start` this cannot be interrupted half-way.
+            _thread.start_new_thread(self._serve, (inbox, ended))
+        except RuntimeError as error:
+            raise ClusterError(f"no thread can be started to ask the store: {error}") from error
+        self._all.append((inbox, ended))
+        return inbox
+
+    def _serve(self, inbox: _Inbox, ended: Gate) -> None:
+        connection: EngineStore | None = None
+        try:
+            while (task := inbox.get()) is not None:
+                try:
+                    connection = connection or self._connect(task.timeout_seconds)
+                    task.result = task.work(connection)
+                except BaseException as error:  # noqa: BLE001  Whatever it is, the caller gets it.
+                    task.error = error
+                    # Nobody knows in what state an error leaves a connection.
+                    connection = None
+                # Before the caller goes on, so that one thread by itself needs one lane.
+                with self._lock:
+                    self._idle.append(inbox)
+                task.done.open()
+                # What the task has caught refers to this frame.
+                del task
+        finally:
+            ended.open()
+
+
+class _Task:
+    """One call, and what becomes of it."""
+
+    def __init__(self, work: Callable[[EngineStore], Any], timeout_seconds: float) -> None:
+        self.work = work
+        self.timeout_seconds = timeout_seconds
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = Gate()
+
+
+_Inbox: TypeAlias = "queue.SimpleQueue[_Task | None]"
+
+
+def _try_get(key: str, store: EngineStore) -> bytes | None:
+    return store.try_get(key)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no reason given"

@@ -1,0 +1,74 @@
+"""Which cluster this process belongs to, as its environment and the frameworks that it has in use say."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Final, Literal, TypeAlias
+
+from holdfast.cluster.alone import AloneCluster
+from holdfast.cluster.joined import JOIN_SECONDS
+from holdfast.cluster.protocol import Cluster
+from holdfast.errors import UsageError
+
+Choice: TypeAlias = Cluster | Literal["auto", "alone"]
+
+_TORCH: Final = "holdfast.integrations.torch.cluster"
+_JAX: Final = "holdfast.integrations.jax.cluster"
+"""Imported by name, and only where the framework is in use."""
+
+
+def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS) -> Cluster:
+    """**Collective.** **Blocks.** The workers that this process belongs to.
+
+    Under `"auto"` that is the first of these that holds: the job that torchrun has started; the default process group
+    of torch; the processes of `jax.distributed`; the job that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in
+    the environment speak of; this process alone. A job of a single worker is one that is alone.
+
+    Args:
+        choice: `"auto"`; `"alone"` for a worker that has nothing to do with the others, though there are some; or a
+            cluster, which is given back.
+        timeout_seconds: How long to wait for the other workers.
+
+    Raises:
+        AbsentError: If workers are missing; it names them.
+        ClusterError: If the store through which they agree does not answer.
+        UsageError: If the choice is something else.
+    """
+    if isinstance(choice, Cluster):
+        return choice
+    if choice == "alone":
+        return AloneCluster()
+    if choice != "auto":
+        raise UsageError(f"cluster={choice!r} is no cluster", hint='Or it is "auto", or "alone".')
+    found = find_engine(os.environ, sys.modules)
+    if found is None:
+        return AloneCluster()
+    module, function = found
+    cluster: Cluster = getattr(import_module(module), function)(timeout_seconds)
+    return cluster
+
+
+def find_engine(environment: Mapping[str, str], modules: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Which engine has started this process as one of several workers.
+
+    Args:
+        environment: Its environment variables.
+        modules: The modules that are imported.
+
+    Returns:
+        The module and the function that open its cluster; None if the process is alone.
+    """
+    is_told = all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    is_several = is_told and environment.get("WORLD_SIZE", "1") != "1"
+    if is_several and "TORCHELASTIC_RUN_ID" in environment:
+        return _TORCH, "open_environment"
+    torch = modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized() and torch.get_world_size() > 1:
+        return _TORCH, "open_process_group"
+    jax = getattr(modules.get("jax._src.distributed"), "global_state", None)
+    if jax is not None and jax.client is not None and jax.num_processes > 1:
+        return _JAX, "open_distributed"
+    return (_TORCH, "open_environment") if is_several else None

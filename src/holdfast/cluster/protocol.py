@@ -1,0 +1,100 @@
+"""What holdfast asks of the workers of one job.
+
+A worker that has joined has a rank, and shares a store of small values with the others. A key is made of parts with
+`/` between them, each of letters, digits, `.`, `_` and `-`; all keys of one start of the job are its own. A key holds
+either a value or a counter, never both.
+
+Every method raises `UsageError` for a key or a value that is not of that form or too large, `ClusterError` when the
+store does not answer, as when the process that hosts it is gone, and `ClosedError` after `close`. Every method is
+thread-safe, and a wait in one thread blocks no other. None of them waits longer than its deadline, or
+`ANSWER_SECONDS` where it names none.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol, runtime_checkable
+
+MAX_KEY_BYTES: Final = 200
+MAX_VALUE_BYTES: Final = 1 << 20
+
+MAX_COUNT: Final = 1 << 31
+"""A counter stays below this, above and below zero: there are stores that cannot read a larger one again."""
+
+ANSWER_SECONDS: Final = 10.0
+"""How long a store may take to answer what it need not wait for. One that takes longer is taken for dead."""
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """The workers of one job.
+
+    Attributes:
+        rank: This worker's number, from 0. Rank 0 is the leader.
+        world_size: How many workers there are.
+        node: Where this worker runs: equal for workers on one machine.
+        incarnation: Names this start of the job: equal on all its workers, different after a restart of them.
+    """
+
+    @property
+    def rank(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def incarnation(self) -> str:
+        """See the class."""
+        ...
+
+    def node_of(self, rank: int) -> str:
+        """**Thread-safe.** Where another worker runs, for people to read; empty if that cannot be found out now."""
+        ...
+
+    def set(self, key: str, value: bytes) -> None:
+        """**Thread-safe.** Lets a key hold a value, whatever it held before; when this returns, all can read it."""
+        ...
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """**Thread-safe.** Lets a key hold a value, unless it holds one.
+
+        Returns:
+            What stands there now: this value, or the one that was there before.
+        """
+        ...
+
+    def try_get(self, key: str) -> bytes | None:
+        """**Thread-safe.** The value of a key, or None if it holds none now."""
+        ...
+
+    def wait_get(self, key: str, timeout_seconds: float) -> bytes:
+        """**Blocks.** **Thread-safe.** The value of a key, once it holds one.
+
+        Raises:
+            DeadlineError: If it holds none within that time.
+        """
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """**Thread-safe.** Adds to a counter, which is 0 before it is first added to; 0 may be added, to read it.
+
+        Returns:
+            The sum.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """**Thread-safe.** Forgets a value or a counter; harmless if there is none. Nobody may be waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the store, without waiting; calls in other threads may fail. Harmless twice."""
+        ...

@@ -1,0 +1,198 @@
+"""Boxes: which part of an array a piece of it is. Pure.
+
+An array of n dimensions is cut into boxes by cuts along its dimensions. A box lies at its offsets, one for each
+dimension, and has a shape of its own. An array without dimensions has one box, that of no offsets and no lengths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+    """A part of an array.
+
+    Attributes:
+        offsets: For each dimension, where the box begins in the array, in elements.
+        shape: For each dimension, how many elements of the array it takes.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """For each dimension, where the box ends in the array, exclusive."""
+        return tuple(offset + length for offset, length in zip(self.offsets, self.shape, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.shape)
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        """Whether it is all of an array of that shape."""
+        return self.shape == tuple(shape) and not any(self.offsets)
+
+    def __str__(self) -> str:
+        ranges = (f"{offset}:{end}" for offset, end in zip(self.offsets, self.ends, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """**Pure.** The box that is all of an array."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def find_box_problem(box: Box, shape: Sequence[int]) -> str:
+    """**Pure.** Why a box cannot be a part of an array of that shape; empty if it can."""
+    if not len(box.offsets) == len(box.shape) == len(shape):
+        return f"a box of {len(box.shape)} dimensions at {len(box.offsets)} offsets, in {len(shape)} dimensions"
+    for offset, length, limit in zip(box.offsets, box.shape, shape, strict=True):
+        if offset < 0 or length < 0 or offset + length > limit:
+            return f"{box} does not lie in {list(shape)}"
+    return ""
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """**Pure.** What two boxes of one array have in common; None if that is no element."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    shape = tuple(map(int.__sub__, map(min, one.ends, other.ends), begins))
+    return Box(begins, shape) if all(length > 0 for length in shape) else None
+
+
+def shift(box: Box, origin: Sequence[int]) -> Box:
+    """**Pure.** The same box as it lies in another one that begins at `origin`."""
+    return Box(tuple(map(int.__sub__, box.offsets, origin)), box.shape)
+
+
+def split_box(box: Box, parts: int) -> list[Box]:
+    """**Pure.** Cuts a box into parts that are contiguous in it, as even as may be.
+
+    It is cut along its first dimension that is longer than 1, so there may be fewer parts than are asked for.
+
+    Args:
+        box: The box; it may be an empty one, which stays whole.
+        parts: How many parts there should be, at least 1.
+    """
+    dimension = next((number for number, length in enumerate(box.shape) if length > 1), None)
+    if dimension is None:
+        return [box]
+    length = box.shape[dimension]
+    parts = min(parts, length)
+    cuts = [length * number // parts for number in range(parts + 1)]
+    return [
+        Box(
+            (*box.offsets[:dimension], box.offsets[dimension] + begin, *box.offsets[dimension + 1 :]),
+            (*box.shape[:dimension], end - begin, *box.shape[dimension + 1 :]),
+        )
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+def byte_ranges(shape: Sequence[int], box: Box, item_bytes: int, gap_bytes: int = 1) -> Iterator[tuple[int, int]]:
+    """**Pure.** Where a box of an array lies in the array's bytes, in order, ends exclusive.
+
+    Args:
+        shape: The array, whose elements lie in row-major order.
+        box: The box; it may be an empty one, which lies nowhere.
+        item_bytes: The bytes of one element.
+        gap_bytes: Ranges with fewer bytes than this between them are given as one, with what is between them.
+    """
+    if not box.elements:
+        return
+    strides = strides_of(shape, item_bytes)
+    begin = sum(map(int.__mul__, box.offsets, strides))
+    extent = item_bytes
+    # From the last dimension on, ranges are one as long as the gaps are small; they never get smaller further out.
+    dimension = len(shape)
+    while dimension and (box.shape[dimension - 1] == 1 or strides[dimension - 1] - extent < gap_bytes):
+        dimension -= 1
+        extent += (box.shape[dimension] - 1) * strides[dimension]
+    outer = (
+        range(0, length * stride, stride)
+        for length, stride in zip(box.shape[:dimension], strides[:dimension], strict=True)
+    )
+    for steps in itertools.product(*outer):
+        first = begin + sum(steps)
+        yield first, first + extent
+
+
+def strides_of(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """**Pure.** For each dimension of an array in row-major order, the bytes from one element to the next."""
+    lengths = [item_bytes, *reversed(shape[1:])] if shape else []
+    return tuple(reversed(list(itertools.accumulate(lengths, int.__mul__))))
+
+
+def split_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """**Pure.** The boxes that a range of an array's elements is made of, in their order.
+
+    There are at most two for each dimension, less one.
+
+    Args:
+        shape: The array, whose elements are counted in row-major order.
+        begin: The first of them.
+        end: Where they end, exclusive; no more than there are.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if first == last:
+        yield from _in_row(shape, first, begin - first * row, end - first * row)
+        return
+    if begin > first * row:
+        yield from _in_row(shape, first, begin - first * row, row)
+        first += 1
+    rows = end // row
+    if rows > first:
+        yield Box((first, *(0,) * (len(shape) - 1)), (rows - first, *shape[1:]))
+    if end > rows * row:
+        yield from _in_row(shape, rows, 0, end - rows * row)
+
+
+def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> Iterator[Box]:
+    for box in split_range(shape[1:], begin, end):
+        yield Box((number, *box.offsets), (1, *box.shape))
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """**Pure.** The places, in the sequence, of two boxes of one array that have an element in common; None if none do.
+
+    Boxes that lie on a grid, as shards do, are held apart by their dimensions one after the other, without comparing
+    each with each.
+    """
+    filled = [place for place, box in enumerate(boxes) if box.elements]
+    if len(filled) < 2:
+        return None
+    clusters = [filled]
+    for dimension in range(len(boxes[filled[0]].shape)):
+        clusters = [part for cluster in clusters for part in _clusters(boxes, cluster, dimension) if len(part) > 1]
+    for cluster in clusters:
+        for one, other in itertools.combinations(cluster, 2):
+            if intersect(boxes[one], boxes[other]):
+                return one, other
+    return None
+
+
+def _clusters(boxes: Sequence[Box], places: list[int], dimension: int) -> Iterator[list[int]]:
+    """Parts a cluster where nothing of it reaches across, along one dimension."""
+    ordered = sorted(places, key=lambda place: boxes[place].offsets[dimension])
+    cluster: list[int] = []
+    reach = 0
+    for place in ordered:
+        box = boxes[place]
+        if cluster and box.offsets[dimension] >= reach:
+            yield cluster
+            cluster, reach = [], 0
+        cluster.append(place)
+        reach = max(reach, box.offsets[dimension] + box.shape[dimension])
+    if cluster:
+        yield cluster

@@ -1,0 +1,28 @@
+"""Which worker of a job a process is. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process of a job.
+
+    Attributes:
+        rank: Its number, from 0 on.
+        world_size: How many there are.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has no other worker."""
+        return self.world_size == 1
+
+
+ALONE: Final = Worker(0, 1)
+"""The worker of a job of one process."""

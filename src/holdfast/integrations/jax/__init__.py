@@ -1,0 +1,1 @@
+"""JAX: the processes of a job that `jax.distributed` has started."""

@@ -1,0 +1,150 @@
+"""The workers of a job that torch has started: under torchrun, or by `init_process_group`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed
+
+from holdfast.cluster.engine import Connect
+from holdfast.cluster.joined import JOIN_SECONDS, JoinedCluster
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import UsageError
+
+# What it exports depends on how torch was built, so that it has no types to go by.
+dist: Any = torch.distributed
+
+_ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_hosted: list[Any] = []
+"""The stores that this process hosts. They live as long as it does: other workers may need them to the end."""
+
+
+def open_environment(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
+    """**Collective.** **Blocks.** The workers that the environment speaks of, as torchrun sets it.
+
+    It needs no process group. Under torchrun the store is the agent's; otherwise rank 0 hosts it, and
+    `init_process_group` finds it there when it comes later.
+
+    Raises:
+        UsageError: If the environment does not say who this worker is.
+        AbsentError: If workers are missing; it names them.
+        ClusterError: If the store does not answer.
+    """
+    rank, world_size, port = (_read_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    address = os.environ["MASTER_ADDR"]
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and not is_agents
+    return JoinedCluster(
+        partial(_connect, address, port, hosts=hosts),
+        rank,
+        world_size,
+        host=f"torchrun's agent at {address}:{port}" if is_agents else f"the process of rank 0 at {address}:{port}",
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def open_process_group(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
+    """**Collective.** **Blocks.** The workers of the default process group, over the store that it was made with.
+
+    Raises:
+        UsageError: If there is no process group.
+        AbsentError: If workers are missing; it names them.
+        ClusterError: If the store does not answer.
+    """
+    if not is_initialized():
+        raise UsageError("there is no process group", hint="Call torch.distributed.init_process_group first.")
+    # There is no public way to the store that a job was started with.
+    store = dist.distributed_c10d._get_default_store()
+    return JoinedCluster(
+        _connect_like(store),
+        dist.get_rank(),
+        dist.get_world_size(),
+        host="the process that hosts the process group's store",
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def is_initialized() -> bool:
+    """True if there is a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+class TorchStore:
+    """A connection to a store of torch. See `EngineStore`."""
+
+    def __init__(self, store: Any) -> None:
+        store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `EngineStore`."""
+        self._store.set(key, _FILLED + value)
+        # A set is not answered, and "succeeds" for long after the store is gone. This is asked on the same connection.
+        self._store.check([key])
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """See `EngineStore`."""
+        return _value_of(self._store.compare_set(key, "", _FILLED + value))
+
+    def try_get(self, key: str) -> bytes | None:
+        """See `EngineStore`."""
+        try:
+            # `get` would wait for it.
+            return _value_of(self._store.get(key)) if self._store.check([key]) else None
+        except dist.DistStoreError:
+            return None  # It was deleted between the two.
+
+    def add(self, key: str, amount: int) -> int:
+        """See `EngineStore`."""
+        return int(self._store.add(key, amount))
+
+    def delete(self, key: str) -> None:
+        """See `EngineStore`."""
+        self._store.delete_key(key)
+
+
+_FILLED: Final = b"="
+"""Before each value: to torch, an empty one is none."""
+
+
+def _value_of(data: bytes) -> bytes:
+    return data.removeprefix(_FILLED)
+
+
+def _connect(address: str, port: int, timeout_seconds: float, *, hosts: bool) -> TorchStore:
+    timeout = timedelta(seconds=timeout_seconds)
+    if hosts and not _hosted:
+        # As `init_process_group` does it: whichever comes second joins the first.
+        _hosted.append(
+            dist.TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        )
+    return TorchStore(dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+
+
+def _connect_like(store: Any) -> Connect:
+    """How to make further connections to a store: while one waits for a key, nobody else gets through it."""
+    if hasattr(store, "clone"):
+        return lambda _: TorchStore(store.clone())
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return partial(_connect, store.host, store.port, hosts=False)
+    return lambda _: TorchStore(store)
+
+
+def _read_number(environment: Mapping[str, str], name: str) -> int:
+    missing = [wanted for wanted in _ENVIRONMENT if not environment.get(wanted)]
+    if missing:
+        raise UsageError(
+            f"the environment does not say who this worker is: {', '.join(missing)} missing",
+            hint="Start the workers with torchrun.",
+        )
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise UsageError(f"{name}={environment[name]!r} in the environment is no number") from None

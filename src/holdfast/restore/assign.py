@@ -1,0 +1,151 @@
+"""Which stored arrays serve which live ones, where both may be boxes of leaves. It does no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import DamageError
+from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
+from holdfast.format.index import Index
+from holdfast.format.shards import StoredBox
+from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one target takes of one stored array.
+
+    Attributes:
+        target: The target.
+        inner: Which part of the stored array it takes.
+        at: Where that part lies in the target's array.
+    """
+
+    target: Target
+    inner: Box
+    at: Box
+
+
+@dataclass(slots=True)
+class Order:
+    """What is to be read of one file.
+
+    Attributes:
+        whole: By the name of a stored array, the target that takes all of it.
+        shares: By the number of a stored array in its index, what is taken of it otherwise.
+    """
+
+    whole: dict[str, Target] = field(default_factory=dict)
+    shares: dict[int, list[Share]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.whole or self.shares)
+
+
+class Assignment:
+    """Takes indexes one after the other until every target is served."""
+
+    def __init__(self, targets: Iterable[Target], leaves: Mapping[str, ArraySpec], *, step: int) -> None:
+        """Nothing is served yet.
+
+        Args:
+            targets: Where bytes are wanted.
+            leaves: What each stored leaf is.
+            step: The step, for errors.
+        """
+        self._leaves = leaves
+        self._step = step
+        self._targets: dict[str, list[Target]] = {}
+        # By the identity of a target, how many of its elements nobody has offered yet.
+        self._left: dict[int, int] = {}
+        self._open = 0
+        self._taken: dict[int, list[Box]] = {}
+        self._seen: dict[str, set[Box]] = {}
+        for target in targets:
+            elements = target.box.elements
+            if elements:
+                self._targets.setdefault(target.leaf, []).append(target)
+                self._left[id(target)] = elements
+                self._open += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every target is served."""
+        return not self._open
+
+    def list_missing(self) -> set[str]:
+        """The leaves of which something has not been offered yet."""
+        return {leaf for leaf, targets in self._targets.items() if any(self._left[id(target)] for target in targets)}
+
+    def offer(self, index: Index, path: str) -> Order:
+        """What is taken of the arrays of an index.
+
+        Raises:
+            DamageError: If it has other leaves of the same names.
+        """
+        order = Order()
+        for number, stored in enumerate(index.stored_boxes()):
+            targets = self._targets.get(stored.leaf)
+            if not targets:
+                continue
+            self._check(stored, path)
+            seen = self._seen.setdefault(stored.leaf, set())
+            if stored.box not in seen:
+                seen.add(stored.box)
+                for target in targets:
+                    self._assign(order, number, stored, target)
+        return order
+
+    def _assign(self, order: Order, number: int, stored: StoredBox, target: Target) -> None:
+        wanted, record = target.box, stored.record
+        common = intersect(stored.box, wanted)
+        if common is None:
+            return
+        self._left[id(target)] -= common.elements
+        self._open -= not self._left[id(target)]
+        self._taken.setdefault(id(target), []).append(common)
+        at = shift(common, wanted.offsets)
+        if common == stored.box and record.name not in order.whole:
+            order.whole[record.name] = target if common == wanted else _part(target, record.name, at)
+            return
+        if target.address is None:
+            # It is gathered on its way: no more of it at a time than what comes from one array.
+            target, at = _part(target, record.name, at), whole_box(at.shape)
+        order.shares.setdefault(number, []).append(Share(target, shift(common, stored.box.offsets), at))
+
+    def _check(self, stored: StoredBox, path: str) -> None:
+        spec = self._leaves[stored.leaf]
+        if (stored.dtype, stored.global_shape) != (spec.dtype, spec.shape):
+            raise DamageError(
+                f"{path}: {stored.leaf!r} is {stored.dtype} {list(stored.global_shape)} here, and {spec.dtype} "
+                f"{list(spec.shape)} to another worker",
+                step=self._step,
+                path=path,
+                tensor=stored.leaf,
+            )
+
+    def check_complete(self) -> None:
+        """Makes sure that every target is served, each of its elements once.
+
+        Raises:
+            DamageError: If one is not.
+        """
+        for leaf, targets in self._targets.items():
+            for target in targets:
+                taken, left = self._taken.get(id(target), []), self._left[id(target)]
+                overlap = find_overlap(taken) if len(taken) > 1 else None
+                if overlap is not None:
+                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, and lie apart"
+                elif left:
+                    text = f"{leaf!r}: {left} elements of {target.box} lie with no worker"
+                else:
+                    continue
+                raise DamageError(text, step=self._step, tensor=leaf)
+
+
+def _part(target: Target, name: str, box: Box) -> Target:
+    """A box of a target's array, as a target of its own."""
+    view = part_of(target.array, box)
+    spec = spec_of(target.spec.dtype, box.shape)
+    return Target(name, spec, view, target.backend, (), target.backend.address(view))

@@ -1,0 +1,194 @@
+"""What plain arrays cannot say: that a worker holds a part of one, or something that is its own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.format.boxes import Box, find_box_problem
+from holdfast.format.workers import Worker
+from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
+from holdfast.state.finding import find_stateful
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_of
+from holdfast.state.registry import backend_of, register_adapter, register_sharder
+from holdfast.state.settling import settle
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """A box of an array that this worker holds.
+
+    Attributes:
+        box: Which part of the array it is.
+        array: Its values: a plain array of the box's shape.
+        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
+            hold a plain array in that place.
+    """
+
+    box: Box
+    array: Any
+    holders: Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What one worker holds of an array.
+
+    Attributes:
+        spec: What the whole array is.
+        backend: The library of the boxes.
+        boxes: What lies here; they do not overlap.
+        memory: Equal for two arrays exactly when they are the same boxes of the same memory.
+    """
+
+    spec: ArraySpec
+    backend: ArrayBackend
+    boxes: tuple[LocalBox, ...]
+    memory: Hashable
+
+
+class Sharder(Protocol):
+    """How one kind of sharded array is looked at."""
+
+    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+        """What this worker holds of an array. It communicates with nobody.
+
+        Raises:
+            UnsupportedValueError: If the array cannot be stored; `path` says where it stands.
+        """
+        ...
+
+    def new(self, like: Any, spec: ArraySpec) -> Any:
+        """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
+        ...
+
+
+class Shard:
+    """A part of an array of which other workers hold the rest.
+
+    Give it in place of the array, wherever one may stand: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
+    250_000, 0)))`. All workers together must hold the whole array, each element once; what several hold alike is
+    written once if each names all its holders. It is restored into any other division, or into a plain array.
+    """
+
+    def __init__(
+        self,
+        tensor: Any,
+        global_shape: Iterable[int],
+        offsets: Iterable[int],
+        *,
+        holders: Iterable[int] | None = None,
+    ) -> None:
+        """Says what a tensor is a part of.
+
+        Args:
+            tensor: A plain tensor or array, which holds the values.
+            global_shape: The shape of the whole array.
+            offsets: For each dimension, where the part begins in it.
+            holders: The ranks of all workers that hold this very part; None if this one alone does.
+
+        Raises:
+            UsageError: If it is no tensor or array, or cannot be such a part.
+        """
+        if backend_of(tensor) is None:
+            raise UsageError(f"{type(tensor).__qualname__} is no tensor or array, of which a Shard could be made")
+        self.tensor = tensor
+        self.global_shape = _numbers("global_shape", global_shape)
+        self.offsets = _numbers("offsets", offsets)
+        self.holders = None if holders is None else tuple(sorted(set(_numbers("holders", holders))))
+        problem = find_box_problem(Box(self.offsets, tuple(tensor.shape)), self.global_shape)
+        if problem:
+            raise UsageError(
+                f"this cannot be a shard: {problem}", hint="offsets and shape of the tensor say its place."
+            )
+
+    def __repr__(self) -> str:
+        return f"Shard({Box(self.offsets, tuple(self.tensor.shape))} of {list(self.global_shape)})"
+
+
+def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise UsageError(f"{name} are whole numbers: {error}") from error
+
+
+class PerWorker:
+    """State that is each worker's own, such as the place in a stream of data that no other worker reads.
+
+    Give it around an object: `Checkpoint(stream=hf.PerWorker(stream))`. What is not marked so is taken for the same
+    with all workers, but for random generators (`RNG`), which are each worker's own in any case.
+
+    Each worker restores what the worker of its rank had saved. If the number of workers has changed, that means
+    nothing any more: then what is marked so stays as it is, and random generators are seeded anew; an event says so.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Takes an object with state, a tensor, or a tree of such."""
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerWorker({self.value!r})"
+
+
+class _ShardSharder:
+    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+        backend = backend_of(array.tensor)
+        if backend is None:
+            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no array any more", path=path)
+        own = backend.spec(array.tensor, path)
+        holders = (worker.rank,) if array.holders is None else array.holders
+        if worker.rank not in holders or holders[-1] >= worker.world_size:
+            raise UnsupportedValueError(
+                f"{path}: this Shard is said to lie with the workers {list(holders)}, and this is worker {worker.rank} "
+                f"of {worker.world_size}",
+                path=path,
+                hint="Name the ranks of all that hold it, of this job and with this one among them.",
+            )
+        box = Box(array.offsets, own.shape)
+        memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
+        local = LocalBox(box, array.tensor, holders)
+        return Sharding(spec_of(own.dtype, array.global_shape), backend, (local,), memory)
+
+    def new(self, like: Any, spec: ArraySpec) -> Any:
+        backend = backend_of(like.tensor)
+        assert backend is not None  # It was looked at before.
+        tensor = backend.new(spec_of(spec.dtype, tuple(like.tensor.shape)), like.tensor)
+        return Shard(tensor, like.global_shape, like.offsets, holders=like.holders)
+
+
+class _PerWorkerAdapter(Adapter):
+    kind = "per_worker"
+    is_per_worker = True
+
+    def prepare(self, obj: Any) -> None:
+        for _, part, adapter in find_stateful(obj.value, ""):
+            (adapter or Adapter()).prepare(part)
+
+    def state_of(self, obj: Any, scene: Scene) -> Any:
+        return obj.value
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        value = loading.value(stored, obj.value, rules=OWNED)
+
+        def load() -> None:
+            obj.value = settle(obj.value, loading.complete(value), {})
+
+        return load
+
+    def begin_anew(self, obj: Any, stored: Skeleton, worker: Worker) -> Callable[[], None] | None:
+        parts = ((part, adapter) for _, part, adapter in find_stateful(obj.value, "") if adapter is not None)
+        begins = [begin for part, adapter in parts if (begin := adapter.begin_anew(part, stored, worker)) is not None]
+
+        def load() -> None:
+            for begin in begins:
+                begin()
+
+        return load if begins else None
+
+
+register_sharder(Shard, _ShardSharder())
+register_adapter(PerWorker, _PerWorkerAdapter())

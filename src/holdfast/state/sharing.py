@@ -1,0 +1,101 @@
+"""What this worker writes of the arrays of a job of several, and what it leaves to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.format.boxes import shift, whole_box
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.workers import Worker
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
+from holdfast.state.owners import plan_parts
+from holdfast.state.shards import LocalBox, Sharding
+
+
+class Sharing:
+    """Decides for one capture, array by array, and keeps account of what an index has to say about it.
+
+    Attributes:
+        worker: This worker.
+        holders: The ranks of all that hold the plain arrays which are now met.
+        is_own: Whether what is now met is this worker's own, and so written by it alone.
+        boxes: What those arrays are that are no whole leaves.
+        elsewhere: The leaves of which others write a part, or all.
+        replicas: The boxes that others hold too, if these are to be compared.
+        witnesses: What this worker does not write of them.
+    """
+
+    def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
+        self.worker = worker
+        self._check_replicas = check_replicas and not worker.is_alone
+        self.holders: Sequence[int] = range(worker.world_size)
+        self.is_own = False
+        self.boxes: list[BoxRecord] = []
+        self.elsewhere: list[ElsewhereRecord] = []
+        self.replicas: list[Replica] = []
+        self.witnesses = Captured([], [], [], [], [], {}, worker=worker)
+
+    def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
+        """A plain array as one that each holder has whole."""
+        spec = backend.spec(array, path)
+        local = LocalBox(whole_box(spec.shape), array, None)
+        return Sharding(spec, backend, (local,), backend.alias_key(array))
+
+    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
+        """The arrays that this worker writes of a leaf, each with a name of its own.
+
+        Raises:
+            UnsupportedValueError: If other workers would have to write a part, and there are none.
+        """
+        spec = sharding.spec
+        others: set[int] = set()
+        is_complete = bool(sharding.boxes)
+        written = written_elements = 0
+        for local in sharding.boxes:
+            if not local.box.elements and 0 not in spec.shape:
+                is_complete = False
+                continue
+            holders = (self.worker.rank,) if self.is_own else local.holders or self.holders
+            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], holders):
+                name = f"{leaf}~b{written}" if written else leaf
+                is_checked = self._check_replicas and len(holders) > 1
+                if owner != self.worker.rank:
+                    others.add(owner)
+                    if not is_checked:
+                        continue
+                    name = f"{leaf}\n{part.offsets}"
+                array = local.array
+                if part != local.box:
+                    array = part_of(array, shift(part, local.box.offsets))
+                if is_checked:
+                    key = xxhash.xxh3_64_hexdigest(f"{leaf}{part}".encode(errors="surrogatepass"))
+                    self.replicas.append(Replica(key, leaf, holders, name, owner == self.worker.rank))
+                if owner != self.worker.rank:
+                    self._witness(name, spec_of(spec.dtype, part.shape), array, sharding.backend)
+                    continue
+                if not part.is_whole(spec.shape):
+                    self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
+                written += 1
+                written_elements += part.elements
+                yield name, spec_of(spec.dtype, part.shape), array
+        if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
+            raise UnsupportedValueError(
+                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",
+                path=path,
+                hint="Save from all workers of the job together: give the manager their cluster.",
+            )
+        if others or not written or not is_complete:
+            self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
+
+    def _witness(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
+        columns = self.witnesses
+        columns.names.append(name)
+        columns.specs.append(spec)
+        columns.arrays.append(array)
+        columns.addresses.append(backend.address(array))
+        columns.backends.append(backend)

@@ -1,0 +1,132 @@
+"""Real processes as the workers of a job: started together, watched, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+_LOOK_SECONDS: Final = 0.01
+_SHOWN_CHARACTERS: Final = 4000
+
+
+class Workers:
+    """Some processes, each with its output in files. Leaving the `with` block kills whoever still runs."""
+
+    def __init__(self, directory: Path) -> None:
+        """Starts nobody yet.
+
+        Args:
+            directory: Where their output goes.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> None:
+        """Starts one more, with these variables beside those of this process. Its number is how many there were."""
+        number = len(self._processes)
+        with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
+            self._processes.append(
+                subprocess.Popen(
+                    [str(part) for part in command],
+                    env={**os.environ, **(environment or {})},
+                    stdout=out,
+                    stderr=err,
+                    stdin=subprocess.DEVNULL,
+                    # A signal for all of them, a launcher's children too, is to reach nobody else.
+                    start_new_session=True,
+                )
+            )
+
+    def wait_said(self, number: int, key: str, timeout_seconds: float) -> Any:
+        """**Blocks.** Waits until a process has printed a record, a line of JSON, with that key; returns its value.
+
+        Raises:
+            AssertionError: If it does not, or ends before.
+        """
+        end_at = time.monotonic() + timeout_seconds
+        while True:
+            ended = self._processes[number].poll() is not None
+            for record in self.records(number):
+                if key in record:
+                    return record[key]
+            if ended or time.monotonic() > end_at:
+                raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
+            time.sleep(_LOOK_SECONDS)
+
+    def wait(self, timeout_seconds: float, numbers: Sequence[int] | None = None) -> list[int]:
+        """**Blocks.** Waits until these processes, or all, have ended.
+
+        Returns:
+            Their exit codes; one that a signal has killed has its number, negative.
+
+        Raises:
+            AssertionError: If one still runs when the time is up.
+        """
+        end_at = time.monotonic() + timeout_seconds
+        codes = []
+        for number in range(len(self._processes)) if numbers is None else numbers:
+            try:
+                codes.append(self._processes[number].wait(max(end_at - time.monotonic(), 0.0)))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"process {number} still runs\n{self.report(number)}") from None
+        return codes
+
+    def kill(self, number: int, signal_number: int = signal.SIGKILL) -> None:
+        """Sends one of them a signal."""
+        self._processes[number].send_signal(signal_number)
+
+    def pid(self, number: int) -> int:
+        """The process's number for the system."""
+        return self._processes[number].pid
+
+    def records(self, number: int) -> list[dict[str, Any]]:
+        """What a process has printed: each whole line that is a JSON object."""
+        records = []
+        for line in self._path(number, "out").read_bytes().split(b"\n")[:-1]:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
+        return records
+
+    def errors(self, number: int) -> str:
+        """What a process has written to its standard error."""
+        return self._path(number, "err").read_text(errors="replace")
+
+    def report(self, number: int) -> str:
+        """What a person has to see of a process that did not do what it should."""
+        out = self._path(number, "out").read_text(errors="replace")
+        code = self._processes[number].poll()
+        return (
+            f"process {number}, exit code {code}\n"
+            f"{out[-_SHOWN_CHARACTERS:]}\n{self.errors(number)[-_SHOWN_CHARACTERS:]}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self._directory / f"{number}.{kind}"
+
+
+def python(*arguments: str | Path) -> list[str | Path]:
+    """The command that runs this Python."""
+    return [sys.executable, *arguments]

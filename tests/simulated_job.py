@@ -1,0 +1,60 @@
+"""The workers of a job, one after the other in one process: each writes its own files, and the first one commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.catalog import open_generation
+from holdfast.events import Event
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import StepName
+from holdfast.format.workers import Worker
+from holdfast.restore.driver import Restoration, restore_objects
+from holdfast.save.buffer import HostBuffer
+from holdfast.save.commit import commit
+from holdfast.save.handoffs import Receipts
+from holdfast.save.stage import Stager
+from holdfast.save.write import write
+from holdfast.state import capture_objects
+from holdfast.storage.crew import Crew
+from holdfast.storage.protocol import Storage
+
+
+def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, worker: Worker) -> Receipts:
+    """What one worker does."""
+    crew = Crew(1, "save")
+    staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
+    staging.copy_now(crew)
+    return write(staging.snapshot, storage, name, crew)
+
+
+def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName) -> Manifest:
+    """What the leader does."""
+    workers = tuple(record for one in receipts for record in one.workers)
+    together = Receipts(workers, has_boxes=any(one.has_boxes for one in receipts))
+    return commit(together, storage, name, metrics={}, metadata={})
+
+
+def save_job(storage: Storage, jobs: Sequence[Mapping[str, object]], step: int = 1) -> Manifest:
+    """Saves the objects of all workers."""
+    name = StepName(step, open_generation(storage))
+    receipts = [save_part(storage, objects, name, Worker(rank, len(jobs))) for rank, objects in enumerate(jobs)]
+    return commit_parts(storage, receipts, name)
+
+
+def restore_part(
+    storage: Storage,
+    objects: dict[str, Any],
+    worker: Worker,
+    emit: Callable[[Event], None] = lambda event: None,
+    *,
+    strict: bool = True,
+) -> Restoration:
+    """Restores the objects of one worker; those that cannot be changed are replaced in the dict."""
+    restoration = restore_objects(
+        storage, objects, step=None, select=None, strict=strict, threads=1, emit=emit, worker=worker
+    )
+    assert restoration is not None
+    objects.update(restoration.replaced)
+    return restoration

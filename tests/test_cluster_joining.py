@@ -1,0 +1,275 @@
+"""How workers find each other, meet, and miss each other: by threads, over a store that can be cut."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from holdfast.cluster.heartbeat import Heartbeat
+from holdfast.cluster.joining import Joining, name_ranks
+from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.rendezvous import gather, rendezvous
+from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, UsageError
+from holdfast.testing.memory_engine import MemoryEngine, run_workers
+
+PATIENCE_SECONDS = 30.0
+SHORT_SECONDS = 0.3
+
+
+class Job:
+    """Starts processes of a job, as threads: each joins as if it had never joined before."""
+
+    def __init__(self) -> None:
+        self.engine = MemoryEngine()
+        self._pool = ThreadPoolExecutor(32)
+        self._lanes: list[Lanes] = []
+
+    def start(self, rank: int, world_size: int, timeout_seconds: float = PATIENCE_SECONDS) -> Future[str]:
+        lanes = Lanes(self.engine.connect, "this process")
+        self._lanes.append(lanes)
+        joining = Joining(lanes, "job", rank, world_size, f"node-{rank}", timeout_seconds)
+        return self._pool.submit(joining.join)
+
+    def wait_key(self, start: str) -> None:
+        end_at = time.monotonic() + PATIENCE_SECONDS
+        while not any(key.startswith(start) for key in self.engine.keys):
+            assert time.monotonic() < end_at
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for lanes in self._lanes:
+            lanes.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+def tokens(futures: list[Future[str]]) -> set[str]:
+    return {future.result(PATIENCE_SECONDS) for future in futures}
+
+
+# Joining.
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (16,), (3, 3, 3), (2, 4, 1, 3)])
+def test_each_start_has_a_token_of_its_own(job: Job, sizes: tuple[int, ...]) -> None:
+    seen = []
+    for size in sizes:
+        (token,) = tokens([job.start(rank, size) for rank in reversed(range(size))])
+        seen.append(token)
+    assert len(set(seen)) == len(sizes)
+    # What stays is a word for each rank that there ever was, and one key for each start.
+    assert len(job.engine.keys) == max(sizes) + len(sizes)
+
+
+def test_what_the_dead_have_left_is_not_taken_for_a_worker(job: Job) -> None:
+    dead = job.start(1, 2, SHORT_SECONDS)
+    with pytest.raises(AbsentError) as caught:
+        dead.result()
+    assert caught.value.ranks == (0,)
+    leader = job.start(0, 2)
+    # It finds the word of the dead one, and waits for an answer.
+    job.wait_key("job/invite/")
+    assert tokens([leader, job.start(1, 2)]) == {leader.result()}
+
+
+def test_what_a_dead_leader_has_left_is_not_followed(job: Job) -> None:
+    dead = job.start(0, 2, SHORT_SECONDS)
+    with pytest.raises(AbsentError) as caught:
+        dead.result()
+    assert caught.value.ranks == (1,)
+    assert "rank 1 of 2 did not join within 0.3 s" in str(caught.value)
+    follower = job.start(1, 2)
+    job.wait_key("job/join/1")
+    assert len(tokens([follower, job.start(0, 2)])) == 1
+
+
+def test_all_that_are_missing_are_named(job: Job) -> None:
+    futures = [job.start(rank, 5, SHORT_SECONDS) for rank in (0, 2, 4)]
+    for future in futures:
+        with pytest.raises(AbsentError) as caught:
+            future.result()
+        assert caught.value.ranks == (1, 3)
+
+
+def test_who_was_replaced_does_not_join(job: Job) -> None:
+    replaced = job.start(1, 3)
+    job.wait_key("job/join/1")
+    leader = job.start(0, 3)
+    # It has answered, and the leader waits for rank 2.
+    successor = job.start(1, 3)
+    assert len(tokens([leader, successor, job.start(2, 3)])) == 1
+    with pytest.raises((ClusterError, AbsentError)):
+        replaced.result(2 * PATIENCE_SECONDS)
+
+
+def test_no_rank_joins_a_start_twice(job: Job) -> None:
+    """Two starts at once, which nobody should make: each worker joins one of them, or has an error."""
+    generator = random.Random(5)
+    for _ in range(10):
+        places = [(rank, 3) for rank in range(3)] * 2
+        generator.shuffle(places)
+        futures = []
+        for rank, size in places:
+            futures.append((rank, job.start(rank, size, 0.5)))
+            time.sleep(generator.choice((0.0, 0.0, 0.002, 0.01)))
+        joined: Counter[tuple[str, int]] = Counter()
+        for rank, future in futures:
+            try:
+                joined[future.result(PATIENCE_SECONDS), rank] += 1
+            except HoldfastError:
+                continue
+        assert not joined or max(joined.values()) == 1
+
+
+# Meetings.
+
+
+def test_many_meet_many_times() -> None:
+    def meet(cluster: Cluster) -> None:
+        for number in range(10):
+            records = gather(cluster, f"meeting-{number}", f"{number} {cluster.rank}".encode(), PATIENCE_SECONDS)
+            assert records == [f"{number} {rank}".encode() for rank in range(cluster.world_size)]
+        assert [cluster.node_of(rank) for rank in (0, 15)] == ["node-0", "node-15"]
+
+    engine = MemoryEngine()
+    run_workers(16, meet, engine)
+    assert not [key for key in engine.keys if "meeting" in key]
+
+
+def test_a_meeting_ends_alike_for_all() -> None:
+    """Whose time runs out is a matter of chance; that all have the same answer is not."""
+
+    def meet(cluster: Cluster) -> list[object]:
+        ends: list[object] = []
+        generator = random.Random(cluster.rank)
+        for number in range(30):
+            rendezvous(cluster, f"ready-{number}", PATIENCE_SECONDS)
+            time.sleep(generator.uniform(0.0, 0.02))
+            try:
+                gather(cluster, f"meeting-{number}", b"", 0.01)
+                ends.append(None)
+            except AbsentError as error:
+                ends.append(error.ranks)
+        return ends
+
+    ends = run_workers(4, meet)
+    assert all(other == ends[0] for other in ends)
+    assert {type(end) for end in ends[0]} <= {type(None), tuple}
+
+
+def test_names_of_ranks() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks((1, 2)) == "ranks 1 and 2"
+    assert name_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+# The store.
+
+
+def test_a_call_that_hangs_is_given_up() -> None:
+    engine = MemoryEngine()
+    lanes = Lanes(engine.connect, "this process")
+    engine.cut()
+    for _ in range(16):
+        with pytest.raises(ClusterError, match=r"setting: no answer within 0\.001 s"):
+            lanes.call(lambda store: store.set("key", b"value"), 0.001, "setting")
+    # Threads do not pile up.
+    with pytest.raises(ClusterError, match="16 earlier calls"):
+        lanes.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
+    engine.mend()
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            assert lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading") == b"value"
+            break
+        except ClusterError:
+            assert time.monotonic() < end_at
+    lanes.close()
+    with pytest.raises(ClosedError):
+        lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
+
+
+def test_closing_ends_the_threads() -> None:
+    before = threading.active_count()
+    lanes = Lanes(MemoryEngine().connect, "this process")
+    lanes.prepare(3)
+    lanes.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
+    lanes.close()
+    assert threading.active_count() == before
+
+
+def test_an_engine_that_raises_is_quoted() -> None:
+    def refuse(timeout_seconds: float) -> MemoryEngine:
+        raise ConnectionRefusedError("nobody is there\nat all")
+
+    lanes = Lanes(refuse, "the moon")
+    with pytest.raises(ClusterError) as caught:
+        lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
+    assert str(caught.value).startswith("reading: ConnectionRefusedError: nobody is there\n")
+    assert "the moon" in caught.value.hint
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+    lanes.close()
+
+
+# Signs of life.
+
+
+def test_a_silent_worker_is_lost_and_one_that_speaks_again_is_not() -> None:
+    barrier = threading.Barrier(3)
+
+    def live(cluster: Cluster) -> None:
+        heartbeat = Heartbeat(cluster, 0.02, 0.4)
+        rendezvous(cluster, "all-beat", PATIENCE_SECONDS)
+        if cluster.rank == 1:
+            # Its process stands still: no sign, and no goodbye.
+            cluster.close()
+            barrier.wait(PATIENCE_SECONDS)
+            return
+        wait_until(lambda: heartbeat.lost == (1,))
+        with pytest.raises(AbsentError, match=r"rank 1 of 3 on node-1 has not been heard of for 0\.4 s") as caught:
+            heartbeat.check()
+        assert caught.value.nodes == ("node-1",)
+        heartbeat.check([0, 2])
+        rendezvous_of_two(cluster)
+        if cluster.rank == 0:
+            cluster.add("heartbeat/1", 1)
+        wait_until(lambda: heartbeat.lost == ())
+        heartbeat.check()
+        barrier.wait(PATIENCE_SECONDS)
+        heartbeat.stop()
+
+    run_workers(3, live)
+
+
+def rendezvous_of_two(cluster: Cluster) -> None:
+    cluster.add("both", 1)
+    wait_until(lambda: cluster.add("both", 0) == 2)
+
+
+def wait_until(holds: object) -> None:
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    assert callable(holds)
+    while not holds():
+        assert time.monotonic() < end_at
+        time.sleep(0.005)
+
+
+def test_times_that_do_not_fit() -> None:
+    def begin(cluster: Cluster) -> None:
+        with pytest.raises(UsageError, match="four times"):
+            Heartbeat(cluster, 5.0, 15.0)
+
+    run_workers(1, begin)
