@@ -9,6 +9,7 @@ from holdfast.jobs import (
     JobRunner,
     LocalSession,
     MultiNodeCheckpointManager,
+    TorchrunSession,
     UploadTaskGroupBuilder,
     epoch_limiter,
 )
@@ -21,6 +22,7 @@ from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_cod
 from holdfast.worker_state import Backup, WorkerTrainingState
 
 if TYPE_CHECKING:
+    from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
 
 __version__ = "0.1.0"
@@ -41,6 +43,7 @@ __all__ = [
     "MultiNodeCheckpointManager",
     "Newer",
     "PerWorker",
+    "RaySession",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -49,6 +52,7 @@ __all__ = [
     "Seconds",
     "Shard",
     "Steps",
+    "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
@@ -64,6 +68,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs a framework is imported when it is asked for."""
+    if name == "RaySession":
+        from holdfast.integrations.ray.session import RaySession
+
+        return RaySession
     if name == "ResumableDataLoader":
         from holdfast.integrations.torch.loader import ResumableDataLoader
 
