@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import mean
 
 from benchmarks import page_cache
 from benchmarks.contender import Contender, ContenderError
@@ -104,21 +105,27 @@ def restore_checked(contender: Contender, step: int, values: Values, warmth: str
     return figures
 
 
+def _copy(live: Mapping[str, Contender]) -> float | None:
+    return live[LIMITS].order(Order(verb="copy"))["copy"] if LIMITS in live else None
+
+
 def _one(contender: Contender, number: int, values: Values, live: Mapping[str, Contender]) -> dict[str, float]:
     """One contender's part of one round; the one that warms up has no restore."""
     if contender.name == LIMITS:
         return contender.order(Order(verb="measure"))
-    # A round takes minutes, a copy a tenth of a second: the pace of the memory is taken right before each save.
-    copied = live[LIMITS].order(Order(verb="copy")) if LIMITS in live else {}
     step = number * 10 + 1
+    # A round takes minutes, and the memory's pace changes within seconds: it is taken right before and after each save.
+    before = _copy(live)
     saved = contender.order(Order(verb="save", step=step))
+    copies = [seconds for seconds in (before, _copy(live)) if seconds is not None]
     if number == 0:
         for again in range(1, int(saved["settling_saves"])):
             contender.order(Order(verb="remove", step=step))
             step += again
             contender.order(Order(verb="save", step=step))
     figures = {key: saved[key] for key in ("stall", "held", "durable")}
-    figures |= {key: copied[key] for key in ("copy",) if key in copied}
+    if copies:
+        figures["copy"] = mean(copies)
     figures["save_extra_bytes"] = saved["extra_bytes"]
     figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
     same_reader = bool(PEERS[contender.name].reads_as)

@@ -43,7 +43,9 @@ def describe() -> tuple[hf.Job, hf.jobs.Task]:
                 line -= 0.1 * np.array([(error * x).mean(), error.mean()])
                 loss = float(np.square(error).mean())
             workspace["loss"] = loss
-            print(f"epoch {workspace.epoch}, {workspace.node}: loss {loss!r}", flush=True)
+            # In one piece: the trainers run at the same time, and `print` writes the end of the line by itself.
+            sys.stdout.write(f"epoch {workspace.epoch}, {workspace.node}: loss {loss!r}\n")
+            sys.stdout.flush()
             return loss
 
         @job.exit_group

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.testing.cluster_scenarios import play
+from holdfast.testing.file_engine import join_in_directory
 
 
 def join(kind: str) -> Cluster:
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if kind.startswith("directory:"):
+        return join_in_directory(Path(kind.removeprefix("directory:")), rank, world_size, timeout_seconds=60)
     if kind.startswith(("tcp://", "file://")):
         import torch.distributed
 

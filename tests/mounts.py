@@ -23,4 +23,5 @@ def mounted(directory: Path, *arguments: str) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        subprocess.run(["umount", str(directory)], check=True)
+        # Lazily: a process that was just killed may hold it for a moment still.
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,13 +224,12 @@ def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:
     assert call("verify", tmp_path / "run").exit_code == ExitCode.OK
 
 
-def test_a_checkpoint_of_more_workers_than_can_be_read_is_listed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_workers_that_do_not_say_how_theirs_is_one(tmp_path: Path) -> None:
     write_step(tmp_path / "run" / "step-000000007.g0001", 2)
     row = call("list", tmp_path / "run").stdout.splitlines()[1].split()
-    assert (row[0], row[5], row[7]) == ("7", "2", "newest")
+    assert (row[0], row[7]) == ("7", "newest,damaged")
     shown = call("show", tmp_path / "run")
-    assert "workers     2" in shown.stdout
-    assert "the state of 2 workers is not known to this holdfast" in shown.stderr
+    assert "the state of 2 workers is one only with the feature 'shards'" in shown.stderr
     assert call("verify", tmp_path / "run").exit_code == ExitCode.DAMAGED
 
 
@@ -245,3 +245,19 @@ def test_notes_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
     for options in ([], ["--json"]):
         result = call("show", tmp_path / "step", *options)
         assert result.exit_code in (ExitCode.OK, ExitCode.DAMAGED), result.output
+
+
+def test_leaves_that_lie_with_several_workers() -> None:
+    run = Path(__file__).parent / "data" / "v1-shards"
+    shown = call("show", run).stdout
+    assert "workers     2" in shown
+    assert re.search(r"large +F32 +\[140000\] +560000\n", shown)
+    details = call("show", run, "rows", "strided").stdout
+    assert re.search(r"rows +F32 +\[4,2\] of \[6,2\] at \[0,0\] +32 .* data-00000-of-00002", details)
+    assert len(re.findall(r"strided +I16 +\[2\] of \[8\] at \[[0246]\]", details)) == 4
+    document = call_json("show", run, "rows")
+    boxes = [(leaf["shape"], leaf["global_shape"], leaf["offsets"], leaf["rank"]) for leaf in document["leaves"]]
+    assert boxes == [([4, 2], [6, 2], [0, 0], 0), ([2, 2], [6, 2], [4, 0], 1)]
+    sizes = {one["name"]: (one["leaves"], one["size_bytes"]) for one in document["objects"]}
+    assert sizes == {"rows": (1, 48), "same": (1, 16), "large": (1, 560000), "own": (2, 32), "strided": (1, 16)}
+    assert "1 checkpoint read: 1 whole" in call("verify", run).stdout

@@ -32,6 +32,18 @@ class TestAlone(ClusterContract):
         workers.start(python(PROGRAM, "alone", scenario))
 
 
+class TestDirectory(ClusterContract):
+    """Without any framework."""
+
+    worker_count = 4
+
+    @classmethod
+    def start(cls, workers: Workers, scenario: str, directory: Path) -> None:
+        for rank in range(cls.worker_count):
+            told = environment(rank, cls.worker_count, 0, agent=False)
+            workers.start(python(PROGRAM, f"directory:{directory}/store", scenario), told)
+
+
 class TestAgentStore(ClusterContract):
     """As under torchrun: the store lives outside the workers."""
 

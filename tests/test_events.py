@@ -17,6 +17,7 @@ from holdfast.errors import FormatError, UsageError
 from holdfast.events import (
     AnyEvent,
     Committed,
+    Diverged,
     Event,
     Failed,
     Fanout,
@@ -24,9 +25,12 @@ from holdfast.events import (
     GroupEnded,
     Held,
     JsonLinesSink,
+    Leaving,
     LoggingSink,
     NodesTimed,
+    NoticeHeard,
     PassedOver,
+    Resized,
     Restored,
     Retained,
     Skipped,
@@ -66,8 +70,12 @@ ONE_OF_EACH: list[Event] = [
     Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
     Skipped(step=700, reason="the save of step 600 is still at work"),
     Warned(text="the clock went back", step=701),
+    Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
+    Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     GroupEnded(group="epoch", epoch=3, seconds=12.5),
     NodesTimed(action="checkpoint_save", epoch=3, node_seconds={"a": 0.5, "b": 2.0}, slowest="b"),
+    NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
+    Leaving(step=650, exit_code=42, reason="no time is left"),
 ]
 
 
@@ -108,6 +116,10 @@ def test_the_lines_for_people() -> None:
         "(model/head.weight): digest differs"
     )
     assert lines[8] == "write of step 600 failed: no space left on device"
+    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
+    assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
+    failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
+    assert str(failed) == "leaving with exit code 74, and the state could not be saved: no space"
 
 
 @given(st.floats(0, 1e7), st.integers(0, 10**15))

@@ -22,7 +22,7 @@ def torchrun(workers: int, mode: str, layout: str, directory: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,29 +1,33 @@
 """holdfast keeps training jobs alive: it saves a running job without stopping it, and brings it back exactly."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-from holdfast import errors, events, jobs
+from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
-from holdfast.jobs import (
-    Job,
-    JobRunner,
-    LocalSession,
-    MultiNodeCheckpointManager,
-    TorchrunSession,
-    UploadTaskGroupBuilder,
-    epoch_limiter,
-)
 from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
+from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
 from holdfast.save.handle import SaveHandle
 from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
-from holdfast.worker_state import Backup, WorkerTrainingState
 
 if TYPE_CHECKING:
+    from holdfast import jobs
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.jobs import (
+        Job,
+        JobRunner,
+        LocalSession,
+        MultiNodeCheckpointManager,
+        TorchrunSession,
+        UploadTaskGroupBuilder,
+        epoch_limiter,
+    )
+    from holdfast.preemption.handler import PreemptionCheckpointHandler
+    from holdfast.worker_state import Backup, WorkerTrainingState
 
 __version__ = "0.1.0"
 
@@ -43,6 +47,7 @@ __all__ = [
     "MultiNodeCheckpointManager",
     "Newer",
     "PerWorker",
+    "PreemptionCheckpointHandler",
     "RaySession",
     "Restoration",
     "ResumableDataLoader",
@@ -52,6 +57,7 @@ __all__ = [
     "Seconds",
     "Shard",
     "Steps",
+    "TerminationConfig",
     "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
@@ -60,20 +66,37 @@ __all__ = [
     "errors",
     "events",
     "jobs",
+    "preemption",
     "register_codec",
     "register_type",
     "resumable",
 ]
 
 
+_HOMES: Final = {
+    "Backup": "holdfast.worker_state",
+    "Job": "holdfast.jobs",
+    "JobRunner": "holdfast.jobs",
+    "LocalSession": "holdfast.jobs",
+    "MultiNodeCheckpointManager": "holdfast.jobs",
+    "PreemptionCheckpointHandler": "holdfast.preemption.handler",
+    "RaySession": "holdfast.integrations.ray.session",
+    "ResumableDataLoader": "holdfast.integrations.torch.loader",
+    "TorchrunSession": "holdfast.jobs",
+    "UploadTaskGroupBuilder": "holdfast.jobs",
+    "WorkerTrainingState": "holdfast.worker_state",
+    "epoch_limiter": "holdfast.jobs",
+}
+"""What is imported when it is asked for: it needs a framework, or is not what most programs use."""
+
+
 def __getattr__(name: str) -> Any:
-    """What needs a framework is imported when it is asked for."""
-    if name == "RaySession":
-        from holdfast.integrations.ray.session import RaySession
-
-        return RaySession
-    if name == "ResumableDataLoader":
-        from holdfast.integrations.torch.loader import ResumableDataLoader
-
-        return ResumableDataLoader
+    if name == "jobs":
+        return import_module("holdfast.jobs")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

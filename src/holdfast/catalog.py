@@ -26,6 +26,7 @@ from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     MAX_GENERATION,
+    SPARE_NAME,
     TRASH_PREFIX,
     StepName,
     base_path,
@@ -48,6 +49,7 @@ class Catalog(msgspec.Struct, frozen=True):
         trash: Names in the root of what was set aside to be removed.
         generation: The newest generation that was opened, or 0.
         faults: Records of generations that could not be read.
+        spare_bytes: The size of the file in whose room a job is to write its next save; None if there is none.
     """
 
     committed: tuple[StepName, ...]
@@ -56,6 +58,7 @@ class Catalog(msgspec.Struct, frozen=True):
     trash: tuple[str, ...]
     generation: int
     faults: tuple[FormatError, ...]
+    spare_bytes: int | None
 
     @property
     def newest(self) -> StepName | None:
@@ -89,8 +92,11 @@ def read_catalog(storage: Storage) -> Catalog:
     committed: list[StepName] = []
     unfinished: list[StepName] = []
     trash: list[str] = []
+    spare_bytes = None
     for entry in storage.list(""):
         if not entry.is_directory:
+            if entry.name == SPARE_NAME:
+                spare_bytes = entry.size_bytes
             continue
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
@@ -105,6 +111,7 @@ def read_catalog(storage: Storage) -> Catalog:
         trash=tuple(trash),
         generation=max([generation, *(name.generation for name in (*committed, *unfinished))]),
         faults=tuple(faults),
+        spare_bytes=spare_bytes,
     )
 
 

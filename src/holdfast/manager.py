@@ -14,24 +14,26 @@ from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.cluster.peers import LIVENESS_SECONDS
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import UsageError
 from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.workers import ALONE
-from holdfast.policies import All, RetentionPolicy, SavePolicy, is_by_step
+from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.agreement import JointAgreement
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save import arguments
-from holdfast.save.company import open_company
+from holdfast.save.company import open_company, try_plan_save
 from holdfast.save.driver import SaveOrder, Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.handoffs import Origin
+from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_notes
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
+from holdfast.state import Captured
 from holdfast.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
@@ -42,14 +44,11 @@ class CheckpointManager:
 
     Use it from one thread, the one that trains. With `with`, leaving the block drains and closes.
 
-    Example:
-        ```python
-        checkpoint = hf.Checkpoint(model=model, optimizer=optimizer)
-        with hf.CheckpointManager("runs/gpt", checkpoint, keep=hf.Latest(3)) as manager:
-            manager.restore()
-            ...
-            manager.save(step)
-        ```
+    Attributes:
+        begin_anew: Whether it was made to begin from nothing.
+        restored: The newest restore of all that is kept; None before one.
+        worker: Which worker of how many this one is.
+        emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
     """
 
     def __init__(
@@ -63,6 +62,7 @@ class CheckpointManager:
         failures_allowed: int = 0,
         begin_anew: bool = False,
         incremental: bool = False,
+        reuse_space: bool = True,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
@@ -73,34 +73,33 @@ class CheckpointManager:
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
-        In a job of several workers (under torchrun, say) each makes a manager, with the same arguments and in the same
-        order if it makes several; this waits for the others. Then each calls `restore` and `save` at the same steps.
+        In a job of several workers (under torchrun, say) each makes a manager with the same arguments, and several in
+        the same order; this waits for the others. Then each calls `restore` and `save` at the same steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            checkpoint: The objects to save and restore. Objects may be added to it later.
+            checkpoint: The objects to save and restore; more may be added to it later.
             save_every: When `save_if_due` saves; None for never.
             keep: What to keep after each commit; None for everything.
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-            failures_allowed: How many saves in a row may fail before an error is raised. Each is an event at once all
-                the same, and the last save of a job is never allowed to fail silently.
-            begin_anew: True to begin from nothing although the run may have checkpoints; they stay, off the living
-                line, until a person prunes them.
-            incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
-                These steps stay then, whatever `keep` says.
+            failures_allowed: How many saves in a row may fail before an error is raised; each is an event at once, and
+                the last save of a job is never allowed to fail silently.
+            begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
+            incremental: True to write only arrays that have changed, and refer to the steps where the others lie, which
+                stay then, whatever `keep` says.
+            reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
+                file system can (ext4, XFS); until the manager is closed, the run takes one data file more. False if
+                others read files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
-            overlap_copy: True to return from `save` before parameters and optimizer state are copied: that is done
-                while training goes on, and each optimizer's `step()` waits for it. Only for programs that change these
-                by `step()` alone; what is changed otherwise meanwhile fails the save, unless it is done where autograd
-                does not see it (`.data`, NumPy).
-            reserve_bytes: Host memory to make ready now, behind the caller, which otherwise the first save does; "auto"
-                to reckon it from the objects.
+            overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
+                waits for it. Only for programs that change these by `step()` alone; other changes meanwhile fail the
+                save, but for those that autograd does not see (`.data`, NumPy).
+            reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead, and saves that need it
-                fail. One that lives may take its time, up to `timeout_seconds`.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -112,7 +111,7 @@ class CheckpointManager:
         if not isinstance(checkpoint, Checkpoint):
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
         arguments.check_policies(save_every, keep)
-        arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental)
+        arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
         arguments.check_liveness(liveness_seconds)
         self.checkpoint = checkpoint
@@ -123,23 +122,23 @@ class CheckpointManager:
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
-        reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
         living = () if begin_anew else read_catalog(self._storage).living
         self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-        self._worker = ALONE if self._company is None else self._company.worker
+        self.worker = ALONE if self._company is None else self._company.worker
         # The events of a run on a local disk are kept beside its checkpoints.
-        has_journal = self._worker.is_leader and isinstance(self._storage, LocalStorage)
+        has_journal = self.worker.is_leader and isinstance(self._storage, LocalStorage)
         journal = [RunJournal(self.url)] if has_journal else []
-        self._emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
+        self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
             self._storage,
             keep or All(),
-            self._emit,
+            self.emit,
             self._reports,
             threads=threads,
             overlap_copy=overlap_copy,
             incremental=incremental,
+            reuse_space=reuse_space,
             timeout_seconds=timeout_seconds,
             company=self._company,
         )
@@ -150,8 +149,10 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._closed = False
-        if reserved_bytes is not None:
-            self._saver.prepare(reserved_bytes)
+        if reserve_bytes is not None:
+            self._saver.prepare(reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes)
+        self.begin_anew = begin_anew
+        self.restored: Restoration | None = None
 
     @property
     def url(self) -> str:
@@ -162,6 +163,21 @@ class CheckpointManager:
     def totals(self) -> Sums:
         """What saving and restoring have cost this process so far."""
         return self._totals.sums
+
+    @property
+    def save_seconds(self) -> float | None:
+        """From the call of the newest committed save until it was durable, waits before it aside; None before one."""
+        blocked, durable = self._saver.costs
+        return None if blocked is None or durable is None else blocked + durable
+
+    def mark(self, metrics: Mapping[str, float] | None = None) -> Mark:
+        """**Blocks** as long as a look at all arrays takes. Notes the state as it is now, to be saved later.
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+        """
+        state, figures = self._saver.capture(self.checkpoint.objects), dict(metrics or {})
+        return Mark(state, trace_arrays(state), lambda step, taken: self._save(step, figures, None, captured=taken))
 
     def save(
         self,
@@ -194,17 +210,14 @@ class CheckpointManager:
                 handle is the error's `next_save`.
             DeadlineError: If the save before does not end in time.
         """
-        return self._save(step, metrics, metadata, replace=replace, reason="")
+        return self._save(step, metrics, metadata, replace=replace)
 
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> SaveHandle | None:
         """Saves if the policy that the manager was made with says so; call it after each step.
 
-        Args:
-            step: How many steps are complete.
-            metrics: As for `save`.
-            metadata: As for `save`.
+        The arguments are those of `save`.
 
         Returns:
             The save, or None if none was due.
@@ -214,15 +227,10 @@ class CheckpointManager:
         """
         if self._save_every is None:
             return None
-        moment = self._pace.moment(step, *self._saver.costs)
-        if self._company is None or is_by_step(self._save_every):
-            decision = self._save_every.decide_save(moment)
-            reason = decision.reason if decision.save else None
-        else:
-            reason = self._company.try_plan(self._save_every, moment)
+        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self._company)
         if reason is None or step in self._living:
             return None
-        return self._save(step, metrics, metadata, replace=False, reason=reason)
+        return self._save(step, metrics, metadata, reason=reason)
 
     def restore(
         self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
@@ -254,17 +262,16 @@ class CheckpointManager:
             select=make_selection(only),
             strict=strict,
             threads=2 * self._threads,
-            emit=self._emit,
-            worker=self._worker,
+            emit=self.emit,
+            worker=self.worker,
             agreement=None if self._company is None else JointAgreement(self._company.peers),
         )
         if restoration is None:
             return None
-        if self._company is not None:
-            self._company.begin_epoch()
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
         if only is None:
+            self.restored = restoration
             self._origin = Origin(base=restoration.name)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
@@ -291,8 +298,7 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """**Blocks.** The newest committed step of the living line, or None."""
-        newest = read_catalog(self._storage).newest
-        return newest.step if newest else None
+        return max(self.steps(), default=None)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits for the save in flight, ends all threads and gives the memory back; harmless twice.
@@ -314,6 +320,7 @@ class CheckpointManager:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
         self._closed = True
         self._in_flight = None
+        self._saver.abandon()
         self._reports.abandon()
         if self._company is not None:
             self._company.leave()
@@ -324,16 +331,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except HoldfastError as failure:
-            if error is None:
-                raise
-            # What ended the block matters more; the failure goes along with it.
-            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
-            if isinstance(error, SystemExit):
-                # Nobody prints that one, and its code may be 0: the exit of the program has to tell.
-                self._reports.put_back([failure])
+        self._reports.close_behind(error, self.close)
 
     def _save(
         self,
@@ -341,8 +339,9 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
         *,
-        replace: bool,
-        reason: str,
+        replace: bool = False,
+        reason: str = "",
+        captured: Captured | None = None,
     ) -> SaveHandle:
         asked_at = time.monotonic()
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
@@ -352,15 +351,15 @@ class CheckpointManager:
         exchange = None if self._company is None else self._company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:
-            return self._begin(order, handle, replace=replace)
+            return self._begin(order, handle, captured, replace=replace)
         except BaseException as error:
-            if self._company is not None and exchange is not None and not handle.begun:
+            if self._company is not None and exchange is not None and self._in_flight is not handle:
                 self._company.tell(exchange, error)
                 # The others take this step for tried; what is due next must be the same here.
                 self._pace.saved(step)
             raise
 
-    def _begin(self, order: SaveOrder, handle: SaveHandle, *, replace: bool) -> SaveHandle:
+    def _begin(self, order: SaveOrder, handle: SaveHandle, captured: Captured | None, *, replace: bool) -> SaveHandle:
         step = order.step
         busy = self._in_flight
         if busy is not None and not busy.ended and self._when_busy == "skip":
@@ -374,7 +373,7 @@ class CheckpointManager:
         self._settle(None)
         order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
         arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
-        captured = self._saver.capture(self.checkpoint.objects)
+        captured = captured or self._saver.capture(self.checkpoint.objects)
         untold = self._reports.take(last=False)
         self._in_flight = handle
         try:

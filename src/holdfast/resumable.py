@@ -5,28 +5,24 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from types import FrameType, TracebackType
-from typing import Any, Final, Literal, Self
+from types import TracebackType
+from typing import Any, Final, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.cluster.peers import LIVENESS_SECONDS
-from holdfast.errors import SaveFailedError, UsageError
+from holdfast.errors import HoldfastError, SaveFailedError, UsageError
 from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.guard import Checkpointable, Guard
+from holdfast.preemption.termination import TerminationConfig, hear_interrupts
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
-
-EXIT_INTERRUPTED: Final = 130
-"""The exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
 
 
 def resumable(
@@ -37,6 +33,7 @@ def resumable(
     strict: bool = True,
     begin_anew: bool = False,
     incremental: bool = False,
+    reuse_space: bool = True,
     failures_allowed: int = 0,
     when_busy: Literal["wait", "skip"] = "wait",
     sinks: Iterable[Sink] = (),
@@ -46,6 +43,7 @@ def resumable(
     reserve_bytes: int | Literal["auto"] | None = None,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
     liveness_seconds: float = LIVENESS_SECONDS,
+    preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     **objects: object,
 ) -> Run:
     """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
@@ -66,6 +64,8 @@ def resumable(
         strict: False to take from the checkpoint what fits, if objects have changed since.
         begin_anew: True to begin from nothing although there may be checkpoints.
         incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
+        reuse_space: False to write no save over the data file of a checkpoint that `keep` has given up, as
+            `CheckpointManager` says.
         failures_allowed: How many saves in a row may fail before the loop ends with an error.
         when_busy: What a save does while the one before is in flight: wait for it, or be left out.
         sinks: Functions that are told of each event.
@@ -75,6 +75,9 @@ def resumable(
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
         liveness_seconds: After how long without a sign of life a worker is taken for dead.
+        preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
+            place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. In a job of several workers "auto" is
+            as "off": they do not agree on a step to stop at yet.
         **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
             `CheckpointManager` take any.
 
@@ -85,6 +88,7 @@ def resumable(
         ClusterError: If the job's store does not answer.
     """
     _check_names(objects)
+    termination = _make_termination(preemption)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
@@ -98,6 +102,7 @@ def resumable(
         failures_allowed=failures_allowed,
         begin_anew=begin_anew,
         incremental=incremental,
+        reuse_space=reuse_space,
         sinks=sinks,
         timeout_seconds=timeout_seconds,
         threads=threads,
@@ -106,7 +111,19 @@ def resumable(
         cluster=cluster,
         liveness_seconds=liveness_seconds,
     )
-    return Run(manager, strict=strict, begin_anew=begin_anew)
+    if termination is None:
+        termination = TerminationConfig() if manager.worker.is_alone else hear_interrupts()
+    return Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
+
+
+def _make_termination(preemption: object) -> TerminationConfig | None:
+    if isinstance(preemption, TerminationConfig):
+        return preemption
+    if preemption == "auto":
+        return None
+    if preemption == "off":
+        return hear_interrupts()
+    raise UsageError(f"preemption={preemption!r}", hint='It is "auto", "off" or a TerminationConfig.')
 
 
 _OPTIONS: Final = tuple(inspect.signature(resumable).parameters)[:-1]
@@ -136,7 +153,14 @@ class Run:
         restored: What was restored when the run was entered, or None if it began from nothing.
     """
 
-    def __init__(self, manager: CheckpointManager, *, strict: bool = True, begin_anew: bool = False) -> None:
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        strict: bool = True,
+        begin_anew: bool = False,
+        termination: TerminationConfig | None = None,
+    ) -> None:
         self.manager = manager
         self.step = 0
         self.restored: Restoration | None = None
@@ -146,14 +170,9 @@ class Run:
         self._saved: tuple[int, SaveHandle | None] | None = None
         self._in_step = False
         self._stop = False
-        self._leaving = False
-        self._interrupts = 0
-        # Whether a first Ctrl-C waits for the step and the save; outside the loop there is nothing to wait for.
-        self._patient = False
         self._entered = False
         self._process = os.getpid()
-        self._handler_before: Any = None
-        self._handles_interrupts = False
+        self._guard = Guard(manager, termination or TerminationConfig(), self._keep)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
@@ -167,7 +186,7 @@ class Run:
 
         Raises:
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
-            SystemExit: With code 130, after Ctrl-C, once the step before is complete; it is saved on the way out.
+            SystemExit: When the job was asked to leave, once the step before is complete and saved.
         """
         self._check_entered()
         if not hasattr(total, "__index__"):
@@ -182,12 +201,12 @@ class Run:
 
         Raises:
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
-            SystemExit: With code 130, after Ctrl-C; the step is saved on the way out.
+            SystemExit: When the job was asked to leave; the step is saved then.
         """
         self._check_entered()
-        self._patient = True
+        self._note_behind(self._guard.begin_steps())
         self.step += 1
-        self._leave_if_asked()
+        self._guard.pass_boundary(self.step)
         self._save_if_due()
 
     def report(self, **metrics: float) -> None:
@@ -198,6 +217,30 @@ class Run:
         """Ends the loop when the current step is complete."""
         self._stop = True
 
+    def should_stop(self) -> bool:
+        """Whether the job is to leave as soon as this step ends: for long work within a step, to end it early."""
+        return self._guard.should_stop()
+
+    def checkpointable(self, *, step_done: bool = True) -> Checkpointable:
+        """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
+
+        If the job is to leave while the block runs, the state with which it was entered is saved, and the process
+        ends in the middle of the block. Nothing of it is unwound. Within the block nothing is saved by hand.
+
+        Args:
+            step_done: Whether the step in progress counts as complete, as in evaluation at its end; False if nothing
+                of it has been done yet, as while data is awaited.
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+        """
+        self._check_entered()
+        step = self.step + (self._in_step and step_done)
+        is_safe = self._is_saved(step) or step == 0
+        saved = self._saved[1] if self._saved is not None and self._is_saved(step) else None
+        mark = None if is_safe else self.manager.mark(self._metrics)
+        return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_behind)
+
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
 
@@ -206,7 +249,10 @@ class Run:
 
         Raises:
             SaveFailedError: If an earlier save failed and nobody has been told yet.
+            UsageError: If this is within a block of `checkpointable`.
         """
+        if self._guard.is_resting:
+            raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
         step = self.step + self._in_step
         if self._is_saved(step):
             return None
@@ -216,13 +262,19 @@ class Run:
         return handle
 
     def __enter__(self) -> Self:
-        if not self._begin_anew:
-            self.restored = self.manager.restore(strict=self._strict)
+        self._guard.rest(None)
+        self._guard.open()
+        try:
+            if not self._begin_anew:
+                self.restored = self.manager.restore(strict=self._strict)
+        except BaseException:
+            self._guard.close()
+            raise
         if self.restored is not None:
             self.step = self.restored.step
             self._saved = (self.step, None)
+        self._guard.rest(self.step)
         self._entered = True
-        self._begin_handling_interrupts()
         return self
 
     def __exit__(
@@ -230,41 +282,39 @@ class Run:
     ) -> None:
         if os.getpid() != self._process:
             return  # A forked child that leaves the block: the run is its parent's.
-        self._patient = True
+        hearing = self._guard.hearing
+        hearing.patient = True
         try:
-            if error is None or self._leaving:
+            if error is None:
                 self._finish_step()
+                self._guard.pass_boundary(self.step)
                 self._save_last()
                 self.manager.close()
-            elif self._interrupts < 2:
+            elif not self._guard.leaving and not hearing.gave_up:
                 # The step that failed may have changed half of the state: only what was saved before counts.
                 self.manager.__exit__(kind, error, trace)
         finally:
-            if self._interrupts > 1:
+            if hearing.gave_up:
                 # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
                 self.manager.abandon()
-            self._end_handling_interrupts()
-        if self._interrupts and (error is None or self._leaving):
-            print(f"holdfast: step {self.step} is saved; leaving.", file=sys.stderr)  # noqa: T201
-            if error is None:
-                raise SystemExit(EXIT_INTERRUPTED)
+            elif self._guard.leaving:
+                # The exit code says already what became of the state, and every failure was an event.
+                with suppress(HoldfastError):
+                    self.manager.close()
+            self._guard.close()
 
     def _next_step(self, total: int) -> int:
-        self._patient = True
+        self._note_behind(self._guard.begin_steps())
         self._finish_step()
-        self._leave_if_asked()
+        self._guard.pass_boundary(self.step)
         if self._stop or self.step >= total:
             self._save_last()
-            self._patient = False
+            self._guard.hearing.patient = False
+            self._guard.rest(self.step, saved=self._saved[1] if self._saved else None)
             raise StopIteration
         self._save_if_due()
         self._in_step = True
         return self.step
-
-    def _leave_if_asked(self) -> None:
-        if self._interrupts:
-            self._leaving = True
-            raise SystemExit(EXIT_INTERRUPTED)
 
     def _save_if_due(self) -> None:
         with self._noting(self.step):
@@ -289,6 +339,27 @@ class Run:
             self.manager.wait()
             self.save()
 
+    def _keep(self, step: int) -> SaveHandle | None:
+        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
+        if self._is_saved(step):
+            return self._saved[1] if self._saved else None
+        if step == 0:
+            return None
+        try:
+            with self._noting(step):
+                handle = self.manager.save(step, metrics=self._metrics)
+        except SaveFailedError as failure:
+            if failure.next_save is None:
+                raise
+            return cast(SaveHandle, failure.next_save)
+        self._note_saved(step, handle)
+        return handle
+
+    def _note_behind(self, saved: SaveHandle | None) -> None:
+        """A save was made while the loop rested."""
+        if saved is not None:
+            self._note_saved(saved.step, saved)
+
     def _is_saved(self, step: int) -> bool:
         """True if the step is committed, or on its way."""
         if self._saved is None or self._saved[0] != step:
@@ -310,29 +381,6 @@ class Run:
             if failure.next_save is not None:
                 self._note_saved(step, failure.next_save)
             raise
-
-    def _begin_handling_interrupts(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python runs signal handlers in the main thread only.
-        self._handler_before = signal.getsignal(signal.SIGINT)
-        if callable(self._handler_before):
-            signal.signal(signal.SIGINT, self._interrupt)
-            self._handles_interrupts = True
-
-    def _end_handling_interrupts(self) -> None:
-        if self._handles_interrupts and signal.getsignal(signal.SIGINT) == self._interrupt:
-            signal.signal(signal.SIGINT, self._handler_before)
-        self._handles_interrupts = False
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            return  # A worker of the loader, forked from here: it serves until this process lets it go.
-        self._interrupts += 1
-        if self._interrupts == 1 and self._patient:
-            # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.
-            os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
-        else:
-            self._handler_before(number, frame)
 
 
 class _Steps(Iterator[int]):

@@ -11,10 +11,12 @@ from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_f
 from holdfast.cli.target import Target, choose_step
 from holdfast.cli.values import count_values, find_nodes
 from holdfast.errors import NoCheckpointError, NotFoundError
+from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
+from holdfast.format.shards import StoredBox
 from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.verify import open_step
 
@@ -49,24 +51,52 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array, or one worker's part of it.
+    """One array: a leaf, or a box of one.
 
     Attributes:
-        record: What it is and where it lies.
-        rank: The worker that wrote it.
+        stored: What it is and where it lies.
         file: The data file.
         source: The directory of the step in which the file lies, if that is another one; else empty.
     """
 
-    record: LeafRecord
-    rank: int
+    stored: StoredBox
     file: str
     source: str = ""
+
+    @property
+    def record(self) -> LeafRecord:
+        """Its record."""
+        return self.stored.record
+
+    @property
+    def is_box(self) -> bool:
+        """Whether it is only a part of its leaf."""
+        return not self.stored.box.is_whole(self.stored.global_shape)
 
     @property
     def size_bytes(self) -> int:
         """What it takes."""
         return self.record.end - self.record.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf, whoever has its boxes.
+
+    Attributes:
+        name: Its name.
+        dtype: Its element type.
+        shape: Its shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, once."""
+        return array_bytes(self.dtype, self.shape)
 
 
 def read_heading(target: Target) -> Heading:
@@ -119,25 +149,31 @@ class Contents:
 
     def arrays(self, select: Callable[[str], bool] | None = None) -> list[Array]:
         """The arrays that are asked for, in the order of the files; all of them by default."""
-        world_size = len(self.opened.indexes)
         arrays: list[Array] = []
         for index in self.opened.indexes:
-            own = data_name(index.rank, world_size)
-            arrays += (Array(record, index.rank, own) for record in index.leaves)
+            own = data_name(index.rank, index.world_size)
             sources = [(source.file_name, source.name.directory) for source in index.sources]
-            arrays += (Array(record, index.rank, *sources[record.source]) for record in index.referred)
-        return [array for array in arrays if select is None or select(array.record.name)]
+            places = [(own, "")] * len(index.leaves) + [sources[record.source] for record in index.referred]
+            arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
+        return [array for array in arrays if select is None or select(array.stored.leaf)]
+
+    def leaves(self) -> list[Leaf]:
+        """The leaves, in the order of the files in which each is first met."""
+        leaves: dict[str, Leaf] = {}
+        for array in self.arrays():
+            stored = array.stored
+            leaves.setdefault(stored.leaf, Leaf(stored.leaf, stored.dtype, stored.global_shape))
+        return list(leaves.values())
 
     def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
         """The nodes that are asked for, by their path; all objects by default."""
         return dict(find_nodes(self.objects, select))
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """For each object the size of each of its leaves, the parts of all workers together."""
+        """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
-        for array in self.arrays():
-            own = sizes.setdefault(array.record.name.partition("/")[0], {})
-            own[array.record.name] = own.get(array.record.name, 0) + array.size_bytes
+        for leaf in self.leaves():
+            sizes.setdefault(leaf.name.partition("/")[0], {})[leaf.name] = leaf.size_bytes
         return sizes
 
     def document(self, select: Callable[[str], bool] | None) -> dict[str, Any]:
@@ -174,11 +210,13 @@ class Contents:
             ],
             "leaves": [
                 {
-                    "name": array.record.name,
+                    "name": array.stored.leaf,
                     "dtype": array.record.dtype,
                     "shape": list(array.record.shape),
+                    "global_shape": list(array.stored.global_shape),
+                    "offsets": list(array.stored.box.offsets),
                     "size_bytes": array.size_bytes,
-                    "rank": array.rank,
+                    "rank": array.stored.rank,
                     "file": array.file,
                     "source": array.source or None,
                     "offset_bytes": array.record.begin,

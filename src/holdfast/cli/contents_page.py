@@ -64,13 +64,15 @@ class ContentsPage:
         """Where the bytes are: the objects as a tree, and the largest leaves."""
         self._screen.say()
         self._show_tree(contents, depth)
-        arrays = sorted(contents.arrays(), key=lambda array: -array.size_bytes)
-        if len(arrays) > 1:
+        leaves = sorted(contents.leaves(), key=lambda leaf: -leaf.size_bytes)
+        if len(leaves) > 1:
             self._screen.say()
-            title = "largest leaf" if len(arrays) <= _LARGEST else f"largest of {len(arrays)} leaves"
+            title = "largest leaf" if len(leaves) <= _LARGEST else f"largest of {len(leaves)} leaves"
             self._screen.table(
                 self._columns(title, "dtype", "shape", "size"),
-                [self._array_row(array)[:4] for array in arrays[:_LARGEST]],
+                [[leaf.name, leaf.dtype, _list_text(leaf.shape), self._size(leaf.size_bytes)] for leaf in leaves][
+                    :_LARGEST
+                ],
             )
 
     def show_details(self, contents: Contents, arrays: Sequence[Array], values: Mapping[str, Node]) -> None:
@@ -118,11 +120,12 @@ class ContentsPage:
         self._screen.table(columns, rows)
 
     def _array_row(self, array: Array) -> list[Words]:
-        record = array.record
+        record, stored = array.record, array.stored
+        part = f" of {_list_text(stored.global_shape)} at {_list_text(stored.box.offsets)}" if array.is_box else ""
         return [
-            record.name,
+            stored.leaf,
             record.dtype,
-            "[" + ",".join(map(str, record.shape)) + "]",
+            _list_text(record.shape) + part,
             self._size(array.size_bytes),
             str(record.begin),
             Styled(join(array.source, array.file), FAINT),
@@ -142,6 +145,10 @@ class ContentsPage:
 
     def _size(self, size_bytes: int) -> str:
         return size_text(size_bytes) if self._screen.is_terminal else str(size_bytes)
+
+
+def _list_text(numbers: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, numbers)) + "]"
 
 
 def _share_text(part_bytes: int, total_bytes: int) -> str:

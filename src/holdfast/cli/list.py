@@ -67,7 +67,7 @@ def _remark(survey: Survey, show_all: bool) -> None:
     """What the table does not say; on the error stream, so that a pipe gets the table alone."""
     from holdfast.cli.screen import BAD, FAINT, Screen, Styled
     from holdfast.cli.survey import State
-    from holdfast.cli.wording import counted
+    from holdfast.cli.wording import counted, size_text
 
     sys.stdout.flush()
     remarks = Screen(sys.stderr)
@@ -82,6 +82,8 @@ def _remark(survey: Survey, show_all: bool) -> None:
         hidden.append(f"{unfinished} unfinished")
     if aside := len(survey.of(State.SET_ASIDE)):
         hidden.append(f"{aside} being removed")
+    if spare := survey.of(State.SPARE):
+        hidden.append(f"a spare file of {size_text(spare[0].size_bytes)}")
     if hidden:
         remarks.say(Styled(f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
 
@@ -112,5 +114,6 @@ def make_document(url: str, survey: Survey) -> dict[str, Any]:
         "off_line": [found_fields(one) for one in survey.of(State.OFF_LINE)],
         "unfinished": [found_fields(one) for one in survey.of(State.UNFINISHED)],
         "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
+        "spare": [found_fields(one) for one in survey.of(State.SPARE)],
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
     }

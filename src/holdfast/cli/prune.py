@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from holdfast.cli.removals import RemovalPlan, Removed
     from holdfast.cli.screen import Screen
-    from holdfast.cli.survey import Survey
+    from holdfast.cli.survey import Found, Survey
     from holdfast.cli.target import Target
 
 
@@ -87,12 +87,15 @@ def _offer(survey: Survey) -> str:
         size = size_text(sum(one.size_bytes for one in unfinished))
         what = counted(len(unfinished), "unfinished directory", "unfinished directories")
         offers.append(f"--unfinished removes {what} ({size})")
+    if spare := survey.of(State.SPARE):
+        offers.append(f"--unfinished --job-is-dead removes the spare file ({size_text(spare[0].size_bytes)})")
     return "; ".join([*offers, "--steps A,B removes the steps that it names"]) + "."
 
 
 def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
     from holdfast.cli.screen import FAINT, NOTABLE, Column, Styled, Words
-    from holdfast.cli.wording import counted, size_text
+    from holdfast.cli.survey import State
+    from holdfast.cli.wording import size_text
 
     titles = ("directory", "size", "") if screen.is_terminal else ("DIRECTORY", "BYTES", "STATE")
     columns = [Column(titles[0]), Column(titles[1], is_figure=True), Column(titles[2])]
@@ -106,24 +109,34 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
     ]
     if rows:
         screen.table(columns, rows)
-    what = counted(len(plan.remove), "directory", "directories")
+    what = _count(plan.remove)
     screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
     for one, reason in plan.kept:
         screen.say(Styled("kept: ", NOTABLE), f"{one.directory}, since {reason}")
     for one in plan.left_alone:
+        doing = "is to use for its next save" if one.state is State.SPARE else "may be writing now"
         screen.say(
             Styled("left alone: ", NOTABLE),
-            f"{one.directory}, which a job may be writing now; if none runs, --job-is-dead removes it too",
+            f"{one.directory}, which a job {doing}; if none runs, --job-is-dead removes it too",
         )
+
+
+def _count(found: Sequence[Found]) -> str:
+    from holdfast.cli.survey import State
+    from holdfast.cli.wording import counted
+
+    directories = sum(one.state is not State.SPARE for one in found)
+    parts = [counted(directories, "directory", "directories")] if directories or not found else []
+    return " and ".join([*parts, *("the spare file" for one in found if one.state is State.SPARE)])
 
 
 def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
     from holdfast.cli.screen import BAD, GOOD, NOTABLE, Styled
-    from holdfast.cli.wording import counted, size_text
+    from holdfast.cli.wording import size_text
 
     gone = [removed for removed in done if removed.is_gone]
     size = size_text(sum(removed.found.size_bytes for removed in gone))
-    screen.say(Styled(f"removed {counted(len(gone), 'directory', 'directories')}, {size}", GOOD if gone else ""))
+    screen.say(Styled(f"removed {_count([removed.found for removed in gone])}, {size}", GOOD if gone else ""))
     for removed in done:
         if removed.error is not None:
             screen.say(Styled("not removed: ", BAD), f"{removed.found.directory}: {removed.error.message}")

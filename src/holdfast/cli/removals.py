@@ -22,9 +22,9 @@ class Wishes:
 
     Attributes:
         off_line: All steps off the living line.
-        unfinished: What unfinished saves have left, and what is set aside already.
+        unfinished: What unfinished saves have left, what is set aside already, and the spare.
         job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
-            unfinished saves are nobody's.
+            unfinished saves are nobody's, and the spare.
         steps: Single checkpoints, each a step or the name of its directory.
     """
 
@@ -71,7 +71,7 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
         chosen |= {one.directory for one in survey.of(State.OFF_LINE)}
     left_alone = []
     if wishes.unfinished:
-        for one in survey.of(State.UNFINISHED, State.SET_ASIDE):
+        for one in survey.of(State.UNFINISHED, State.SET_ASIDE, State.SPARE):
             if one.may_be_in_progress and not wishes.job_is_dead:
                 left_alone.append(one)
             else:
@@ -166,6 +166,8 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
 
 
 def _place_in(catalog: Catalog, one: Found) -> State | None:
+    if one.state is State.SPARE:
+        return State.SPARE if catalog.spare_bytes is not None else None
     if one.name is None:
         return State.SET_ASIDE if one.directory in catalog.trash else None
     if one.name in catalog.living:
@@ -231,6 +233,9 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
     if error is not None:
         return Removed(one, False, error)
     try:
+        if one.state is State.SPARE:
+            storage.remove(one.directory)
+            return Removed(one, True)
         if one.name is None:
             return Removed(one, discard_trash(storage, one.directory))
         if one.state is State.UNFINISHED:

@@ -19,6 +19,7 @@ _STATE_MARKS: Final = {
     State.OFF_LINE: "off line",
     State.UNFINISHED: "unfinished",
     State.SET_ASIDE: "being removed",
+    State.SPARE: "spare",
 }
 
 
@@ -119,7 +120,7 @@ def _mark(survey: Survey, one: Found) -> Styled:
         return Styled("newest, damaged" if one is survey.newest else "damaged", BAD)
     if one is survey.newest:
         return Styled("newest", GOOD)
-    if one.may_be_in_progress:
+    if one.may_be_in_progress and one.state is State.UNFINISHED:
         return Styled("being written?", NOTABLE)
     return Styled(_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
 

@@ -12,7 +12,7 @@ from holdfast.cli.wording import iso_text
 from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import DATA_SUFFIX, StepName, data_name, index_name
+from holdfast.format.names import DATA_SUFFIX, SPARE_NAME, StepName, data_name, index_name
 from holdfast.policies import Referrer
 from holdfast.storage import Storage
 
@@ -28,16 +28,18 @@ class State(enum.StrEnum):
     """Without a manifest: being written, or left behind by a save that never ended."""
     SET_ASIDE = "set_aside"
     """Renamed to be removed, and not removed yet."""
+    SPARE = "spare"
+    """No directory but a file: what is left of a removed checkpoint, in whose room the next save is to be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One directory of a run.
+    """One directory of a run, or the spare file.
 
     Attributes:
         directory: Its name.
         state: Where it stands.
-        name: The checkpoint that it is or was to be; None for what was set aside.
+        name: The checkpoint that it is or was to be; None for what was set aside, and for the spare.
         size_bytes: What its files take; for a checkpoint, its data files and indexes.
         manifest: Its manifest; None if it has none or that is damaged.
         damages: What can be seen to be wrong without reading the arrays.
@@ -68,7 +70,7 @@ class Survey:
 
     Attributes:
         catalog: What lies there, by name.
-        found: Every directory: committed steps in order, then unfinished ones, then what was set aside.
+        found: Every directory: committed steps in order, then unfinished ones, then what was set aside; then the spare.
         opening: Who opened the newest generation; None if that is not known.
     """
 
@@ -120,7 +122,16 @@ def survey_run(storage: Storage) -> Survey:
         for name in catalog.unfinished
     )
     trash = (Found(name, State.SET_ASIDE, None, _size_bytes(storage, name)) for name in catalog.trash)
-    found = _connect([*(one for one in committed if one is not None), *unfinished, *trash])
+    # A job removes it when it ends, so that it is in use, or that job has died.
+    spare = (Found(SPARE_NAME, State.SPARE, None, catalog.spare_bytes or 0, may_be_in_progress=True),)
+    found = _connect(
+        [
+            *(one for one in committed if one is not None),
+            *unfinished,
+            *trash,
+            *(spare if catalog.spare_bytes is not None else ()),
+        ]
+    )
     return Survey(catalog, found, _read_opening(storage, catalog.generation))
 
 
@@ -249,7 +260,7 @@ def found_fields(found: Found) -> dict[str, Any]:
         "size_bytes": found.size_bytes,
         "referred_by": list(found.referred_by),
     }
-    if found.state is State.UNFINISHED:
+    if found.state in (State.UNFINISHED, State.SPARE):
         fields["may_be_in_progress"] = found.may_be_in_progress
     if found.state in (State.LIVING, State.OFF_LINE):
         fields |= manifest_fields(found.manifest)

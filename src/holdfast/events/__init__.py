@@ -5,16 +5,16 @@ An event is a frozen record; `str(event)` is a line for people. A sink is anythi
 break a save.
 """
 
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event
 from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
-    Event,
+    Diverged,
     Failed,
     GenerationOpened,
-    GroupEnded,
     Held,
-    NodesTimed,
     PassedOver,
     Resized,
     Restored,
@@ -26,11 +26,13 @@ from holdfast.events.kinds import (
     decode_event,
     encode_event,
 )
+from holdfast.events.leaving import Leaving, NoticeHeard
 from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
 
 __all__ = [
     "AnyEvent",
     "Committed",
+    "Diverged",
     "Event",
     "Failed",
     "Fanout",
@@ -38,8 +40,10 @@ __all__ = [
     "GroupEnded",
     "Held",
     "JsonLinesSink",
+    "Leaving",
     "LoggingSink",
     "NodesTimed",
+    "NoticeHeard",
     "PassedOver",
     "Resized",
     "Restored",

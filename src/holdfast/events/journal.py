@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.events.kinds import AnyEvent, Event, Warned, decode_event, encode_event
+from holdfast.events.event import Event
+from holdfast.events.kinds import (
+    AnyEvent,
+    Warned,
+    decode_event,
+    encode_event,
+)
 
 DEFAULT_LIMIT_BYTES: Final = 8 << 20
 """How large the file may become before it is put aside: some tens of thousands of events."""

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import time
 from typing import TypeAlias
 
 import msgspec
 
 from holdfast.errors import FormatError
-
-
-def _kind(class_name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
-    """What all events have.
-
-    Attributes:
-        at_unix_seconds: When it happened, by the wall clock.
-    """
-
-    at_unix_seconds: float = msgspec.field(default_factory=time.time)
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event, size_text, time_text
+from holdfast.events.leaving import Leaving, NoticeHeard
 
 
 class GenerationOpened(Event, frozen=True):
@@ -60,9 +47,8 @@ class Staged(Event, frozen=True):
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
-        return (
-            f"step {self.step}{reason} staged: {_size(self.size_bytes)}, training held up {_time(self.blocked_seconds)}"
-        )
+        held_up = time_text(self.blocked_seconds)
+        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training held up {held_up}"
 
 
 class Held(Event, frozen=True):
@@ -77,7 +63,7 @@ class Held(Event, frozen=True):
     blocked_seconds: float
 
     def __str__(self) -> str:
-        return f"step {self.step}: the optimizer waited {_time(self.blocked_seconds)} for the copy"
+        return f"step {self.step}: the optimizer waited {time_text(self.blocked_seconds)} for the copy"
 
 
 class Written(Event, frozen=True):
@@ -96,8 +82,8 @@ class Written(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        rate = f" ({_size(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
-        return f"step {self.step} written: {_size(self.size_bytes)} in {_time(self.background_seconds)}{rate}"
+        rate = f" ({size_text(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
+        return f"step {self.step} written: {size_text(self.size_bytes)} in {time_text(self.background_seconds)}{rate}"
 
 
 class Committed(Event, frozen=True):
@@ -123,11 +109,11 @@ class Committed(Event, frozen=True):
     referred_bytes: int = 0
 
     def __str__(self) -> str:
-        referred = f", {_size(self.referred_bytes)} referred to" if self.referred_bytes else ""
+        referred = f", {size_text(self.referred_bytes)} referred to" if self.referred_bytes else ""
         return (
-            f"step {self.step} committed: {_size(self.size_bytes)}{referred}, training held up "
-            f"{_time(self.blocked_seconds)}, {_time(self.background_seconds)} in the background, "
-            f"{_time(self.training_saved_seconds)} of training saved"
+            f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training held up "
+            f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
+            f"{time_text(self.training_saved_seconds)} of training saved"
         )
 
 
@@ -147,7 +133,7 @@ class Restored(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        return f"step {self.step} restored: {_size(self.size_bytes)} in {_time(self.blocked_seconds)}"
+        return f"step {self.step} restored: {size_text(self.size_bytes)} in {time_text(self.blocked_seconds)}"
 
 
 class Resized(Event, frozen=True):
@@ -174,6 +160,26 @@ class Resized(Event, frozen=True):
         notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
         notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
         return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+class Diverged(Event, frozen=True):
+    """Workers that should hold the same values of a tensor do not.
+
+    Attributes:
+        step: The step that was saved; it holds the values of one of them.
+        generation: The generation that saved it.
+        tensor: The leaf.
+        ranks: The workers, those that agree together; the most first.
+    """
+
+    step: int
+    generation: int
+    tensor: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
+        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
 
 
 class PassedOver(Event, frozen=True):
@@ -278,44 +284,6 @@ class Warned(Event, frozen=True):
         return self.text if self.step is None else f"step {self.step}: {self.text}"
 
 
-class GroupEnded(Event, frozen=True):
-    """All tasks of a group of a job have ended well.
-
-    Attributes:
-        group: The group, such as `init` or `epoch`.
-        epoch: The epoch, counted from 1; 0 before the first.
-        seconds: How long the tasks ran.
-    """
-
-    group: str
-    epoch: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.group}{f' {self.epoch}' if self.group == 'epoch' else ''} ended after {_time(self.seconds)}"
-
-
-class NodesTimed(Event, frozen=True):
-    """The state of a job's nodes has been saved or loaded.
-
-    Attributes:
-        action: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
-        epoch: The epoch.
-        node_seconds: How long it took each node.
-        slowest: The node that it took longest.
-    """
-
-    action: str
-    epoch: int
-    node_seconds: dict[str, float]
-    slowest: str
-
-    def __str__(self) -> str:
-        longest = _time(self.node_seconds.get(self.slowest, 0.0))
-        what = self.action.replace("_", " ")
-        return f"{what} of epoch {self.epoch}: {len(self.node_seconds)} nodes, longest {self.slowest} with {longest}"
-
-
 AnyEvent: TypeAlias = (
     GenerationOpened
     | Staged
@@ -324,6 +292,7 @@ AnyEvent: TypeAlias = (
     | Committed
     | Restored
     | Resized
+    | Diverged
     | PassedOver
     | Retained
     | Failed
@@ -331,6 +300,8 @@ AnyEvent: TypeAlias = (
     | Warned
     | GroupEnded
     | NodesTimed
+    | NoticeHeard
+    | Leaving
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""
 
@@ -361,19 +332,6 @@ def decode_event(line: bytes) -> AnyEvent:
         raise FormatError(f"not an event: {error}") from error
 
 
-def _time(seconds: float) -> str:
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
-
-
-def _size(size_bytes: float) -> str:
-    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        # From 0.9995 of a unit on, three digits would round up to it.
-        if size_bytes >= 0.9995 * unit_bytes:
-            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
-    return f"{size_bytes:.0f} B"
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

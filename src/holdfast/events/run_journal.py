@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from typing import Final
 
+from holdfast.events.event import Event
 from holdfast.events.journal import JsonLinesSink
-from holdfast.events.kinds import Event, GenerationOpened
+from holdfast.events.kinds import (
+    GenerationOpened,
+)
 
 JOURNAL_NAME: Final = "events.jsonl"
 _MAX_WAITING: Final = 100
 
 
 class RunJournal:
-    """Writes events into a run's directory from the moment when this process has become the one that saves there.
+    """**Thread-safe.** Writes events into a run's directory once this process has become the one that saves there.
 
-    What happened before (a restore, say) waits until then, so that a process that only reads leaves no trace. It is
-    called from one thread at a time until the generation is opened, as a manager does.
+    What happened before (a restore, say) waits until then, so that a process that only reads leaves no trace.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._sink = JsonLinesSink(os.path.join(directory, JOURNAL_NAME))  # noqa: PTH118  The sink makes it a path.
         self._waiting: deque[Event] | None = deque(maxlen=_MAX_WAITING)
+        # Guards what waits: an event that comes while the others are written is neither lost nor written before them.
+        self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         """Writes the event, or keeps it until a generation is opened."""
-        waiting = self._waiting
-        if waiting is not None and not isinstance(event, GenerationOpened):
-            waiting.append(event)
-            return
-        if waiting is not None:
-            self._waiting = None
-            for earlier in waiting:
-                self._sink(earlier)
+        with self._lock:
+            waiting = self._waiting
+            if waiting is not None and not isinstance(event, GenerationOpened):
+                waiting.append(event)
+                return
+            if waiting is not None:
+                self._waiting = None
+                for earlier in waiting:
+                    self._sink(earlier)
         self._sink(event)

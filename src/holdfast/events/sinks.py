@@ -10,14 +10,14 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from holdfast.events.epochs import GroupEnded, NodesTimed
+from holdfast.events.event import Event
 from holdfast.events.kinds import (
     Committed,
-    Event,
+    Diverged,
     Failed,
     GenerationOpened,
-    GroupEnded,
     Held,
-    NodesTimed,
     PassedOver,
     Resized,
     Restored,
@@ -27,6 +27,7 @@ from holdfast.events.kinds import (
     Warned,
     Written,
 )
+from holdfast.events.leaving import Leaving, NoticeHeard
 
 Sink: TypeAlias = Callable[[Event], None]
 """Anything that can be called with an event. It is called on the thread on which the event happened, the training
@@ -42,6 +43,7 @@ _LEVELS: dict[type[Event], int] = {
     Committed: logging.INFO,
     Restored: logging.INFO,
     Resized: logging.WARNING,
+    Diverged: logging.WARNING,
     PassedOver: logging.WARNING,
     Retained: logging.DEBUG,
     Failed: logging.ERROR,
@@ -49,6 +51,8 @@ _LEVELS: dict[type[Event], int] = {
     Warned: logging.WARNING,
     GroupEnded: logging.INFO,
     NodesTimed: logging.INFO,
+    NoticeHeard: logging.WARNING,
+    Leaving: logging.INFO,
 }
 
 

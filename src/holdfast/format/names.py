@@ -10,6 +10,7 @@ import msgspec
 GENERATIONS_DIRECTORY: Final = "generations"
 MANIFEST_NAME: Final = "manifest.json"
 TRASH_PREFIX: Final = ".trash-"
+SPARE_NAME: Final = ".holdfast-spare"
 DATA_SUFFIX: Final = ".safetensors"
 
 MAX_STEP: Final = 10**15

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+
+class Worker(msgspec.Struct, frozen=True):
     """One process of a job.
 
     Attributes:

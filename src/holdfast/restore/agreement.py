@@ -153,7 +153,7 @@ class JointAgreement:
         return msgspec.json.decode(self._peers.confer(msgspec.json.encode(report), decide_encoded), type=_Report)
 
     def _find_seen(self, storage: Storage, name: StepName) -> str:
-        end_at = time.monotonic() + SIGHT_SECONDS
+        end_at = time.monotonic() + min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
         pause_seconds = 0.01
         while True:
             try:

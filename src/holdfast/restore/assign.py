@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from holdfast.errors import DamageError
 from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
 from holdfast.format.index import Index
@@ -12,8 +14,7 @@ from holdfast.format.shards import StoredBox
 from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """What one target takes of one stored array.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -15,9 +16,9 @@ from holdfast.cluster.opening import Choice, open_cluster
 from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import Cluster
 from holdfast.format.workers import Worker
-from holdfast.policies import SaveMoment, SavePolicy
+from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.exchange import Exchange
-from holdfast.save.places import EndRecord, Places
+from holdfast.save.places import Places
 
 _LOOK_SECONDS: Final = 0.5
 """How often a worker looks what the leader has planned."""
@@ -77,6 +78,7 @@ class Company:
     Attributes:
         worker: Which worker this is.
         peers: What they do together.
+        left_behind: Saves that ended for the leader before they began, and not yet for all others.
     """
 
     def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
@@ -91,6 +93,7 @@ class Company:
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
+        self.left_behind: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
         self._places = Places()
         # Guards the rest. Nobody does anything slow with it.
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ class Company:
         """The save of a step begins here, or would; it does not block."""
         with self._lock:
             watched, self._watched = self._watched, ""
-        return Exchange(self.peers, self._places, self._places.take(step), watched)
+        return Exchange(self.peers, self._places.take(step), watched)
 
     def tell(self, exchange: Exchange, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
@@ -138,8 +141,7 @@ class Company:
 
     def leave_out(self, exchange: Exchange, reason: str) -> None:
         """Tells the others, soon, that this worker cannot take part in a save."""
-        text = f"rank {self.peers.rank} cannot take part: {reason}"
-        self._send_end(exchange, lambda: exchange.decide(EndRecord(left_out=text)))
+        self._send_end(exchange, lambda: exchange.leave_out(reason))
 
     def note_left_out(self, exchange: Exchange) -> None:
         """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""
@@ -165,8 +167,10 @@ class Company:
             self.peers.cluster.close()
 
     def _send_end(self, exchange: Exchange, say: Callable[[], object]) -> None:
-        for errand in (exchange.announce, say, exchange.leave):
-            self._courier.send(errand)
+        self._courier.send(say)
+        self._courier.send(exchange.leave)
+        if self.peers.is_leader:
+            self.left_behind.put(exchange)
 
     def _look(self) -> None:
         """Looks what the leader has planned; in the courier's thread."""
@@ -193,3 +197,11 @@ class Company:
 
 def _nothing() -> None:
     """The leader has nothing to look for."""
+
+
+def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | None) -> str | None:
+    """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
+    if company is not None and not is_by_step(policy):
+        return company.try_plan(policy, moment)
+    decision = policy.decide_save(moment)
+    return decision.reason if decision.save else None

@@ -98,13 +98,16 @@ class Saver:
         overlap_copy: bool,
         timeout_seconds: float,
         incremental: bool,
+        reuse_space: bool,
         company: Company | None = None,
     ) -> None:
         self._storage = storage
-        line = Line(storage, keep, incremental=incremental)
+        # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
+        line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
         self._company = company
-        self._joint = None if company is None else JointLine(line, storage, company.peers)
+        self._joint = None if company is None else JointLine(line, storage, company.peers, company.left_behind)
         self._line = self._joint or line
+        self._own_line = line
         self._worker = ALONE if company is None else company.worker
         self._emit = emit
         self._threads = threads
@@ -214,20 +217,30 @@ class Saver:
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
         self._line.leave()
+        if self._company is not None:
+            self._company.begin_epoch()
 
     def emit_soon(self, event: Event) -> None:
         """Tells of an event from the background of the save in flight, so that sinks do no work on this thread."""
         self._pending_events.put(event)
 
     def join(self, timeout_seconds: float) -> None:
-        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of the buffer."""
+        """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of buffer and disk."""
         if self._crew is not None:
             self._crew.join(timeout_seconds)
+        try:
+            self._own_line.close()
+        except HoldfastError as error:
+            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
         self._end_preparation()
         if self._hold is not None:
             self._hold.end()
         self._flush_events()
         self._buffer.release()
+
+    def abandon(self) -> None:
+        """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
+        self._own_line.abandon()
 
     def _serve(self, inbox: queue.SimpleQueue[_Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""
@@ -357,10 +370,11 @@ class Saver:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
+        if self._joint is not None:
+            # Before anybody here hears of it, who may end the process at once.
+            self._joint.tell(error)
         self._reports.add(failure)
         work.handle.mark_failed(failure)
-        if self._joint is not None:
-            self._joint.tell(error)
         self._emit(
             Failed(
                 stage="save",

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import FencedError, HoldfastError, UsageError
-from holdfast.save.places import EndRecord, LeftOutError, NameRecord, PartRecord, Place, Places
+from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
 
 _T = TypeVar("_T")
 
@@ -34,24 +34,23 @@ class Exchange:
         was_missed: True once the leader has found that another worker had heard of it too late.
     """
 
-    def __init__(self, peers: Peers, places: Places, place: Place, watched: str = "") -> None:
+    def __init__(self, peers: Peers, position: Position, watched: str = "") -> None:
         """Says nothing yet.
 
         Args:
             peers: The workers.
-            places: Where this one has been.
-            place: Which save it is.
+            position: Where this one is.
             watched: A key of theirs that comes to hold a reason if another worker cannot take part; or nothing.
         """
         self._peers = peers
-        self._places = places
+        self._position = position
         self._watched = watched
-        self.place = place
+        self.place = position.place
         self.was_missed = False
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
-        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self.place))
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self._position))
 
     def put_name(self, record: NameRecord) -> None:
         """The leader says where to write."""
@@ -66,9 +65,17 @@ class Exchange:
         """
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
-    def put_part(self, record: PartRecord) -> None:
-        """Says what this worker has made to last."""
+    def hand_in(self, record: PartRecord) -> None:
+        """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
+
+        Raises:
+            PeerError: If another worker has failed, or the leader is gone or has not committed in time.
+            LeftOutError: If a worker cannot take part.
+            FencedError: If another job has taken over.
+        """
         self._put(f"part/{self._peers.rank}", record)
+        what = f"commit step {self.place.step}"
+        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what))
 
     def collect_parts(self) -> list[PartRecord]:
         """**Blocks.** What all workers but the leader have made to last, in order of rank.
@@ -95,37 +102,31 @@ class Exchange:
                 parts[rank] = self._wait(f"part/{rank}", PartRecord, (rank,), what, missing, begun_at)
         return [parts[rank] for rank in others]
 
-    def decide(self, end: EndRecord) -> EndRecord:
-        """Writes down how the save ends, unless that is known.
-
-        Returns:
-            What is written there.
-        """
-        standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
-        return msgspec.json.decode(standing, type=EndRecord)
-
-    def put_result(self, end: EndRecord) -> None:
-        """The leader says how the commit went."""
-        self._put("result", end)
-
-    def wait_result(self) -> None:
-        """**Blocks.** Waits until the step is committed.
+    def agree(self) -> None:
+        """The leader says that the step is to be committed: from here on nobody else can end the save.
 
         Raises:
-            PeerError: If another worker has failed, or the leader is gone or has not committed in time.
+            PeerError: If a worker has given up before.
             LeftOutError: If a worker cannot take part.
-            FencedError: If another job has taken over.
         """
-        what = f"commit step {self.place.step}"
-        self.raise_unless_well(self._wait("result", EndRecord, (LEADER,), what))
+        self._raise_unless_well(self._decide(WELL))
+
+    def tell_committed(self) -> None:
+        """The leader says that the step is committed; it is, whether the others hear of it or not."""
+        with suppress(HoldfastError):
+            self._put("result", WELL)
+
+    def leave_out(self, reason: str) -> None:
+        """Says that this worker cannot take part."""
+        self._decide(EndRecord(left_out=f"rank {self._peers.rank} cannot take part: {reason}"))
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
         end = EndRecord(failure=self._peers.describe(error))
         with suppress(HoldfastError):
-            if self.decide(end).is_well and self._peers.is_leader:
+            if self._decide(end).is_well and self._peers.is_leader:
                 # It was to be committed, and that is what has failed.
-                self.put_result(end)
+                self._put("result", end)
 
     def leave(self) -> None:
         """Says that this worker has done with the save, whatever came of it. Does what can be done."""
@@ -142,14 +143,13 @@ class Exchange:
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
 
-    def raise_unless_well(self, end: EndRecord) -> None:
-        """Raises what a verdict or a result says.
+    def _decide(self, end: EndRecord) -> EndRecord:
+        """Writes down how the save ends, unless that is known; gives what is written there."""
+        standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
+        return msgspec.json.decode(standing, type=EndRecord)
 
-        Raises:
-            PeerError: If a worker has failed.
-            LeftOutError: If a worker cannot take part.
-            FencedError: If another job has taken over.
-        """
+    def _raise_unless_well(self, end: EndRecord) -> None:
+        """Raises what a verdict or a result says."""
         if end.left_out:
             raise LeftOutError(end.left_out)
         if end.failure is None:
@@ -197,9 +197,9 @@ class Exchange:
         )
         if key == self._watched:
             self.was_missed = True
-            self.raise_unless_well(self.decide(EndRecord(left_out=value.decode())))
+            self._raise_unless_well(self._decide(EndRecord(left_out=value.decode())))
         if key == verdict:
-            self.raise_unless_well(msgspec.json.decode(value, type=EndRecord))
+            self._raise_unless_well(msgspec.json.decode(value, type=EndRecord))
             # It is to be committed: now only the leader can say how that went.
             _, value = self._peers.wait_any([own], watch, what, begun_at)
         return msgspec.json.decode(value, type=kind)
@@ -209,9 +209,9 @@ class Exchange:
         data = self._peers.cluster.try_get(self._peers.key("at", rank))
         if data is None:
             return
-        place = msgspec.json.decode(data, type=Place)
-        if not self._places.has_been_at(place):
-            text = f"it saves step {place.step}, and not step {self.place.step} with rank {self._peers.rank}"
+        position = msgspec.json.decode(data, type=Position)
+        if position.is_beyond(self._position):
+            text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure(rank, UsageError.__name__, text, _WAY_HINT))
 
     def _put(self, name: str, record: msgspec.Struct) -> None:

@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import sys
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from holdfast.errors import HoldfastError
 
@@ -51,10 +51,11 @@ def _drain_children() -> None:
     from multiprocessing.util import Finalize
 
     _drained_process = os.getpid()
-    Finalize(None, _drain_all, exitpriority=100)
+    Finalize(None, drain_all, exitpriority=100)
 
 
-def _drain_all() -> None:
+def drain_all() -> None:
+    """**Blocks.** Waits for what this process has in flight; ends it if a failure was not told of to anybody."""
     # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
     owners = [owner for owner, process in list(_held.items()) if process == os.getpid()]
     failures = [failure for owner in owners for failure in owner.drain()]
@@ -64,13 +65,23 @@ def _drain_all() -> None:
         print(f"holdfast: {type(failure).__name__}: {failure}", file=sys.stderr)  # noqa: T201
     # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
     # was registered before those of whatever was imported later, so theirs have run by now.
+    _end_now(EXIT_SAVE_FAILED)
+
+
+def end_process(code: int) -> NoReturn:
+    """**Blocks.** Ends the process from any thread, once what is in flight has ended; nothing is unwound."""
+    drain_all()
+    _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
             continue
-    os._exit(EXIT_SAVE_FAILED)
+    os._exit(code)
 
 
-atexit.register(_drain_all)
+atexit.register(drain_all)

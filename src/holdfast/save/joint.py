@@ -6,6 +6,7 @@ others learn from it where to write, and how it went. All of this is behind trai
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from holdfast.format.names import StepName
 from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
-from holdfast.save.places import WELL, NameRecord, PartRecord
+from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
@@ -51,7 +52,8 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, peers: Peers) -> None:
+    def __init__(self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange]) -> None:
+        self._left_behind = left_behind
         self._line = line
         self._storage = storage
         self._peers = peers
@@ -85,7 +87,7 @@ class JointLine:
         told = self._now.wait_name()
         if told.generation != self._line.generation:
             who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
-            check_opening(self._storage, told.generation, told.opening, who)
+            check_opening(self._storage, told.generation, told.opening, who, self._peers.timeout_seconds)
             self._line.follow(told.generation, told.base_name)
         self._name = StepName(self._now.place.step, told.generation, told.attempt)
         return None
@@ -117,20 +119,17 @@ class JointLine:
         """
         exchange = self._now
         if not self._peers.is_leader:
-            exchange.put_part(PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes))
-            exchange.wait_result()
+            exchange.hand_in(PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes))
             self._line.note_committed()
             return
         together = _put_together([receipts, *map(_receipts_of, exchange.collect_parts())])
-        unseen = find_unseen(self._storage, name, together)
+        unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
         # Who has given up by now has said so, and who has not will wait for the result.
-        exchange.raise_unless_well(exchange.decide(WELL))
+        exchange.agree()
         self._line.commit(together, name, metrics, metadata)
-        # From here on the step is committed, whether the others hear of it or not.
-        with suppress(HoldfastError):
-            exchange.put_result(WELL)
+        exchange.tell_committed()
 
     def note_debris(self, name: StepName) -> None:
         """The attempt has failed; the others may still be writing there."""
@@ -162,7 +161,10 @@ class JointLine:
         if not self._peers.is_leader:
             exchange.leave()
             return []
-        newest = _Ending(exchange, set(range(1, self._peers.world_size)), self._debris)
+        others = range(1, self._peers.world_size)
+        while not self._left_behind.empty():
+            self._endings.append(_Ending(self._left_behind.get(), set(others), None))
+        newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
         end_at = time.monotonic() + ANSWER_SECONDS
         pause_seconds = 0.001

@@ -20,12 +20,12 @@ from holdfast.save.discard import (
     discard_trash,
     discard_unfinished,
     next_attempt,
-    remove_own_files,
     withdraw,
 )
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.incremental import Incremental
 from holdfast.save.ledger import Ledger
+from holdfast.save.space import Space
 from holdfast.save.write import write
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
@@ -52,11 +52,14 @@ class Cleaning(msgspec.Struct, frozen=True):
 class Line:
     """Writes checkpoints of one generation, one after the other. Not thread-safe: one save uses it at a time."""
 
-    def __init__(self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
+    ) -> None:
         self._storage = storage
         self._keep = keep
         self._generation: int | None = None
         self._ledger = Ledger(storage)
+        self._space = Space(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._ledger) if incremental else None
 
     @property
@@ -67,6 +70,18 @@ class Line:
     def leave(self) -> None:
         """Ends the line: the next save opens a generation of its own."""
         self._generation = None
+
+    def close(self) -> None:
+        """**Blocks.** Gives back what was kept on the disk for a next save.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        self._space.close()
+
+    def abandon(self) -> None:
+        """As `close`, at once: what was kept is left to the next job."""
+        self._space.abandon()
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
@@ -89,6 +104,7 @@ class Line:
             base = make_base(generation, origin)
             record_base(self._storage, base)
             self._generation = generation
+            self._space.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin)
         check_fence(self._storage, self._generation)
@@ -165,9 +181,11 @@ class Line:
             and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        removed = self._remove(plan.remove, problems)
+        manifest = self._ledger.manifest(newest)
+        newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
+        removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred.union(busy), problems)
+        swept = self._sweep(catalog, referred.union(busy), newest_bytes, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
 
@@ -189,7 +207,7 @@ class Line:
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
             return ()
 
-    def _remove(self, names: Collection[StepName], problems: list[HoldfastError]) -> list[StepName]:
+    def _remove(self, names: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]) -> list[StepName]:
         """Removes committed steps: first all their manifests, then, if this generation still counts, their data."""
         withdrawn: list[StepName] = []
         needed: set[StepName] = set()
@@ -208,18 +226,24 @@ class Line:
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
-                remove_own_files(self._storage, name.directory)
+                self._space.discard_withdrawn(name.directory, newest_bytes)
                 removed.append(name)
             except HoldfastError as error:
                 problems.append(error)
         return removed
 
-    def _sweep(self, catalog: Catalog, referred: Collection[StepName], problems: list[HoldfastError]) -> list[str]:
+    def _sweep(
+        self, catalog: Catalog, referred: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]
+    ) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
         One that lost its manifest, but holds what a step refers to, stays; so does one that others write to.
         """
         swept: list[str] = []
+        try:
+            self._space.sweep(newest_bytes)
+        except HoldfastError as error:
+            problems.append(error)
         for name in catalog.unfinished:
             if self._generation is not None and name.generation <= self._generation and name not in referred:
                 try:

@@ -8,7 +8,7 @@ restored, the step, and the how manieth try at that step it is.
     save/PLACE/verdict        whether it is to be committed: written once, by whoever knows first
     save/PLACE/result         how the commit went, by the leader
     save/PLACE/left/RANK      that a worker has done with this save
-    at/RANK                   the place where a worker is
+    at/RANK                   where a worker is
     plan                      the next save that the leader has planned ahead
     plan-missed/NUMBER        that a worker had passed that step when it heard of the plan
 """
@@ -43,13 +43,30 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         return f"save/{self.epoch}.{self.step}.{self.turn}/{name}"
 
 
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker is.
+
+    Attributes:
+        count: How many saves it has come to.
+        place: The last of them.
+    """
+
+    count: int
+    place: Place
+
+    def is_beyond(self, other: Position) -> bool:
+        """Whether a worker at this position will not come to that of another one any more."""
+        return self.place != other.place and self.count >= other.count
+
+
 class Places:
-    """**Thread-safe.** Where this worker is, and has been."""
+    """**Thread-safe.** Gives each save of this worker its place."""
 
     def __init__(self) -> None:
-        # Guards the other two.
+        # Guards the other three.
         self._lock = threading.Lock()
         self._epoch = 0
+        self._count = 0
         self._turns: dict[int, int] = {}
 
     @property
@@ -63,18 +80,12 @@ class Places:
             self._epoch += 1
             self._turns = {}
 
-    def take(self, step: int) -> Place:
-        """The place of the next save of a step."""
+    def take(self, step: int) -> Position:
+        """Where the next save of a step has its place."""
         with self._lock:
+            self._count += 1
             turn = self._turns[step] = self._turns.get(step, 0) + 1
-            return Place(self._epoch, step, turn)
-
-    def has_been_at(self, place: Place) -> bool:
-        """Whether this worker has come to a place, or past it."""
-        with self._lock:
-            return place.epoch < self._epoch or (
-                place.epoch == self._epoch and place.turn <= self._turns.get(place.step, 0)
-            )
+            return Position(self._count, Place(self._epoch, step, turn))
 
 
 class NameRecord(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from holdfast.errors import DeadlineError, FencedError, HoldfastError, SaveFailedError
 from holdfast.save.exit import hold, release
@@ -84,6 +85,21 @@ class SaveReports:
         with self._lock:
             self._untold = [other for other in self._untold if other is not error]
             self._release_if_done()
+
+    def close_behind(self, error: BaseException | None, close: Callable[[], None]) -> None:
+        """**Blocks.** Calls `close` at the end of a block, which an error may have ended.
+
+        What ended the block matters more; a failure to close goes along with it, or else is raised.
+        """
+        try:
+            close()
+        except HoldfastError as failure:
+            if error is None:
+                raise
+            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+            if isinstance(error, SystemExit):
+                # Nobody prints that one, and its code may be 0: the exit of the program has to tell.
+                self.put_back([failure])
 
     def drain(self) -> list[HoldfastError]:
         """**Blocks.** Called when the program ends: waits for the save in flight and gives what was not told."""

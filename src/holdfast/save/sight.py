@@ -33,7 +33,7 @@ def read_opening_digest(storage: Storage, generation: int) -> str:
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
-def check_opening(storage: Storage, generation: int, opening: str, who: str) -> None:
+def check_opening(storage: Storage, generation: int, opening: str, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Makes sure that the generation which the leader has opened is seen here, with the same digest.
 
     Args:
@@ -41,6 +41,7 @@ def check_opening(storage: Storage, generation: int, opening: str, who: str) -> 
         generation: The generation.
         opening: The digest of its opening, as the leader has it.
         who: This worker, for the error.
+        timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
 
     Raises:
         StorageError: If it is not seen, now or after a while.
@@ -53,7 +54,7 @@ def check_opening(storage: Storage, generation: int, opening: str, who: str) -> 
             return error.message
         return "" if seen == opening else f"{generation_path(generation)} is that of another run"
 
-    problem = _insist(look)
+    problem = _insist(look, timeout_seconds)
     if problem:
         raise StorageError(
             f"{storage.url}: {who} does not see generation {generation}, which rank 0 has opened: {problem}",
@@ -62,7 +63,7 @@ def check_opening(storage: Storage, generation: int, opening: str, who: str) -> 
         )
 
 
-def find_unseen(storage: Storage, name: StepName, receipts: Receipts) -> Failure | None:
+def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:
     """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are.
 
     Raises:
@@ -86,12 +87,12 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts) -> Failure
                 return Failure(rank, StorageError.__name__, text, _HINT)
         return None
 
-    return _insist(look)
+    return _insist(look, timeout_seconds)
 
 
-def _insist(look: Callable[[], _T]) -> _T:
+def _insist(look: Callable[[], _T], timeout_seconds: float) -> _T:
     """Looks until nothing is wrong, or the time is up; gives what is wrong at the end."""
-    end_at = time.monotonic() + SIGHT_SECONDS
+    end_at = time.monotonic() + min(SIGHT_SECONDS, timeout_seconds / 2)
     pause_seconds = 0.01
     while (wrong := look()) and time.monotonic() < end_at:
         time.sleep(pause_seconds)

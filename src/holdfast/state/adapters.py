@@ -105,6 +105,13 @@ class Loading(Protocol):
         """Whether what stands there is to be restored at all; everything is, unless a part was asked for."""
         ...
 
+    def complete(self, value: Any) -> Any:
+        """A value of `value`, when all arrays have been read: with arrays in the places of what had to stand for them.
+
+        Arrays that can be changed stand there from the beginning. A dict or a list is changed where it is.
+        """
+        ...
+
     def name(self, *at: str) -> str:
         """The path for a list in `differences` or for a message."""
         ...
@@ -217,7 +224,7 @@ class StateAdapter(Adapter):
         """Hands the stored state to `write`."""
         live = self._read(obj) if self._compare or not loading.wants() else None
         state = loading.value(stored, live)
-        return lambda: void(self._write(obj, state))
+        return lambda: void(self._write(obj, loading.complete(state)))
 
 
 def void(_: object) -> None:

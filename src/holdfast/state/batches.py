@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
+class Batches(msgspec.Struct, frozen=True):
     """One way to cut an epoch.
 
     All workers cut alike, and each takes its own part of every batch. No sample is left out, none comes twice, and as

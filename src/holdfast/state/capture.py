@@ -58,6 +58,7 @@ def capture_objects(
     captures: Captures | None = None,
     hold: Callable[[object, Adapter], bool] | None = None,
     worker: Worker = ALONE,
+    check_replicas: bool = False,
 ) -> Captured:
     """Takes the state of all objects, as it is now; of a job of several workers, what this one writes of it.
 
@@ -71,6 +72,7 @@ def capture_objects(
         hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
             that step changes are noted as held.
         worker: Which worker this is.
+        check_replicas: Whether to take along what other workers hold too and write, so that it can be compared.
 
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
@@ -80,7 +82,8 @@ def capture_objects(
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
         scene = Cast(objects)
-        capturing = _Capturing(scene, captures or Captures(), worker)
+        sharing = Sharing(worker, check_replicas=check_replicas)
+        capturing = _Capturing(scene, captures or Captures(), sharing)
         skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
         held: set[int] = set()
         for _, obj in scene.members if hold is not None else ():
@@ -96,9 +99,9 @@ _ANY = Adapter()
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, scene: Cast, captures: Captures, worker: Worker) -> None:
+    def __init__(self, scene: Cast, captures: Captures, sharing: Sharing) -> None:
         super().__init__()
-        self._sharing = Sharing(worker)
+        self._sharing = sharing
         # By library and memory: the name of a leaf that is not simply one array, and the places of its arrays.
         self._shared: dict[Hashable, tuple[str, list[int]]] = {}
         # What was looked at: another array might get the identity of one that is gone.
@@ -130,6 +133,8 @@ class _Capturing(Encoder):
             tuple(sharing.boxes),
             tuple(sharing.elsewhere),
             sharing.worker,
+            tuple(sharing.replicas),
+            sharing.witnesses if sharing.replicas else None,
         )
 
     def places_of(self, arrays: list[Any]) -> list[int]:
@@ -170,7 +175,7 @@ class _Capturing(Encoder):
 
     def _encode_shared(self, sharding: Sharding, path: str) -> Node:
         """The node of an array of which other workers may have a part, or all."""
-        if self._sharing.is_own:
+        if self._sharing.is_own and any(local.holders is not None for local in sharding.boxes):
             raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
         backend = sharding.backend
         known = self._shared.get((backend.name, sharding.memory))

@@ -11,6 +11,7 @@ from holdfast.format.boxes import Box
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Rules
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target, spec_of
+from holdfast.state.pending import PendingArray
 from holdfast.state.registry import backend_named
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Claims:
     """
 
     def __init__(self, differences: Differences, worker: Worker = ALONE) -> None:
+        # Whether something stands for an array that is made when its values have come.
+        self.has_pending = False
         self._differences = differences
         self._worker = worker
         # A leaf that one live array wants stands as its target, without a claim: of those there may be very many.
@@ -49,6 +52,7 @@ class Claims:
         claim = self._claim(leaf, spec)
         if claim.made is None or claim.made[0] is not backend:
             claim.made = (backend, backend.new(spec, like))
+            self._note(claim.made[1])
             claim.receivers.append(claim.made)
         return claim.made[1]
 
@@ -64,8 +68,9 @@ class Claims:
         """
         live = backend.spec(array, path)
         if live.shape != spec.shape and not rules.in_place and 0 in live.shape:
-            is_known = live.dtype == spec.dtype or backend.name == library
-            return self.new(leaf, spec, backend, array) if is_known else self.new(leaf, spec, backend_named(library))
+            if live.dtype == spec.dtype or backend.name == library:
+                return self.new(leaf, spec, backend, array)
+            return self.new(leaf, spec, backend_named(library))
         if not self._fits(live, spec, path):
             return array
         memory = backend.alias_key(array)
@@ -86,6 +91,7 @@ class Claims:
         if made is not None and [one.box for one in made[0].boxes] == [one.box for one in sharding.boxes]:
             return made[1]
         self._made[leaf] = (sharding, array)
+        self._note(array)
         self._claim_boxes(leaf, sharding)
         return array
 
@@ -144,6 +150,9 @@ class Claims:
         return tuple(
             [claim if isinstance(claim, Target) else _target(key, claim) for key, claim in self._claims.items()]
         )
+
+    def _note(self, array: Any) -> None:
+        self.has_pending = self.has_pending or isinstance(array, PendingArray)
 
     def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
         if live.shape != spec.shape:

@@ -21,6 +21,7 @@ from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.pending import Finished, finish_arrays
 from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
@@ -85,6 +86,7 @@ class Comparison(Decoder):
         self.reseeded: list[str] = []
         self.left: list[str] = []
         self._worker = worker
+        self._finished: Finished = {}
         self._has_moved = worker.world_size != stored_workers
         self._arrays = stored_arrays
         self._select = select
@@ -220,6 +222,10 @@ class Comparison(Decoder):
             self.reseeded.append(path)
             self.jobs.append(Job(path, last=True, load=load))
 
+    def complete(self, value: Any) -> Any:
+        """The value, with arrays in the places of what stands for them, now that all have been read."""
+        return finish_arrays(value, self._finished) if self.claims.has_pending else value
+
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
         """Notes arrays and objects that have nothing stored; they stay. Plain values go: what is stored stands."""
         if not self.wants(path):
@@ -262,6 +268,10 @@ class ObjectLoading:
     def name(self, *at: str) -> str:
         """The path of something in the object."""
         return "/".join([self.path, *map(escape, at)])
+
+    def complete(self, value: Any) -> Any:
+        """The value, with all arrays in their places."""
+        return self._comparison.complete(value)
 
     def wants(self, *at: str) -> bool:
         """Whether what stands there is restored."""

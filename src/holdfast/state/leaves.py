@@ -189,6 +189,25 @@ class ArrayBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Replica:
+    """A box that several workers hold alike, and one of them writes.
+
+    Attributes:
+        key: Equal for the same box of the same leaf with all of them, and for no others.
+        leaf: The leaf's name.
+        holders: The ranks of all of them.
+        name: The name of the array with its values, among those that are written or among the witnesses.
+        is_written: Whether this worker writes it.
+    """
+
+    key: str
+    leaf: str = field(compare=False)
+    holders: Sequence[int] = field(compare=False)
+    name: str = field(compare=False)
+    is_written: bool = field(compare=False)
+
+
 class Captured(msgspec.Struct, frozen=True):
     """The state of all named objects at one moment: plain values already taken, arrays still live.
 
@@ -206,6 +225,8 @@ class Captured(msgspec.Struct, frozen=True):
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
+        replicas: The boxes that other workers hold too, if these are to be compared.
+        witnesses: What this worker does not write of them: nothing but arrays.
     """
 
     names: list[str]
@@ -218,6 +239,8 @@ class Captured(msgspec.Struct, frozen=True):
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE
+    replicas: tuple[Replica, ...] = ()
+    witnesses: Captured | None = None
 
     @property
     def size_bytes(self) -> int:

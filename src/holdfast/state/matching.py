@@ -41,6 +41,7 @@ class Matching(msgspec.Struct, frozen=True):
     targets: tuple[Target, ...]
     reseeded: tuple[str, ...]
     left: tuple[str, ...]
+    _complete: Callable[[Any], Any]
     _renewals: tuple[_Renewal, ...]
     _jobs: tuple[Job, ...]
 
@@ -61,7 +62,7 @@ class Matching(msgspec.Struct, frozen=True):
         changed: dict[str, object] = {}
         settled: Settled = {}
         for renewal in self._renewals:
-            stands = settle(renewal.live, renewal.value, settled)
+            stands = settle(renewal.live, self._complete(renewal.value), settled)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
         for job in sorted(self._jobs, key=lambda job: job.last):
@@ -123,6 +124,7 @@ def match_objects(
         targets=comparison.claims.targets(),
         reseeded=tuple(comparison.reseeded),
         left=tuple(comparison.left),
+        _complete=comparison.complete,
         _renewals=tuple(renewals),
         _jobs=tuple(comparison.jobs),
     )

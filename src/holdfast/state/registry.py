@@ -39,6 +39,8 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "torch": "holdfast.integrations.torch",
         # It takes torch a second to import this, and most programs do without.
         "torch.distributed.tensor": "holdfast.integrations.torch.meshes",
+        "jax": "holdfast.integrations.jax.arrays",
+        "jaxlib": "holdfast.integrations.jax.arrays",
     }
 )
 """For each package that holdfast knows, or a part of one, the module that registers its kinds. The module is imported

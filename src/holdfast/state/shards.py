@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
@@ -17,23 +18,22 @@ from holdfast.state.registry import backend_of, register_adapter, register_shard
 from holdfast.state.settling import settle
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBox:
+class LocalBox(msgspec.Struct, frozen=True):
     """A box of an array that this worker holds.
 
     Attributes:
         box: Which part of the array it is.
         array: Its values: a plain array of the box's shape.
-        holders: The ranks of all workers that hold this very box, in order, this one among them.
+        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
+            hold a plain array in that place.
     """
 
     box: Box
     array: Any
-    holders: Sequence[int]
+    holders: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(msgspec.Struct, frozen=True):
     """What one worker holds of an array.
 
     Attributes:
@@ -174,7 +174,7 @@ class _PerWorkerAdapter(Adapter):
         value = loading.value(stored, obj.value, rules=OWNED)
 
         def load() -> None:
-            obj.value = settle(obj.value, value, {})
+            obj.value = settle(obj.value, loading.complete(value), {})
 
         return load
 

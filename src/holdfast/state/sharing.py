@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import xxhash
+
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import shift, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.workers import Worker
-from holdfast.state.leaves import ArrayBackend, ArraySpec, part_of, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
 from holdfast.state.owners import plan_parts
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -24,19 +26,24 @@ class Sharing:
         is_own: Whether what is now met is this worker's own, and so written by it alone.
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which others write a part, or all.
+        replicas: The boxes that others hold too, if these are to be compared.
+        witnesses: What this worker does not write of them.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
         self.worker = worker
+        self._check_replicas = check_replicas and not worker.is_alone
         self.holders: Sequence[int] = range(worker.world_size)
         self.is_own = False
         self.boxes: list[BoxRecord] = []
         self.elsewhere: list[ElsewhereRecord] = []
+        self.replicas: list[Replica] = []
+        self.witnesses = Captured([], [], [], [], [], {}, worker=worker)
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
         """A plain array as one that each holder has whole."""
         spec = backend.spec(array, path)
-        local = LocalBox(whole_box(spec.shape), array, self.holders)
+        local = LocalBox(whole_box(spec.shape), array, None)
         return Sharding(spec, backend, (local,), backend.alias_key(array))
 
     def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
@@ -53,14 +60,24 @@ class Sharing:
             if not local.box.elements and 0 not in spec.shape:
                 is_complete = False
                 continue
-            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], local.holders):
+            holders = (self.worker.rank,) if self.is_own else local.holders or self.holders
+            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], holders):
+                name = f"{leaf}~b{written}" if written else leaf
+                is_checked = self._check_replicas and len(holders) > 1
                 if owner != self.worker.rank:
                     others.add(owner)
-                    continue
+                    if not is_checked:
+                        continue
+                    name = f"{leaf}\n{part.offsets}"
                 array = local.array
                 if part != local.box:
                     array = part_of(array, shift(part, local.box.offsets))
-                name = f"{leaf}~b{written}" if written else leaf
+                if is_checked:
+                    key = xxhash.xxh3_64_hexdigest(f"{leaf}{part}".encode(errors="surrogatepass"))
+                    self.replicas.append(Replica(key, leaf, holders, name, owner == self.worker.rank))
+                if owner != self.worker.rank:
+                    self._witness(name, spec_of(spec.dtype, part.shape), array, sharding.backend)
+                    continue
                 if not part.is_whole(spec.shape):
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
                 written += 1
@@ -74,3 +91,11 @@ class Sharing:
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
+
+    def _witness(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
+        columns = self.witnesses
+        columns.names.append(name)
+        columns.specs.append(spec)
+        columns.arrays.append(array)
+        columns.addresses.append(backend.address(array))
+        columns.backends.append(backend)

@@ -15,6 +15,8 @@ SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A smaller file is written through the page cache: one fsync then costs as much as the writes would save."""
 
 _ALLOCATE_TRIES: Final = 3
+_BLOCK_BYTES: Final = 512
+"""The unit of `st_blocks`, whatever the file system's own is."""
 _NOT_SUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -36,7 +38,9 @@ def address_of(data: memoryview) -> int:
 
 
 def preallocate(descriptor: int, size_bytes: int) -> None:
-    """Gives a new file its size, and room on the disk where the file system can. `OSError` goes through.
+    """Gives a file its size, and room on the disk where the file system can. `OSError` goes through.
+
+    A file that has room already, and no more than that size, keeps it.
 
     Measured on ext4 (8 MiB direct writes from two threads, fsync counted, medians): with fallocate 2.1 GB/s; with a
     bare size, or with no preparation, 2.0; with room but no size, 1.9. Turning unwritten extents into written ones
@@ -49,7 +53,8 @@ def preallocate(descriptor: int, size_bytes: int) -> None:
     status = os.fstatvfs(descriptor)
     # Asked first, since the call would take all the room there is from others before it fails. Some network file
     # systems say zero for everything.
-    if status.f_blocks and status.f_bfree * status.f_frsize < size_bytes:
+    own_bytes = os.fstat(descriptor).st_blocks * _BLOCK_BYTES
+    if status.f_blocks and status.f_bfree * status.f_frsize + own_bytes < size_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if not _try_fallocate(descriptor, size_bytes):
         os.ftruncate(descriptor, size_bytes)

@@ -7,21 +7,24 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from holdfast.errors import DamageError, StorageError, UsageError
+from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
 from holdfast.storage.descriptors import make_last, open_directory, write_all
 from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.local_reader import LocalReader
+from holdfast.storage.local_spare import LocalSpare, has_spare, take_spare
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.storage.paths import split_directory, split_path, trash_name
 from holdfast.storage.pieces import check_size
 from holdfast.storage.protocol import Entry
 from holdfast.storage.publishing import CannotPublishError, publish_file
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +66,19 @@ class LocalStorage:
         """The directory's absolute path."""
         return str(self._root)
 
+    @property
+    def spare(self) -> LocalSpare:
+        """The file in whose room the next large one may be written; see `Spare`."""
+        return LocalSpare(self._root)
+
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
 
     def make_directory(self, path: str) -> None:
         """**Blocks.** Makes a directory, and those above it, so that they last; see `Storage`."""
+        self._with_room(lambda: self._make_directory(path))
+
+    def _make_directory(self, path: str) -> None:
         parts = split_directory(path)
         with self._errors("make the directory", path):
             self._make_root()
@@ -81,12 +92,27 @@ class LocalStorage:
                 pass
 
     def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it."""
+        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it.
+
+        If there is a spare, a large file takes its room on the disk.
+        """
+        if size_bytes >= SMALLEST_DIRECT_BYTES and has_spare(self._root):
+            # If it has less room than is needed, and the disk no more, it is gone by now: that may have been too little
+            # only because it was there.
+            with suppress(StorageFullError):
+                return self._open_writer(path, size_bytes, takes_spare=True)
+        return self._with_room(lambda: self._open_writer(path, size_bytes, takes_spare=False))
+
+    def _open_writer(self, path: str, size_bytes: int, *, takes_spare: bool) -> LocalWriter:
         *parents, name = split_path(path)
         check_size(size_bytes, path)
         with self._errors("make", path, size_bytes), self._open_to_write(parents) as directory:
             descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
             try:
+                taken = take_spare(self._root, directory, name, descriptor, size_bytes) if takes_spare else None
+                if taken is not None:
+                    descriptor, empty = taken, descriptor
+                    os.close(empty)
                 if size_bytes:
                     preallocate(descriptor, round_up(size_bytes))
                 is_direct = size_bytes >= SMALLEST_DIRECT_BYTES and self._try_direct(descriptor)
@@ -97,6 +123,9 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         """**Blocks.** Writes a whole new small file and makes its bytes last; see `Storage`."""
+        self._with_room(lambda: self._write(path, data))
+
+    def _write(self, path: str, data: bytes) -> None:
         *parents, name = split_path(path)
         with self._errors("write", path, len(data)), self._open_to_write(parents) as directory:
             descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
@@ -116,6 +145,9 @@ class LocalStorage:
 
     def publish(self, path: str, data: bytes) -> bool:
         """**Blocks.** Makes a whole small file appear at once and last; see `Storage` and `publish_file`."""
+        return self._with_room(lambda: self._publish(path, data))
+
+    def _publish(self, path: str, data: bytes) -> bool:
         *parents, name = split_path(path)
         with self._errors("publish", path, len(data)), self._open_to_write(parents) as directory:
             try:
@@ -203,6 +235,18 @@ class LocalStorage:
                 if parents:
                     make_last(directory)
         return aside
+
+    def _with_room(self, act: Callable[[], _T]) -> _T:
+        """Does something that takes room on the disk. If there is none, what the spare has of it is given up for it."""
+        try:
+            return act()
+        except StorageFullError:
+            has_given = False
+            with suppress(HoldfastError):
+                has_given = self.spare.remove()
+            if not has_given:
+                raise
+        return act()
 
     def _errors(self, doing: str, path: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
         return as_storage_errors(doing, path, self._root, needed_bytes)

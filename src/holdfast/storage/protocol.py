@@ -166,3 +166,44 @@ class Storage(Protocol):
             The path where it lies now, which begins with `.trash-`. Where the place cannot do that, `path` itself.
         """
         ...
+
+
+class Spare(Protocol):
+    """At most one file that is no longer wanted, and into whose room on the disk the next large one is written.
+
+    It lies in the storage's root under a name of its own, and holds nothing that anybody may rely on. It is written
+    over only where nobody else can notice; if that cannot be made sure of, it is removed. It is never the reason why
+    there is no room: it is removed before a storage says so.
+    """
+
+    def try_keep(self, path: str, limit_bytes: int) -> bool:
+        """Makes a whole file that no longer counts the spare, if it is of more use than the one that is there.
+
+        Nobody may be writing it any more, and what vouched for it must be gone for good.
+
+        Args:
+            path: The file.
+            limit_bytes: A larger one is not kept.
+
+        Returns:
+            True if it has gone from its path. If False, it lies there as before, and may be removed.
+        """
+        ...
+
+    def remove(self, beyond_bytes: int = -1) -> bool:
+        """Removes the spare, if it is larger than that.
+
+        Returns:
+            True if it is gone now; False if there was none to be removed.
+        """
+        ...
+
+
+@runtime_checkable
+class SparingStorage(Storage, Protocol):
+    """A storage that can do that. Most cannot."""
+
+    @property
+    def spare(self) -> Spare:
+        """The spare, whether there is one or not."""
+        ...

@@ -54,6 +54,7 @@ class Tally:
         unspoken: How many left a checkpoint that they had not spoken of yet.
         promised: How many steps were promised in all.
         referring: How many checkpoints that came back lie in part with earlier ones.
+        spares: How many children left a file in whose room the next save was to be written.
     """
 
     kills: int = 0
@@ -61,6 +62,7 @@ class Tally:
     unspoken: int = 0
     promised: int = 0
     referring: int = 0
+    spares: int = 0
 
 
 class Toy:
@@ -175,6 +177,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     """
     catalog = read_catalog(LocalStorage(directory))
     tally.in_save += bool(catalog.unfinished)
+    tally.spares += catalog.spare_bytes is not None
     toy = Toy()
     with toy.manager(directory, incremental=incremental) as manager:
         restored = manager.restore()
@@ -193,8 +196,8 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     catalog = read_catalog(LocalStorage(directory))
     if catalog.newest is None or catalog.newest.step != step + 1:
         raise WrongStateError(f"step {step + 1} was promised, the newest is {catalog.newest}")
-    if catalog.unfinished or catalog.trash:
-        raise WrongStateError(f"left behind: {catalog.unfinished} {catalog.trash}")
+    if catalog.unfinished or catalog.trash or catalog.spare_bytes is not None:
+        raise WrongStateError(f"left behind: {catalog.unfinished} {catalog.trash}, a spare of {catalog.spare_bytes}")
     # The one that was restored from is kept too, and each with what it refers to.
     if len(catalog.committed) > (_KEPT + 1) * (1 + _KEPT + MAX_KEPT_STEPS):
         raise WrongStateError(f"{len(catalog.committed)} checkpoints are kept")
@@ -249,7 +252,7 @@ def main() -> None:
     print(  # noqa: T201
         f"\n{tally.kills} kills in {seconds:.0f} s: nothing was lost. {tally.in_save} hit an unfinished save, "
         f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were kept, "
-        f"{tally.referring} of the checkpoints that came back refer to earlier ones."
+        f"{tally.referring} of the checkpoints that came back refer to earlier ones, {tally.spares} left a spare file."
     )
 
 

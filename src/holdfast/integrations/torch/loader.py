@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
 from holdfast.state.adapters import Loading, Scene
 from holdfast.state.leaves import Skeleton
 from holdfast.state.permutation import derive
@@ -50,6 +51,8 @@ class ResumableDataLoader:
     generators of the training process, which are put back after each batch. Generators that a dataset makes for
     itself are its own affair. A dataset with `__getitems__` is seeded once a batch. In a worker,
     `get_worker_info().dataset.dataset` is the dataset.
+
+    Workers pass over signals that go to all processes of a job, since the training process decides when they end.
     """
 
     def __init__(
@@ -108,7 +111,8 @@ class ResumableDataLoader:
         # A generator of its own, since torch draws a number for its workers from the global one otherwise.
         generator = torch.Generator()
         generator.manual_seed(derive(seed, _FOR_WORKERS))
-        self._loader: DataLoader[Any] = DataLoader(
+        options["worker_init_fn"] = Shielded(options.get("worker_init_fn"))
+        self._loader: DataLoader[Any] = ShieldedLoader(
             _SeededDataset(dataset, collate_fn, seed_samples),
             batch_sampler=_Tasks(self._sampler),
             num_workers=num_workers,

@@ -1,0 +1,215 @@
+"""Arrays of JAX, on one device or divided over many: what of them lies here, and how they are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.format.boxes import Box, whole_box
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.workers import Worker
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
+from holdfast.state.pending import PendingArray
+from holdfast.state.registry import register_backend, register_sharder
+from holdfast.state.shards import LocalBox, Sharding
+
+DTYPES: Final = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+    "complex64": "C64",
+}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Array(PendingArray):
+    """An array whose values are still to come: host memory for each box, and where the boxes will lie.
+
+    Attributes:
+        spec: What the whole array is.
+        placing: Its sharding; None for an array on the default device.
+        buffers: By box, the memory.
+    """
+
+    def __init__(self, spec: ArraySpec, placing: Any) -> None:
+        self.spec = spec
+        self.placing = placing
+        self.shape = spec.shape
+        boxes = [whole_box(spec.shape)] if placing is None else list(_local_boxes(placing, spec.shape))
+        dtype = jnp.dtype(_NAMES[spec.dtype])
+        self.buffers = {box: np.empty(box.shape, dtype) for box in boxes}
+
+    def finish(self) -> Any:
+        if self.placing is None:
+            (buffer,) = self.buffers.values()
+            return jnp.asarray(buffer)
+        indices = self.placing.addressable_devices_indices_map(self.shape)
+        parts = [jax.device_put(self.buffers[_box_of(index, self.shape)], one) for one, index in indices.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.placing, parts)
+
+
+class JaxBackend:
+    """The single boxes of arrays: those that lie on a device, and the memory of those that are still to be made."""
+
+    name = "jax"
+    devices: DeviceCopier | None = None
+
+    def spec(self, array: Any, path: str) -> ArraySpec:
+        """What the array is."""
+        dtype = DTYPES.get(array.dtype.name)
+        if dtype is None:
+            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            raise UnsupportedValueError(
+                f"{path}: an array of dtype {array.dtype} cannot be stored",
+                path=path,
+                hint="Store jax.random.key_data(...) of it." if is_key else "Convert it to a type of whole bytes.",
+            )
+        return spec_of(dtype, tuple(array.shape))
+
+    def alias_key(self, array: Any) -> Hashable:
+        """The array itself: no two share memory that can be changed."""
+        return id(array)
+
+    def address(self, array: Any) -> int | None:
+        """The address of what lies in host memory."""
+        memory = _memory_of(array)
+        if memory is None or not memory.size or not memory.flags.c_contiguous:
+            return None
+        return int(memory.__array_interface__["data"][0])
+
+    def glance(self, arrays: Sequence[Any]) -> object:
+        """Nothing: there is no quicker look."""
+        return None
+
+    def version(self, array: Any) -> int | None:
+        """What cannot change has no versions, but its memory may be given to another array."""
+        return None
+
+    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
+        """None of them can be filled where it is."""
+        return None
+
+    def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
+        """**Blocks.** Copies values into one image; transfers from devices overlap."""
+        for array in arrays:
+            if isinstance(array, jax.Array):
+                array.copy_to_host_async()
+        for array, offset in zip(arrays, offsets_bytes, strict=True):
+            values = np.ascontiguousarray(array)
+            if values.size:
+                image[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8).data
+
+    def writable_view(self, array: Any) -> memoryview | None:
+        """The bytes of an array that is still to be made."""
+        memory = _memory_of(array)
+        if memory is None or not memory.flags.writeable or not memory.flags.c_contiguous:
+            return None
+        return memoryview(memory.reshape(-1).view(np.uint8))
+
+    def note_changes(self, arrays: Sequence[Any]) -> None:
+        """Nobody watches."""
+
+    def copy_in(self, array: Any, data: memoryview) -> None:
+        """Fills memory from bytes."""
+        memory = _memory_of(array)
+        if memory is not None and memory.size:
+            memory[...] = np.frombuffer(data, np.uint8).view(memory.dtype).reshape(memory.shape)
+
+    def new(self, spec: ArraySpec, like: Any = None) -> Any:
+        """What stands for a new array on the default device."""
+        return _Array(spec, None)
+
+    def fillable(self, array: Any) -> bool:
+        """Only memory of an array that is still to be made."""
+        return not isinstance(array, jax.Array) and bool(array.flags.writeable)
+
+
+class JaxSharder:
+    """Looks at arrays of JAX by their shards."""
+
+    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+        """What this worker holds of an array."""
+        if isinstance(array, _Array):
+            parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
+            return Sharding(array.spec, _BACKEND, parts, id(array))
+        spec = _BACKEND.spec(array, path)
+        # What lies with one process alone is to the others what a plain array is.
+        holders = {} if array.is_fully_addressable else _find_holders(array.sharding, spec.shape)
+        if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
+            raise UnsupportedValueError(
+                f"{path}: an array of process {jax.process_index()} of {jax.process_count()} of JAX cannot be stored "
+                f"by worker {worker.rank} of {worker.world_size}",
+                path=path,
+                hint="Give the cluster of the job, which numbers workers as jax.distributed does.",
+            )
+        boxes: dict[Box, LocalBox] = {}
+        for shard in array.addressable_shards:
+            box = _box_of(shard.index, spec.shape)
+            if box not in boxes:
+                memory = _memory_of(shard.data)
+                boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
+        return Sharding(spec, _BACKEND, tuple(boxes.values()), id(array))
+
+    def new(self, like: Any, spec: ArraySpec) -> Any:
+        """What stands for a new array, divided as another one."""
+        return _Array(spec, like.placing if isinstance(like, _Array) else like.sharding)
+
+
+def _memory_of(array: Any) -> Any:
+    """The host memory of a box, which nobody must write to if it is a made array's; None if it lies elsewhere."""
+    if isinstance(array, _Array):
+        (memory,) = array.buffers.values()
+        return memory
+    if isinstance(array, jax.Array):
+        if any(device.platform != "cpu" for device in array.devices()):
+            return None
+        return np.asarray(array)
+    return array
+
+
+def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    bounds = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
+    return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_holders(placing: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """For each box of an array, the processes that hold it."""
+    holders: dict[Box, set[int]] = {}
+    for device, index in placing.devices_indices_map(shape).items():
+        holders.setdefault(_box_of(index, shape), set()).add(device.process_index)
+    return {box: tuple(sorted(ranks)) for box, ranks in holders.items()}
+
+
+@lru_cache(maxsize=1 << 12)
+def _local_boxes(placing: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    indices = placing.addressable_devices_indices_map(shape).values()
+    return tuple(dict.fromkeys(_box_of(index, shape) for index in indices))
+
+
+_BACKEND: Final = JaxBackend()
+
+assert set(DTYPES.values()) == set(ITEM_BYTES)
+register_backend(jax.Array, _BACKEND)
+register_sharder(jax.Array, JaxSharder())

@@ -1,0 +1,191 @@
+"""How the workers of a job agree on the step at which all of them stop. Pure: no I/O, no clock, no thread.
+
+Workers may be at different steps, and a step in progress may need all of them to end. So nobody can say "stop now".
+Instead:
+
+1. Somebody *calls*: all are to save, or to save and leave.
+2. Each worker that hears the call *pledges*: it ends the step in progress and begins none beyond it. The pledge is
+   made beside the training thread, so it does not wait for that step.
+3. When all pledges are there, the largest one is the *stop step*. Each worker trains up to it, which each still can,
+   since nobody has passed it, and saves there.
+
+A call, a pledge and a stop step stand in a store that the workers share, where what was written first stays. A worker
+that does not pledge, since it is dead, is *fenced*: its pledge is written for it, as absent, so that a worker that was
+only slow finds that it was left out and does not go on. So everybody who looks at the pledges sees the same ones and
+finds the same stop step, and it does not matter who is the one that looks: the leader is the lowest rank that lives.
+
+Rounds follow each other: a save within the grace period is one, leaving is the next.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+
+class Wanted(enum.IntEnum):
+    """What a call asks of all workers; the larger one includes the other."""
+
+    SAVE = 1
+    LEAVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pledge:
+    """Up to where a worker trains while the stop step is not known.
+
+    Attributes:
+        step: How many steps it will have completed then; None if the worker is absent, and was left out.
+        final: Whether it will never complete another, since its training has ended.
+    """
+
+    step: int | None
+    final: bool = False
+
+
+ABSENT = Pledge(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """To be written, unless a call of that round stands there: what is wanted."""
+
+    round: int
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """To be written, unless a pledge of that worker stands there; what stands there is to be heard."""
+
+    round: int
+    rank: int
+    pledge: Pledge
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """To be written, unless a stop step of that round stands there; what stands there is to be heard."""
+
+    round: int
+    step: int
+
+
+Deed: TypeAlias = Call | Promise | Announce
+"""What a driver has to do for the agreement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What one worker knows. Each method gives what it knows then, and what is to be done.
+
+    Attributes:
+        rank: This worker.
+        world_size: How many workers there are.
+        round: The number of the round that is under way, or comes next.
+        begun: How many steps this worker has begun, those that are complete included.
+        finished: Whether it will begin no more, since its training has ended.
+        wished: What this worker wants and nobody has called for yet.
+        called: What was called for in this round; None before a call.
+        pledge: This worker's pledge of this round, once made.
+        pledges: The pledges that were seen, by rank.
+        stop: The stop step of this round, once known.
+    """
+
+    rank: int
+    world_size: int
+    round: int = 0
+    begun: int = 0
+    finished: bool = False
+    wished: Wanted | None = None
+    called: Wanted | None = None
+    pledge: Pledge | None = None
+    pledges: Mapping[int, Pledge] = field(default_factory=dict)
+    stop: int | None = None
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the others have left this worker out, taking it for dead: it may neither train nor save."""
+        return self.pledge is not None and self.pledge.step is None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether this worker may begin another step now."""
+        if self.is_excluded or self.finished:
+            return False
+        if self.stop is not None:
+            return self.begun < self.stop
+        return self.pledge is None
+
+    @property
+    def is_at_stop(self) -> bool:
+        """Whether this worker saves when the steps that it has begun are complete."""
+        if self.stop is None or self.is_excluded:
+            return False
+        return self.begun == self.stop or self.finished
+
+    @property
+    def unheard(self) -> list[int]:
+        """The workers whose pledge of this round has not been seen, once there was a call."""
+        if self.called is None or self.stop is not None:
+            return []
+        return [rank for rank in range(self.world_size) if rank not in self.pledges]
+
+    def begin(self, step: int) -> Agreement:
+        """This worker begins the step after which `step` steps are complete. Ask `may_begin` first."""
+        return replace(self, begun=step)
+
+    def finish(self) -> Agreement:
+        """This worker's training has ended; it may only save what it has."""
+        return replace(self, finished=True)
+
+    def resume(self, step: int) -> Agreement:
+        """This worker stands at that step, and training begins (again)."""
+        return replace(self, begun=step, finished=False)
+
+    def wish(self, wanted: Wanted) -> tuple[Agreement, list[Deed]]:
+        """This worker wants that; it is called for at once, or in the next round if this one does not bring it."""
+        if self.called is not None and self.called >= wanted:
+            return self, []
+        known = replace(self, wished=max(wanted, self.wished or wanted))
+        return known, [Call(self.round, wanted)] if self.called is None else []
+
+    def hear_call(self, wanted: Wanted) -> tuple[Agreement, list[Deed]]:
+        """A call of this round stands in the store."""
+        if self.called is not None:
+            return self, []
+        wished = None if self.wished is None or self.wished <= wanted else self.wished
+        pledge = Pledge(self.begun, self.finished)
+        known = replace(self, called=wanted, wished=wished, pledge=pledge)
+        return known, [Promise(self.round, self.rank, pledge)]
+
+    def fence(self, rank: int) -> tuple[Agreement, list[Deed]]:
+        """Another worker is not waited for any more: it is dead, or the time is over."""
+        if rank not in self.unheard or rank == self.rank:
+            return self, []
+        return self, [Promise(self.round, rank, ABSENT)]
+
+    def hear_pledge(self, rank: int, pledge: Pledge) -> tuple[Agreement, list[Deed]]:
+        """A pledge of this round stands in the store."""
+        if self.called is None or rank in self.pledges:
+            return self, []
+        known = replace(self, pledges={**self.pledges, rank: pledge})
+        if rank == self.rank:
+            known = replace(known, pledge=pledge)
+        if known.unheard or known.stop is not None:
+            return known, []
+        steps = [each.step for each in known.pledges.values() if each.step is not None]
+        return known, [Announce(self.round, max(steps))] if steps else []
+
+    def hear_stop(self, step: int) -> Agreement:
+        """The stop step of this round stands in the store."""
+        return self if self.stop is not None or self.called is None else replace(self, stop=step)
+
+    def end_round(self) -> tuple[Agreement, list[Deed]]:
+        """This worker has done what was called for, or tried to. What it wished beyond that is called for now."""
+        known = Agreement(
+            self.rank, self.world_size, self.round + 1, self.begun, finished=self.finished, wished=self.wished
+        )
+        return known, [] if self.wished is None else [Call(known.round, self.wished)]

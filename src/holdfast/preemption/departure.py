@@ -1,0 +1,172 @@
+"""The last save of a job that was asked to leave, and its exit."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from holdfast.errors import DeadlineError, HoldfastError, SaveFailedError
+from holdfast.events import Event, Leaving
+from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
+
+_ATTEMPTS: Final = 2
+"""How often the last save is tried: what failed once may have been a hiccup of the storage."""
+
+_LEAST_SECONDS: Final = 1.0
+"""How long a save is waited for in any case: the process may not be killed as soon as was said."""
+
+
+class Saves(Protocol):
+    """What this package asks of a manager."""
+
+    @property
+    def emit(self) -> Callable[[Event], object]:
+        """Tells of an event, from any thread."""
+        ...
+
+    @property
+    def save_seconds(self) -> float | None:
+        """How long the newest committed save took until it was durable."""
+        ...
+
+    def mark(self) -> Mark:
+        """Notes the state as it is now, to be saved later."""
+        ...
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Waits until no save is in flight, and raises failures that were not told of."""
+        ...
+
+    def latest_step(self) -> int | None:
+        """The newest committed step."""
+        ...
+
+
+class Departure:
+    """Saves and leaves. It belongs to whichever thread does so, one at a time."""
+
+    def __init__(
+        self,
+        manager: Saves,
+        config: TerminationConfig,
+        keep: Callable[[int], SaveHandle | None],
+        told: Callable[[], None],
+    ) -> None:
+        """Takes note of how to leave.
+
+        Args:
+            manager: The manager.
+            config: What the user wants.
+            keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
+                is nothing that could be lost.
+            told: Called when all is saved, before the exit.
+        """
+        self._manager = manager
+        self._config = config
+        self._keep = keep
+        self._told = told
+
+    def save_last(self, step: int, end_at: float | None, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+        """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.
+
+        Args:
+            step: How many steps are complete.
+            end_at: When the process must be gone, by the monotonic clock; None if nobody knows.
+            arguments: For `save_fn`.
+            options: For `save_fn`.
+
+        Returns:
+            What went wrong; an empty string if nothing did.
+        """
+        error = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._settle(end_at)
+                save_fn = self._config.save_fn
+                saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
+                self.wait_committed(saved, end_at)
+            except DeadlineError as late:
+                return late.message
+            except Exception as failure:  # noqa: BLE001  It may be the user's code, and the exit has to say so.
+                error = (
+                    failure.message if isinstance(failure, HoldfastError) else f"{type(failure).__name__}: {failure}"
+                )
+            else:
+                return ""
+        return error
+
+    def wait_committed(self, saved: object, end_at: float | None) -> None:
+        """**Blocks.** Waits for a save, if it is one that can be waited for.
+
+        Raises:
+            SaveFailedError: If it failed.
+            DeadlineError: If it is not committed in time.
+        """
+        wait = getattr(saved, "wait_committed", None)
+        if callable(wait):
+            wait(_until(end_at))
+
+    def leave(
+        self, step: int | None, reason: str, error: str, *, by_hand: bool, blocked_seconds: float, advice: str
+    ) -> None:
+        """Tells what became of the state, and leaves. Returns only if the user's `exit_fn` does.
+
+        Raises:
+            SystemExit: With the code that says what became of the state.
+        """
+        code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
+        if error:
+            code = EXIT_SAVE_FAILED
+        self._manager.emit(
+            Leaving(
+                step=self._newest() if error else step,
+                exit_code=code,
+                reason=reason,
+                error=error,
+                blocked_seconds=blocked_seconds,
+            )
+        )
+        exit_fn = None if error else self._config.exit_fn
+        _say(self._line(step, error, "calling exit_fn" if exit_fn else f"leaving with exit code {code}", advice))
+        if not error:
+            self._told()
+        if exit_fn is None:
+            raise SystemExit(code)
+        exit_fn()
+
+    def _settle(self, end_at: float | None) -> None:
+        """Waits for a save in flight. Its failure was told of as an event, and must not keep the last save back."""
+        try:
+            self._manager.wait(_until(end_at))
+        except SaveFailedError:
+            return
+
+    def _line(self, step: int | None, error: str, then: str, advice: str) -> str:
+        if not error:
+            done = f"step {step} is saved" if step else "nothing was trained that could be lost"
+            return f"{done}; {then}." + (f" {advice}." if advice else "")
+        newest = self._newest()
+        found = "there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest}"
+        return f"step {step} could NOT be saved: {error}; {found}; {then}."
+
+    def _newest(self) -> int | None:
+        try:
+            return self._manager.latest_step()
+        except HoldfastError:
+            return None  # The place is gone: that is what the error says already.
+
+
+def _until(end_at: float | None) -> float | None:
+    return None if end_at is None else max(end_at - time.monotonic(), _LEAST_SECONDS)
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    except (OSError, ValueError):
+        return  # Nobody reads any more.

@@ -1,0 +1,95 @@
+"""Notices of Google's cloud."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from holdfast.errors import UsageError
+from holdfast.preemption.metadata import MetadataSource, unexpected
+from holdfast.preemption.notices import Demand, Notice
+
+DEFAULT_URL: Final = "http://metadata.google.internal"
+
+_HEADERS: Final = {"Metadata-Flavor": "Google"}
+_PREEMPTED: Final = "preempted"
+_MAINTENANCE: Final = "maintenance-event"
+
+
+class GCP(MetadataSource):
+    """Hears that a spot machine is taken away, and that the host goes into maintenance.
+
+    One of the two attributes is waited for with a long poll, the other is asked for at each turn: `preempted` by the
+    source `GCP()`, and `maintenance-event` by `GCP("maintenance-event")`. Use both.
+    """
+
+    def __init__(
+        self,
+        attribute: str = _PREEMPTED,
+        *,
+        base_url: str = DEFAULT_URL,
+        left_seconds: float | None = None,
+        wait_seconds: float = 60.0,
+        timeout_seconds: float = 5.0,
+    ) -> None:
+        """Takes note of what to ask for; nothing is sent.
+
+        Args:
+            attribute: `preempted` or `maintenance-event`.
+            base_url: The metadata server.
+            left_seconds: The time from the notice until the machine is gone; None for 30 s of a preemption, and 60 s
+                before maintenance. Machines with GPUs are told of maintenance an hour before: 3600 then.
+            wait_seconds: How long one request waits for a change.
+            timeout_seconds: How long the server may be silent beyond that.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        if attribute not in (_PREEMPTED, _MAINTENANCE):
+            raise UsageError(f"{attribute!r} is none of {_PREEMPTED!r} and {_MAINTENANCE!r}")
+        super().__init__(base_url, timeout_seconds)
+        self.name = f"gcp {attribute}"
+        self.interval_seconds = 0.0
+        self._attribute = attribute
+        self._left_seconds = left_seconds if left_seconds is not None else (30.0 if attribute == _PREEMPTED else 60.0)
+        self._wait_seconds = wait_seconds
+        self._timeout_seconds = timeout_seconds
+        self._etag: str | None = None
+        self._value = ""
+
+    def look(self) -> Iterable[Notice]:
+        """**Blocks.** Waits until the attribute changes, or for as long as one request may wait.
+
+        Raises:
+            OSError: If the server fails, or is not Google's.
+        """
+        path = f"/computeMetadata/v1/instance/{self._attribute}"
+        limit_seconds = self._timeout_seconds
+        if self._etag is not None:
+            path += f"?wait_for_change=true&timeout_sec={max(round(self._wait_seconds), 1)}&last_etag={self._etag}"
+            limit_seconds += self._wait_seconds
+        asked_at = time.monotonic()
+        answer = self._server.ask(path, _HEADERS, timeout_seconds=limit_seconds)
+        if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
+            raise unexpected(self._server.url(path), answer)
+        waited_seconds = time.monotonic() - asked_at
+        before, self._value = self._value, answer.body.strip()
+        had_etag, self._etag = self._etag is not None, answer.headers.get("etag")
+        # A server that answers at once without a change does not know how to wait, and is not to be asked all the time.
+        hasty = had_etag and self._value == before and waited_seconds < 1.0
+        self.interval_seconds = 1.0 if hasty or self._etag is None else 0.0
+        return () if self._value == before else self._notices(self._value)
+
+    def _notices(self, value: str) -> Iterable[Notice]:
+        match self._attribute, value:
+            case "preempted", "TRUE":
+                text, demand = "this machine is being preempted", Demand.LEAVE_BY
+            case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
+                text, demand = "this machine is stopped for maintenance of its host", Demand.LEAVE_BY
+            case "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE":
+                text, demand = "this machine is moved to another host", Demand.SAVE
+            case _:
+                return ()
+        left_seconds = self._left_seconds if demand is Demand.LEAVE_BY else None
+        return (Notice(source=self.name, text=text, demand=demand, left_seconds=left_seconds),)

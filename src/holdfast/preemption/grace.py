@@ -1,0 +1,129 @@
+"""What to do between two steps after a notice. Pure: no I/O, no clock, no thread."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from holdfast.preemption.notices import Demand, Notice
+
+MARGIN_SECONDS: Final = 2.0
+"""What is kept free before the end, for the process to go."""
+
+_STEP_FACTOR: Final = 1.25
+_SAVE_FACTOR: Final = 1.5
+"""The next step and the next save may take longer than those before by so much."""
+
+
+class Action(enum.Enum):
+    """What to do."""
+
+    TRAIN = "train on"
+    SAVE = "save and train on"
+    LEAVE = "save and leave"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What to do, and why."""
+
+    action: Action
+    reason: str
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A notice, and when it was heard by the monotonic clock."""
+
+    notice: Notice
+    at: float
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known between two steps.
+
+    Attributes:
+        demand: What is asked for.
+        left_seconds: The time until the process must be gone; None if that is not known.
+        step_seconds: How long steps have taken lately, the longest of them; None if none was measured.
+        save_seconds: How long the newest save took until it was durable; None if none was measured.
+        saving_seconds: How long the save in flight has been going on; None if none is.
+        is_saved: Whether a save was begun since the notice.
+    """
+
+    demand: Demand
+    left_seconds: float | None = None
+    step_seconds: float | None = None
+    save_seconds: float | None = None
+    saving_seconds: float | None = None
+    is_saved: bool = False
+
+    @property
+    def next_save_seconds(self) -> float:
+        """How long a save may take, with a margin; one in flight may take twice as long as it has."""
+        known = _SAVE_FACTOR * (self.save_seconds or 0.0)
+        return max(known, 2 * (self.saving_seconds or 0.0))
+
+    @property
+    def needed_seconds(self) -> float:
+        """What another step needs, with the save after it and, before that, the rest of the save in flight."""
+        step = _STEP_FACTOR * (self.step_seconds or 0.0)
+        saving = self.saving_seconds
+        rest = 0.0 if saving is None else max(self.next_save_seconds - saving, 0.0)
+        # The save in flight goes on while the step runs.
+        return max(step, rest) + self.next_save_seconds + MARGIN_SECONDS
+
+
+def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> tuple[Demand, float | None]:
+    """**Pure.** What several notices ask for together, and how much time is left.
+
+    Args:
+        heard: The notices; at least one.
+        grace_period: What the user allows for training on; None for what the sources say.
+        now: By the monotonic clock.
+
+    Returns:
+        The demand, and the seconds that are left; None if there is no end that is known.
+    """
+    stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
+    if not stopping:
+        return Demand.SAVE, None
+    ends = [each.at + each.notice.left_seconds for each in stopping if each.notice.left_seconds is not None]
+    orders = [each for each in stopping if each.notice.demand is Demand.LEAVE]
+    is_hurried = sum(each.notice.insists for each in orders) > 1
+    if is_hurried or grace_period == 0 or (grace_period is None and (orders or not ends)):
+        return Demand.LEAVE, min(ends) - now if ends else None
+    if grace_period is not None:
+        ends.append(min(each.at for each in stopping) + grace_period)
+    return Demand.LEAVE_BY, min(ends) - now
+
+
+def decide(outlook: Outlook) -> Verdict:
+    """**Pure.** What to do between two steps."""
+    if outlook.demand is Demand.SAVE:
+        if outlook.is_saved:
+            return Verdict(Action.TRAIN, "the state was saved, and nothing asks to leave")
+        return Verdict(Action.SAVE, "the machine may be taken away")
+    if outlook.demand is Demand.LEAVE or outlook.left_seconds is None:
+        return Verdict(Action.LEAVE, "nothing allows to train on")
+    left, needed = outlook.left_seconds, outlook.needed_seconds
+    if not outlook.is_saved:
+        # The save that is begun now, and the one before the end.
+        needed += outlook.next_save_seconds
+        if left <= needed:
+            return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with two saves may take {needed:.3g} s")
+        return Verdict(Action.SAVE, f"{left:.3g} s are left, in which training goes on")
+    if outlook.step_seconds is None:
+        return Verdict(Action.LEAVE, "no step was measured that could tell how long the next one takes")
+    if left <= needed:
+        return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with a save may take {needed:.3g} s")
+    return Verdict(Action.TRAIN, f"{left:.3g} s are left, and a step with a save takes {needed:.3g} s at most")
+
+
+def has_time_to_save(outlook: Outlook) -> bool:
+    """**Pure.** Whether a save that begins now may end in time, when one was made since the notice.
+
+    If it cannot, what was trained since that one is given up rather than that the process is killed.
+    """
+    return not outlook.is_saved or outlook.left_seconds is None or outlook.left_seconds > outlook.next_save_seconds

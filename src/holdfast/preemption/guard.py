@@ -1,0 +1,323 @@
+"""Stands beside one training loop, and lets it save and leave in time when a notice has come."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+from holdfast.errors import HoldfastError
+from holdfast.events import Warned
+from holdfast.gate import Gate
+from holdfast.preemption.background import start_thread
+from holdfast.preemption.departure import Departure, Saves
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
+from holdfast.preemption.hearing import Hearing
+from holdfast.preemption.notices import Demand
+from holdfast.preemption.rest import Rest
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.exit import end_process
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
+
+_RECENT_STEPS: Final = 16
+_CALM_SECONDS: Final = 3600.0
+_ALERT_SECONDS: Final = 0.25
+_END_SECONDS: Final = 60.0
+
+_PATIENCE_SECONDS: Final = 10.0
+"""After which it is told that the loop has not come to the end of its step, where no time is known."""
+
+
+class Guard:
+    """Hears notices for one loop.
+
+    The training thread says between two steps how far it is (`pass_boundary`), and saves and leaves there. While it
+    rests (`rest`), in evaluation or after the loop, the guard's own thread does so in its stead.
+
+    Attributes:
+        hearing: What was heard.
+        leaving: Whether the exit has begun.
+    """
+
+    def __init__(self, manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> None:
+        """Takes note of what to guard; `open` begins.
+
+        Args:
+            manager: The manager that saves.
+            config: What the user wants.
+            keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
+                is nothing that could be lost.
+        """
+        self.hearing = Hearing(config, manager.emit)
+        self.leaving = False
+        self._manager = manager
+        self._save_fn = config.save_fn
+        self._keep = keep
+        self._departure = Departure(manager, config, keep, self.hearing.note_leaving)
+        self._process = os.getpid()
+        # The save that was begun after a notice, in the grace period.
+        self._early: SaveHandle | None = None
+        self._early_demand: Demand | None = None
+        self._early_step: int | None = None
+        self._early_at = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._passed_at: float | None = None
+        self._passed_step = 0
+        self._is_late_told = False
+        # Guards what the training thread rests in, so that it does not go on while that is being saved.
+        self._lock = threading.Lock()
+        self._rest: Rest | None = None
+        self._closed = False
+        self._ended: Gate | None = None
+
+    def open(self) -> None:
+        """Begins to listen; waits for nothing.
+
+        Raises:
+            UsageError: If a source cannot be used here.
+        """
+        self._ended = start_thread(self._serve, "holdfast-guard")
+        try:
+            self.hearing.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Ends listening, and puts signal handlers back; harmless twice."""
+        if os.getpid() != self._process or self._closed:
+            return
+        with self._lock:
+            self._closed = True
+        self.hearing.close()
+        if self._ended is None or self._ended.wait(_END_SECONDS):
+            self.hearing.dispose()
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the training thread rests, and its state may be saved behind its back."""
+        return self._rest is not None and self._rest.mark is not None
+
+    def begin_steps(self) -> SaveHandle | None:
+        """The training thread goes on to take steps.
+
+        Returns:
+            The save that was made while it rested; None if none was.
+        """
+        self.hearing.patient = True
+        if self._rest is None:
+            return None
+        self._passed_at = None
+        with self._lock:
+            rest, self._rest = self._rest, None
+        return rest.saved
+
+    def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
+        """The training thread takes no steps for a while, and leaves alone what it keeps.
+
+        Args:
+            step: How many steps are complete; None before that is known.
+            mark: Their state; None if it is saved, or nothing was trained.
+            saved: The save of that step, if one is under way or done.
+        """
+        with self._lock:
+            self._rest = Rest(step, mark, saved)
+        if self.hearing.alarmed:
+            self.hearing.ring()
+
+    def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
+        """The training thread is between two steps: saves and leaves if it is time to.
+
+        Args:
+            step: How many steps are complete.
+            arguments: For `save_fn`.
+            options: For `save_fn`.
+
+        Raises:
+            SystemExit: When it leaves.
+        """
+        now = time.monotonic()
+        if self._passed_at is not None and step > self._passed_step:
+            self._step_seconds.append((now - self._passed_at) / (step - self._passed_step))
+        self._passed_at, self._passed_step = now, step
+        if self.hearing.alarmed:
+            self._settle(step, arguments, options)
+            # What saving took is no step's.
+            self._passed_at = time.monotonic()
+
+    def should_stop(self) -> bool:
+        """Whether the loop would leave if a step ended now."""
+        return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
+
+    def _settle(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        outlook = self._outlook()
+        verdict = decide(outlook)
+        if verdict.action is Action.SAVE:
+            saved = self._save_early(step, arguments, options)
+            # One that was left out, since another is in flight, is tried again after the next step.
+            if saved is None or not saved.skipped:
+                self._note_early(step, outlook.demand, saved)
+        elif verdict.action is Action.LEAVE:
+            begun_at = time.monotonic()
+            self.leaving = True
+            if has_time_to_save(outlook) or self._early is None:
+                error = self._departure.save_last(step, _end_at(outlook), arguments, options)
+            else:
+                error = self._wait_for(self._early, outlook)
+                step = self._early_step if self._early_step is not None else step
+            self._leave(step, verdict.reason, error, time.monotonic() - begun_at)
+
+    def _save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
+        """Saves at once; training goes on. A failure is told, and does not end training: the last save is to come."""
+        try:
+            saved = self._keep(step) if self._save_fn is None else self._save_fn(*arguments, **options)
+        except Exception as error:  # noqa: BLE001  It may be the user's function that raises.
+            text = f"the save after a notice failed: {type(error).__name__}: {error}"
+            self._manager.emit(Warned(text=text, step=step))
+            return None
+        return saved if isinstance(saved, SaveHandle) else None
+
+    def _note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None) -> None:
+        if demand is Demand.SAVE:
+            self._forget()
+            return
+        self._early_step, self._early_demand, self._early = step, demand, saved
+        self._early_at = time.monotonic()
+
+    def _leave(self, step: int | None, reason: str, error: str, blocked_seconds: float) -> None:
+        """Leaves; if the user's `exit_fn` returns, training goes on, and a later notice works again."""
+        by_hand, advice = self.hearing.is_by_hand(), self.hearing.advice()
+        self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
+        self.leaving = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._early = self._early_demand = None
+        self._is_late_told = False
+        self.hearing.forget()
+
+    def _outlook(self, *, is_resting: bool = False) -> Outlook:
+        demand, left_seconds = self.hearing.demand()
+        early = self._early
+        is_under_way = early is not None and not early.ended
+        return Outlook(
+            demand=demand,
+            left_seconds=left_seconds,
+            step_seconds=0.0 if is_resting else max(self._step_seconds, default=None),
+            save_seconds=self._manager.save_seconds,
+            saving_seconds=time.monotonic() - self._early_at if is_under_way else None,
+            is_saved=self._early_demand is not None and self._early_demand >= demand,
+        )
+
+    def _wait_for(self, saved: SaveHandle, outlook: Outlook) -> str:
+        try:
+            self._departure.wait_committed(saved, _end_at(outlook))
+        except HoldfastError as failure:
+            return failure.message
+        return ""
+
+    def _serve(self) -> None:
+        """What the guard's own thread does."""
+        while not self._is_closed():
+            self.hearing.listen(_ALERT_SECONDS if self.hearing.alarmed else _CALM_SECONDS)
+            if self.hearing.alarmed and not self.leaving:
+                self._act_behind()
+                self._tell_if_late()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _act_behind(self) -> None:
+        """Saves and leaves in the training thread's stead, if that rests; it may not go on meanwhile."""
+        with self._lock:
+            rest = self._rest
+            if rest is None or rest.is_refused or self._closed:
+                return
+            outlook = self._outlook(is_resting=True)
+            verdict = decide(outlook)
+            # A person who has pressed Ctrl-C waits for the loop, or presses it again.
+            if verdict.action is Action.TRAIN or (verdict.action is Action.LEAVE and self.hearing.is_by_hand()):
+                return
+            begun_at = time.monotonic()
+            error = rest.save()
+            if rest.changed:
+                text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
+                self._manager.emit(Warned(text=text, step=rest.step))
+            elif verdict.action is Action.SAVE:
+                # What comes after a rest in which there was nothing to be saved is saved when it is there.
+                if rest.mark is not None or outlook.demand is Demand.SAVE:
+                    self._note_early(rest.step, outlook.demand, rest.saved)
+            else:
+                self.leaving = True
+                if not error and rest.saved is not None:
+                    error = self._wait_for(rest.saved, outlook)
+                try:
+                    self._leave(rest.step, verdict.reason, error, time.monotonic() - begun_at)
+                except SystemExit as leaving:
+                    end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+    def _tell_if_late(self) -> None:
+        """Says once that a step does not end: what it is doing cannot be saved."""
+        heard = [each for each in self.hearing.pending if each.notice.demand is not Demand.SAVE]
+        if self._is_late_told or not heard or (self._rest is not None and not self._rest.is_refused):
+            return
+        _, left_seconds = self.hearing.demand()
+        waited_seconds = time.monotonic() - max(heard[0].at, self._passed_at or 0.0)
+        patience_seconds = _PATIENCE_SECONDS if left_seconds is None else min(max(left_seconds, 1.0), _PATIENCE_SECONDS)
+        if waited_seconds >= patience_seconds:
+            self._is_late_told = True
+            text = (
+                f"{waited_seconds:.0f} s after a notice, the loop has not come to the end of its step. Nothing newer "
+                "than the last checkpoint can be saved before it does. Around what takes long outside of steps, use "
+                "checkpointable(), or leave it when should_stop() says so"
+            )
+            self._manager.emit(Warned(text=text, step=self._passed_step))
+
+
+class Checkpointable:
+    """A block in which the process may be saved and left at any moment, since nothing in it changes what is kept."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        step: int,
+        *,
+        mark: Mark | None,
+        saved: SaveHandle | None,
+        note: Callable[[SaveHandle], None],
+    ) -> None:
+        """Made by `checkpointable`.
+
+        Args:
+            guard: Whose loop rests.
+            step: How many steps are complete.
+            mark: Their state; None if it is saved.
+            saved: The save of that step, if one is under way or done.
+            note: Told of a save that was made in the block.
+        """
+        self._guard = guard
+        self._step = step
+        self._mark = mark
+        self._saved = saved
+        self._note = note
+
+    def __enter__(self) -> None:
+        self._guard.rest(self._step, mark=self._mark, saved=self._saved)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        saved = self._guard.begin_steps()
+        if saved is not None and saved is not self._saved:
+            self._note(saved)
+
+
+def _end_at(outlook: Outlook) -> float | None:
+    """When the last save has to be done, by the monotonic clock."""
+    left = outlook.left_seconds
+    return None if left is None else time.monotonic() + left - MARGIN_SECONDS / 2

@@ -1,0 +1,339 @@
+"""`PreemptionCheckpointHandler`: a training loop of one's own that saves and leaves when its machine is taken away."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import MismatchError, SaveFailedError, StepExistsError, UsageError
+from holdfast.format.workers import Worker
+from holdfast.preemption.departure import Saves
+from holdfast.preemption.guard import Checkpointable, Guard
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.restore.driver import Restoration
+from holdfast.save.exit import end_process
+from holdfast.save.handle import SaveHandle
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RUN_CALLS: Final = "total_run_calls"
+"""The name under which the count is kept in the checkpoint."""
+
+
+class Manager(Saves, Protocol):
+    """What the handler asks of a manager: `CheckpointManager` has it."""
+
+    checkpoint: Checkpoint
+    begin_anew: bool
+    worker: Worker
+    restored: Restoration | None
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle:
+        """Copies the state and returns; writing goes on in the background."""
+        ...
+
+    def save_if_due(self, step: int) -> SaveHandle | None:
+        """Saves if the manager's policy says so."""
+        ...
+
+    def restore(self, step: int | None = None, *, only: str | None = None, strict: bool = True) -> Restoration | None:
+        """Gives the live objects the state of a checkpoint."""
+        ...
+
+
+class RunCalls:
+    """How many steps were run, over all restarts; it is saved with everything else."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the count of a checkpoint."""
+        self.count = int(state["count"])
+
+
+class PreemptionCheckpointHandler:
+    """Runs steps; when the job is to be taken away it finishes the one in progress, saves, and leaves.
+
+        manager = hf.CheckpointManager("runs/gpt", hf.Checkpoint(model=model, optimizer=optimizer))
+        with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+            while handler.total_run_calls < 10_000:
+                loss = handler.run(train_step, next(batches))
+
+    Making it restores the newest checkpoint, unless the manager has restored one already or begins anew. A notice is
+    acted on before the next step is run, or when the block is left, so that what the loop does after a step belongs to
+    that step. With a `save_every` of the manager's, steps are saved by that policy as well. `hf.resumable` has all of
+    this built in.
+
+    Use it from one thread.
+
+    Attributes:
+        restored: What was restored, or None if the job began from nothing.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        termination_config: TerminationConfig | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """**Blocks** while it restores, and listens for notices from then on.
+
+        Args:
+            manager: The manager that saves and restores.
+            termination_config: How to hear a notice, and how to leave.
+            strict: False to take from the checkpoint what fits, if objects have changed since.
+
+        Raises:
+            UsageError: If an argument is wrong, or a source of notices cannot be used here.
+            MismatchError: If checkpoint and objects differ.
+            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            StorageError: If the place fails.
+        """
+        if not manager.worker.is_alone:
+            raise UsageError(
+                f"the job has {manager.worker.world_size} workers, which do not agree on a step to stop at yet",
+                hint='Save by policy, or give the manager cluster="alone" where each worker has a run of its own.',
+            )
+        self._manager = manager
+        self._process = os.getpid()
+        self._closed = False
+        self._in_step = False
+        self._save_options: dict[str, Any] = {}
+        self._guard = Guard(manager, termination_config or TerminationConfig(), self._keep)
+        self._guard.rest(None)
+        self._guard.open()
+        try:
+            self._calls, self.restored = _restore(manager, strict)
+        except BaseException:
+            self._guard.close()
+            raise
+        self._begun_at = self._calls.count
+        self._saved: tuple[int, SaveHandle | None] | None = (self._calls.count, None) if self.restored else None
+        self._guard.rest(self._calls.count)
+        atexit.register(self._close_at_exit)
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps are complete, those of earlier processes included; the step number of the next save."""
+        return self._calls.count
+
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one step, and counts it when it returns.
+
+        Before it, saves and leaves if the job is to be taken away and no time is left.
+
+        Returns:
+            What `fn` returned.
+
+        Raises:
+            SystemExit: When the job leaves; its code says whether everything is saved.
+            SaveFailedError: If saves by policy have failed.
+        """
+        self._pass_boundary()
+        result = fn(*args, **kwargs)
+        self._calls.count += 1
+        return result
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are still to be run, from `total_run_calls` to `total`, exclusive.
+
+        At each turn of the loop the step before counts as complete. Leaving with `break` counts the current one as
+        complete when the block of the handler is left. A last save is up to the caller.
+
+        Args:
+            total: How many steps the job has in all, those of earlier processes included.
+
+        Raises:
+            SystemExit: When the job leaves.
+            SaveFailedError: If saves by policy have failed.
+        """
+        if not hasattr(total, "__index__"):
+            raise UsageError(f"the steps of a job are a whole number, not {total!r}")
+        return self._steps(operator.index(total))
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.
+
+        Call it as the last act of each step.
+
+        Args:
+            args: For `save_fn`.
+            kwargs: For `save_fn`; without one, `metrics` and `metadata` for the manager's `save`.
+
+        Raises:
+            SystemExit: When the job leaves.
+            SaveFailedError: If saves by policy have failed.
+        """
+        self._calls.count += 1
+        self._save_options = kwargs
+        self._pass_boundary(*args, **kwargs)
+
+    def should_stop(self) -> bool:
+        """Whether the job is to leave as soon as this step ends: for long work of one's own, to end it early."""
+        return self._guard.should_stop()
+
+    def checkpointable(self) -> Checkpointable:
+        """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
+
+        Such is evaluation between two steps, or a wait for data. If the job is to leave while the block runs, the
+        state with which it was entered is saved, and the process ends in the middle of the block. Nothing of it is
+        unwound. Within the block nothing is saved by hand.
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+        """
+        self._finish_step()
+        step = self._calls.count
+        is_safe = self._is_saved(step) or step == 0
+        saved = self._saved[1] if self._saved is not None and is_safe else None
+        mark = None if is_safe else self._manager.mark()
+        return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_saved)
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Acts on a notice that came after the last step; then ends listening; harmless twice.
+
+        Raises:
+            SystemExit: When the job leaves.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        try:
+            self._finish_step()
+            saved = self._guard.begin_steps()
+            if saved is not None:
+                self._note_saved(saved)
+            if not self._guard.leaving:
+                self._guard.pass_boundary(self._calls.count)
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif os.getpid() == self._process:
+            # The step that failed may have changed half of the state: only what was saved before counts.
+            self._closed = True
+            self._end()
+
+    def _steps(self, total: int) -> Iterator[int]:
+        while True:
+            self._finish_step()
+            self._pass_boundary()
+            if self._calls.count >= total:
+                return
+            self._in_step = True
+            yield self._calls.count
+
+    def _finish_step(self) -> None:
+        if self._in_step:
+            self._calls.count += 1
+            self._in_step = False
+
+    def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
+        saved = self._guard.begin_steps()
+        if saved is not None:
+            self._note_saved(saved)
+        self._guard.pass_boundary(self._calls.count, *args, **kwargs)
+        handle = self._manager.save_if_due(self._calls.count)
+        if handle is not None and not handle.skipped:
+            self._note_saved(handle)
+
+    def _keep(self, step: int) -> SaveHandle | None:
+        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
+        if self._is_saved(step):
+            return self._saved[1] if self._saved else None
+        if step == self._begun_at and self._saved is None:
+            return None
+        known = {name: self._save_options[name] for name in ("metrics", "metadata") if name in self._save_options}
+        try:
+            handle = self._manager.save(step, **known)
+        except StepExistsError:
+            return None  # The user has saved it, and it is committed.
+        except SaveFailedError as failure:
+            if failure.next_save is None:
+                raise
+            handle = failure.next_save
+        except UsageError:
+            newest = self._manager.latest_step()
+            if newest is None or newest < step:
+                raise
+            # Somebody saves under larger numbers. A number of ours is no reason to lose the state.
+            handle = self._manager.save(newest + 1, **known)
+        self._saved = (step, handle)
+        return handle
+
+    def _note_saved(self, saved: SaveHandle) -> None:
+        self._saved = (saved.step, saved)
+
+    def _is_saved(self, step: int) -> bool:
+        if self._saved is None or self._saved[0] != step:
+            return False
+        handle = self._saved[1]
+        return handle is None or not handle.failed
+
+    def _end(self) -> None:
+        self._guard.close()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """For a handler that was not closed: a notice after its last step must not be lost."""
+        try:
+            self.close()
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+
+def _restore(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:
+    """Adds the count to what is kept, and restores what has not been restored."""
+    checkpoint = manager.checkpoint
+    if RUN_CALLS in checkpoint:
+        calls = checkpoint[RUN_CALLS]
+        if not isinstance(calls, RunCalls):
+            raise UsageError(
+                f"{RUN_CALLS!r} is the handler's name for its count", hint="Give that object another name."
+            )
+        if manager.restored is not None:
+            # Another handler of the same checkpoint has seen to it.
+            return calls, manager.restored
+    else:
+        calls = RunCalls()
+    earlier = manager.restored
+    if earlier is not None:
+        checkpoint[RUN_CALLS] = calls
+        if manager.restore(earlier.step, only=RUN_CALLS, strict=False) is None or not calls.count:
+            calls.count = earlier.step
+        return calls, earlier
+    checkpoint[RUN_CALLS] = calls
+    if manager.begin_anew:
+        return calls, None
+    try:
+        return calls, manager.restore(strict=strict)
+    except MismatchError as mismatch:
+        differences = mismatch.differences
+        others = (differences.extra, differences.wrong_shape, differences.wrong_dtype, differences.wrong_kind)
+        if any(others) or any(not name.startswith(RUN_CALLS) for name in differences.missing):
+            raise
+        # A run that was begun without a handler: its steps are what was counted.
+        restoration = manager.restore(strict=False)
+        calls.count = 0 if restoration is None else restoration.step
+        return calls, restoration

@@ -1,0 +1,49 @@
+"""What the training thread leaves alone while it takes no steps, so that it can be saved behind its back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import HoldfastError
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
+
+
+class Rest(msgspec.Struct):
+    """A pause between steps: evaluation, a wait for data, what comes before and after the loop.
+
+    Attributes:
+        step: How many steps are complete; None before that is known.
+        mark: Their state, to be saved if need be; None if all is saved, or nothing was trained.
+        saved: The save of that step, if one is under way or done.
+        changed: Why the state cannot be saved: what has changed of it.
+    """
+
+    step: int | None
+    mark: Mark | None = None
+    saved: SaveHandle | None = None
+    changed: str = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the state was found changed."""
+        return bool(self.changed)
+
+    def save(self) -> str:
+        """**Blocks** while the state is copied, unless it is saved already.
+
+        Returns:
+            What went wrong; an empty string if nothing did.
+        """
+        if self.mark is None or self.step is None or (self.saved is not None and not self.saved.failed):
+            return ""
+        try:
+            changed = self.mark.changed
+            if changed:
+                more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+                self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
+                return self.changed
+            self.saved = self.mark.save(self.step)
+        except HoldfastError as failure:
+            return failure.message
+        return ""

@@ -1,0 +1,119 @@
+"""Notices that come as signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Final
+
+from holdfast.errors import UsageError
+from holdfast.preemption.notices import Demand, Hear, Notice
+
+DEFAULT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Signals:
+    """Hears signals. Handlers that were there before are called as well, and put back at the end.
+
+    One that is ignored when it is opened (`nohup`, a shell's background job) stays ignored. In a forked child, such as
+    a loader's worker, `SIGTERM` has the effect that it would have without holdfast, and the others have none: the
+    child serves until this process lets it go.
+    """
+
+    name = "signal"
+    interval_seconds = None
+
+    def __init__(self, *numbers: int, left_seconds: float | None = None) -> None:
+        """Names the signals.
+
+        Args:
+            numbers: Which; none for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
+            left_seconds: After `SIGTERM`, when the process is killed; None if nobody knows.
+
+        Raises:
+            UsageError: If a number is that of no signal, or of one that cannot be handled.
+        """
+        try:
+            self.numbers = tuple(signal.Signals(number) for number in numbers or DEFAULT_SIGNALS)
+        except ValueError as error:
+            raise UsageError(f"{numbers!r}: {error}", hint="Give numbers such as signal.SIGTERM.") from error
+        for number in self.numbers:
+            if number in (signal.SIGKILL, signal.SIGSTOP):
+                raise UsageError(f"{number.name} cannot be handled", hint="No process can do so; name another signal.")
+        self._left_seconds = left_seconds
+        self._hear: Hear | None = None
+        self._before: dict[int, Any] = {}
+        self._process = 0
+
+    def open(self, hear: Hear) -> None:
+        """Puts its handlers in place.
+
+        Raises:
+            UsageError: If this is not the main thread, in which alone Python runs handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "signals can be heard only by what is made in the main thread",
+                hint="Make it there, or name other sources: TerminationConfig(sources=[...]).",
+            )
+        self._process = os.getpid()
+        self._hear = hear
+        for number in self.numbers:
+            before = signal.getsignal(number)
+            # None is a handler that was not made by Python, and could not be put back.
+            if before is not signal.SIG_IGN and before is not None:
+                self._before[number] = before
+                signal.signal(number, self._handle)
+
+    def look(self) -> Iterable[Notice]:
+        """Signals tell by themselves."""
+        return ()
+
+    def note_leaving(self) -> None:
+        """There is nobody to be told."""
+
+    def close(self) -> None:
+        """Puts the handlers from before back, where nobody else has put one in place since."""
+        self._hear = None
+        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in list(self._before.items()):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+                del self._before[number]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            if number == signal.SIGTERM:
+                self._act_as_before(number, frame)
+            return
+        hear = self._hear
+        if hear is None:
+            self._act_as_before(number, frame)
+            return
+        is_taken = hear(
+            Notice(
+                source=self.name,
+                text=f"{signal.Signals(number).name} was sent to process {self._process}",
+                demand=Demand.LEAVE,
+                left_seconds=self._left_seconds if number == signal.SIGTERM else None,
+                insists=True,
+                by_hand=number == signal.SIGINT,
+            )
+        )
+        before = self._before.get(number)
+        if not is_taken:
+            self._act_as_before(number, frame)
+        elif callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _act_as_before(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if callable(before):
+            before(number, frame)
+        elif before is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,79 @@
+"""The end of a job's time under Slurm."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from holdfast.errors import UsageError
+from holdfast.preemption.notices import Demand, Notice, PolledSource
+
+DEFAULT_AHEAD_SECONDS: Final = 120.0
+
+
+class Slurm(PolledSource):
+    """Tells when the job's time limit comes near, from `SLURM_JOB_END_TIME`; and how the job is queued again.
+
+    Slurm's preemption itself comes as `SIGTERM`, and `--signal` as the signal that it names: `Signals` hears those.
+    """
+
+    name = "slurm"
+    interval_seconds = 1.0
+
+    def __init__(
+        self, ahead_seconds: float = DEFAULT_AHEAD_SECONDS, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Reads the environment.
+
+        Args:
+            ahead_seconds: How long before the end to tell: enough for two saves and a step.
+            environment: Where to find the variables; None for the process's own.
+
+        Raises:
+            UsageError: If `ahead_seconds` is no time.
+        """
+        if not ahead_seconds > 0:
+            raise UsageError(f"ahead_seconds={ahead_seconds!r} is no time before the end of a job")
+        variables = os.environ if environment is None else environment
+        self._ahead_seconds = ahead_seconds
+        self._end_at_unix_seconds = _read_seconds(variables.get("SLURM_JOB_END_TIME", ""))
+        self._advice = requeue_advice(variables)
+        self._is_told = False
+
+    def look(self) -> Iterable[Notice]:
+        """Tells once that the end is near."""
+        if self._is_told or self._end_at_unix_seconds is None:
+            return ()
+        left_seconds = self._end_at_unix_seconds - time.time()
+        if left_seconds > self._ahead_seconds:
+            return ()
+        self._is_told = True
+        return (
+            Notice(
+                source=self.name,
+                text="the job's time limit is near",
+                demand=Demand.LEAVE_BY,
+                left_seconds=left_seconds,
+                advice=self._advice,
+            ),
+        )
+
+
+def requeue_advice(environment: Mapping[str, str]) -> str:
+    """**Pure.** How this job is put back into the queue, for people; an empty string outside Slurm."""
+    job = environment.get("SLURM_ARRAY_JOB_ID")
+    if job is not None and "SLURM_ARRAY_TASK_ID" in environment:
+        job = f"{job}_{environment['SLURM_ARRAY_TASK_ID']}"
+    job = job or environment.get("SLURM_JOB_ID")
+    return f"`scontrol requeue {job}` puts it back into the queue" if job else ""
+
+
+def _read_seconds(text: str) -> float | None:
+    """A time that Slurm names, or None; 0 and what is no number stand for no limit."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < float("inf") else None

@@ -1,0 +1,88 @@
+"""Which sources of notices fit where the process runs. No request is sent to find out."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from holdfast.preemption.aws import AWS
+from holdfast.preemption.azure import Azure
+from holdfast.preemption.gcp import GCP
+from holdfast.preemption.kubernetes import Kubernetes
+from holdfast.preemption.notices import NoticeSource
+from holdfast.preemption.signals import Signals
+from holdfast.preemption.slurm import Slurm
+
+_DMI: Final = Path("/sys/class/dmi/id")
+_DMI_FILES: Final = ("product_name", "sys_vendor", "bios_version", "chassis_asset_tag")
+_MAX_DMI_BYTES: Final = 4096
+
+_AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
+"""Machines of Azure have it; others that run on Hyper-V name the same vendor."""
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """What a process can see of where it runs.
+
+    Attributes:
+        environment: Its variables.
+        dmi: What the machine's firmware says, by the name of the file that has it.
+        in_main_thread: Whether signals can be handled.
+    """
+
+    environment: Mapping[str, str]
+    dmi: Mapping[str, str]
+    in_main_thread: bool = True
+
+
+def look_around() -> Surroundings:
+    """What this process can see: reads a few small files of the kernel's."""
+    return Surroundings(os.environ, read_dmi(_DMI), threading.current_thread() is threading.main_thread())
+
+
+def read_dmi(directory: Path) -> dict[str, str]:
+    """What the files of that directory say that can be read."""
+    found = {}
+    for name in _DMI_FILES:
+        try:
+            with (directory / name).open("rb") as file:
+                found[name] = file.read(_MAX_DMI_BYTES).decode("utf-8", "replace").strip()
+        except OSError:
+            continue
+    return found
+
+
+def choose_sources(seen: Surroundings) -> list[NoticeSource]:
+    """**Pure.** The sources that `"auto"` stands for.
+
+    A cloud's server is asked only on a machine that says that it is that cloud's.
+    """
+    sources: list[NoticeSource] = []
+    if seen.in_main_thread:
+        sources.append(Kubernetes() if "KUBERNETES_SERVICE_HOST" in seen.environment else Signals())
+    if "SLURM_JOB_ID" in seen.environment:
+        sources.append(Slurm(environment=seen.environment))
+    match choose_cloud(seen.dmi):
+        case "gcp":
+            sources += [GCP(), GCP("maintenance-event")]
+        case "aws":
+            sources.append(AWS())
+        case "azure":
+            sources.append(Azure())
+    return sources
+
+
+def choose_cloud(dmi: Mapping[str, str]) -> str:
+    """**Pure.** Whose machine this is: `gcp`, `aws`, `azure`, or an empty string."""
+    if dmi.get("product_name") == "Google Compute Engine":
+        return "gcp"
+    if dmi.get("sys_vendor") == "Amazon EC2" or "amazon" in dmi.get("bios_version", "").lower():
+        return "aws"
+    if dmi.get("sys_vendor") == "Microsoft Corporation" and dmi.get("chassis_asset_tag") == _AZURE_ASSET_TAG:
+        return "azure"
+    return ""

@@ -1,0 +1,84 @@
+"""How a job hears that it is to be taken away, and how it leaves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.preemption.exit_codes import EXIT_RESTART
+from holdfast.preemption.notices import NoticeSource
+from holdfast.preemption.signals import Signals
+from holdfast.preemption.surroundings import choose_sources, look_around
+from holdfast.preemption.watching import Watcher
+
+_MAX_EXIT_CODE: Final = 125
+"""Shells use those above for purposes of their own."""
+
+
+class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to hear a notice of preemption, and how to leave.
+
+    Attributes:
+        termination_watcher_fn: Called again and again in a thread of its own; when it begins to return something true,
+            the job is to leave. Comes beside the other sources.
+        exit_fn: Called without arguments when a checkpoint of the state is committed, in place of an exit with
+            `exit_code`. If it returns, training goes on, and a later notice works again.
+        grace_period: How many seconds to train on after a notice: the state is saved at once, and again before the
+            time is over. 0 to leave at once. None to leave at once too, unless the source itself says when the machine
+            is taken away.
+        save_fn: Called in place of the manager's `save`, without arguments, or with those of
+            `save_checkpoint_if_preempted`. A handle that it returns is waited for.
+        sources: Where to listen: "auto" for signals and what fits the place where the job runs, or a list of sources
+            of `holdfast.preemption`.
+        exit_code: What to exit with when all is saved; whoever started the job should start it again then.
+    """
+
+    termination_watcher_fn: Callable[[], object] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+    sources: Literal["auto"] | Iterable[NoticeSource] = "auto"
+    exit_code: int = EXIT_RESTART
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UsageError(f"{name}={value!r} cannot be called", hint="Give a function, or None.")
+        grace = self.grace_period
+        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0):
+            raise UsageError(f"grace_period={grace!r} is no time in seconds")
+        if isinstance(self.exit_code, bool) or not isinstance(self.exit_code, int):
+            raise UsageError(f"exit_code={self.exit_code!r} is no whole number")
+        if not 1 <= self.exit_code <= _MAX_EXIT_CODE:
+            raise UsageError(
+                f"exit_code={self.exit_code} cannot ask for a restart",
+                hint=f"Take one from 1 to {_MAX_EXIT_CODE}: 0 says that the job is done, and shells use those above.",
+            )
+        if self.sources != "auto":
+            sources = tuple(self.sources)
+            for source in sources:
+                if not isinstance(source, NoticeSource):
+                    raise UsageError(
+                        f"sources={self.sources!r}: {source!r} is no source of notices",
+                        hint='It is "auto", or a list of sources of holdfast.preemption.',
+                    )
+            msgspec.structs.force_setattr(self, "sources", sources)
+
+    def make_sources(self) -> list[NoticeSource]:
+        """The sources to listen to."""
+        sources = choose_sources(look_around()) if self.sources == "auto" else list(self.sources)
+        watcher = self.termination_watcher_fn
+        return sources if watcher is None else [*sources, Watcher(watcher)]
+
+
+def hear_interrupts() -> TerminationConfig:
+    """One that hears Ctrl-C alone."""
+    # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
+    is_main = threading.current_thread() is threading.main_thread()
+    return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])

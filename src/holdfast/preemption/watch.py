@@ -1,0 +1,111 @@
+"""Listens to all sources at once, each in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from holdfast.events import Event, Warned
+from holdfast.gate import Gate
+from holdfast.preemption.background import start_thread
+from holdfast.preemption.notices import Hear, NoticeSource
+
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+_END_SECONDS: Final = 2.0
+
+
+class Watch:
+    """Opens sources, looks at those that have to be looked at, and closes them.
+
+    A source that raises is looked at again, ever more seldom, and warned of once. None takes another down.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[NoticeSource],
+        hear: Hear,
+        emit: Callable[[Event], object],
+        *,
+        pause_seconds: float = 1.0,
+    ) -> None:
+        """Takes note of the sources.
+
+        Args:
+            sources: The sources.
+            hear: Told of each notice, on the thread on which it was heard; that may be within a signal handler.
+            emit: Told of events.
+            pause_seconds: How long a source that has raised is first left alone.
+        """
+        self._sources = tuple(sources)
+        self._hear = hear
+        self._emit = emit
+        self._pause_seconds = pause_seconds
+        self._opened: list[NoticeSource] = []
+        self._ended: list[Gate] = []
+        self._closing = Gate()
+
+    def open(self) -> None:
+        """Begins to listen; waits for nothing.
+
+        Raises:
+            UsageError: If a source cannot be used here. None listens then.
+        """
+        try:
+            for source in self._sources:
+                self._opened.append(source)
+                source.open(self._hear)
+        except BaseException:
+            self.close()
+            raise
+        for source in self._sources:
+            if source.interval_seconds is not None:
+                name = f"holdfast-notices-{source.name.replace(' ', '-')}"
+                self._ended.append(start_thread(partial(self._look_on, source), name))
+
+    def note_leaving(self) -> None:
+        """**Blocks.** Tells the sources that all is saved and the process leaves."""
+        for source in self._opened:
+            try:
+                source.note_leaving()
+            except Exception as error:  # noqa: BLE001  A source can be of the user's, and leaving goes on.
+                self._emit(Warned(text=f"{source.name} could not be told that the job leaves: {_say(error)}"))
+
+    def close(self) -> None:
+        """**Blocks** for a moment at most: a look that does not end is left behind."""
+        self._closing.open()
+        opened, self._opened = self._opened, []
+        for source in reversed(opened):
+            try:
+                source.close()
+            except Exception as error:  # noqa: BLE001  As above.
+                self._emit(Warned(text=f"{source.name} could not be closed: {_say(error)}"))
+        ended, self._ended = self._ended, []
+        for gate in ended:
+            gate.wait(_END_SECONDS)
+
+    def _look_on(self, source: NoticeSource) -> None:
+        pause_seconds = self._pause_seconds
+        is_warned = False
+        while not self._closing.is_open:
+            try:
+                for notice in source.look():
+                    self._hear(notice)
+                wait_seconds = source.interval_seconds or 0.0
+                pause_seconds = self._pause_seconds
+            except (Exception, SystemExit) as error:  # noqa: BLE001  A source can be of the user's.
+                wait_seconds = pause_seconds
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                # One that is closed meanwhile fails for that reason.
+                if not is_warned and not self._is_closing():
+                    is_warned = True
+                    text = f"{source.name} cannot be asked for notices, and is asked again later: {_say(error)}"
+                    self._emit(Warned(text=text))
+            self._closing.wait(wait_seconds)
+
+    def _is_closing(self) -> bool:
+        return self._closing.is_open
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,79 @@
+"""Notices of the user's own: a file that appears, a function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+from holdfast.errors import UsageError
+from holdfast.preemption.notices import Demand, Notice, PolledSource
+
+
+class FileAppears(PolledSource):
+    """A notice is given when a file appears, or is touched again; one that was there before says nothing.
+
+    So the file that stopped one process does not stop the next.
+    """
+
+    name = "file"
+
+    def __init__(self, path: str | os.PathLike[str], *, interval_seconds: float = 0.5) -> None:
+        """Looks at the file as it is now.
+
+        Args:
+            path: The file.
+            interval_seconds: How often to look.
+        """
+        self.interval_seconds: float | None = interval_seconds
+        self._path = os.fspath(path)
+        self._seen = self._mark()
+
+    def look(self) -> Iterable[Notice]:
+        """Whether it has appeared."""
+        seen, self._seen = self._seen, self._mark()
+        if self._seen is None or self._seen == seen:
+            return ()
+        return (Notice(source=self.name, text=f"{self._path} has appeared"),)
+
+    def _mark(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self._path)  # noqa: PTH116  A path may be of any kind that the system takes.
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+class Watcher(PolledSource):
+    """Asks a function of the user's. It gives a notice when it begins to return something true.
+
+    That may be a `Notice`, which says more.
+    """
+
+    name = "watcher"
+
+    def __init__(self, function: Callable[[], object], *, interval_seconds: float = 1.0) -> None:
+        """Takes note of the function.
+
+        Args:
+            function: Called in a thread of its own, again and again. If it raises it is called again later.
+            interval_seconds: How long to wait between two calls.
+
+        Raises:
+            UsageError: If it cannot be called.
+        """
+        if not callable(function):
+            raise UsageError(f"{function!r} cannot be called", hint="Give a function that takes no arguments.")
+        self.interval_seconds: float | None = interval_seconds
+        self._function = function
+        self._was_true = False
+
+    def look(self) -> Iterable[Notice]:
+        """**Blocks** as long as the function does, and raises what it raises."""
+        answer = self._function()
+        was_true, self._was_true = self._was_true, bool(answer)
+        if not answer or was_true:
+            return ()
+        if isinstance(answer, Notice):
+            return (answer,)
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        return (Notice(source=self.name, text=f"{name} says so", demand=Demand.LEAVE),)

@@ -1,0 +1,199 @@
+"""A file of this machine that is no longer wanted: a new one is written into the room that it has on the disk.
+
+Where a disk gets its blocks only as they are written, and gives them back as files are removed, both take about as long
+as the writing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from holdfast.format.names import SPARE_NAME
+from holdfast.storage.descriptors import make_last, open_directory
+from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, round_up
+from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.paths import split_path
+
+# Without O_NONBLOCK a FIFO would hold the opening up, and so would a file that somebody else has a lease on.
+_OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_OVERWRITING: Final = frozenset({0xEF53, 0x58465342})
+"""The kinds of file systems that write over a file in place, by their magic numbers: ext2 to ext4, and XFS.
+
+Those that write each block anew (Btrfs, ZFS, F2FS, bcachefs) gain nothing, and need room for both. Those in memory
+would hold the memory. Those behind a network cannot say whether another machine has the file open.
+"""
+_STATFS_BYTES: Final = 512
+
+
+class LocalSpare:
+    """**Thread-safe.** The one spare file of a storage's root; see `Spare`.
+
+    Any number of processes may use it at the same time: whoever renames it has it, and the others find none.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Reads and writes nothing yet."""
+        self._root = root
+
+    def try_keep(self, path: str, limit_bytes: int) -> bool:
+        """Makes a file the spare; see `Spare`. A crash leaves it under its own name or as the spare.
+
+        It is not kept if something speaks against its use already, nor if less is free on the disk than it takes: on a
+        disk that is nearly full what is left of it belongs to others.
+        """
+        *parents, name = split_path(path)
+        try:
+            with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+                if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= limit_bytes:
+                    return False
+                if not _can_be_used(root) or _free_bytes(root) < status.st_size:
+                    return False
+                before = _look(root)
+                if before is not None and stat.S_ISREG(before.st_mode) and before.st_size >= status.st_size:
+                    return False
+                # If there is a smaller one, this removes it. It fails where a directory stands in the way.
+                os.rename(name, SPARE_NAME, src_dir_fd=directory, dst_dir_fd=root)
+        except OSError:
+            return False
+        return True
+
+    def remove(self, beyond_bytes: int = -1) -> bool:
+        """Removes the spare; see `Spare`."""
+        with as_storage_errors("remove", SPARE_NAME, self._root):
+            try:
+                with open_directory(self._root, ()) as root:
+                    status = _look(root)
+                    if status is None or stat.S_ISDIR(status.st_mode) or status.st_size <= beyond_bytes:
+                        return False
+                    os.unlink(SPARE_NAME, dir_fd=root)
+            except FileNotFoundError:
+                return False  # Another process took it, or there is no root.
+        return True
+
+
+def has_spare(root: Path) -> bool:
+    """Whether there is something under the spare's name."""
+    return os.path.lexists(root / SPARE_NAME)
+
+
+def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int) -> int | None:
+    """Puts the spare in the place of a new empty file. `OSError` goes through.
+
+    The bytes in it may be changed only if nobody else sees them. Whoever had the file open, or had a link to it, when
+    it was still wanted has it still: that is found out once it has its new name, so that nobody can come by it any more
+    through an older one. A spare that cannot be used is removed.
+
+    What a crash leaves behind, by the step it comes after: the file renamed: it, under the name of a new file that is
+    not whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may
+    be wanted again. Its size changed: the same.
+
+    Args:
+        root: The storage's root.
+        directory: The directory of the new file.
+        name: The new file's name there.
+        made: The new file.
+        size_bytes: How large it is to be.
+
+    Returns:
+        A descriptor of the file that now has the name, with bytes that are to be overwritten or none; or None if that
+        is still the new one.
+    """
+    with open_directory(root, ()) as place:
+        before = _look(place)
+        if before is None or stat.S_ISDIR(before.st_mode):
+            return None
+        if not _is_alike(before, os.fstat(made)) or not _can_be_used(place):
+            with suppress(OSError):
+                os.unlink(SPARE_NAME, dir_fd=place)
+            return None
+        try:
+            os.rename(SPARE_NAME, name, src_dir_fd=place, dst_dir_fd=directory)
+        except OSError:
+            return None  # Another process took it.
+        make_last(place)
+    taken = _open_unseen(directory, name, made)
+    if taken is None:
+        os.unlink(name, dir_fd=directory)
+        return os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+    try:
+        if os.fstat(taken).st_size > round_up(size_bytes):
+            os.ftruncate(taken, round_up(size_bytes))
+    except OSError:
+        os.close(taken)
+        raise
+    return taken
+
+
+def _look(root: int) -> os.stat_result | None:
+    try:
+        return os.stat(SPARE_NAME, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _is_alike(status: os.stat_result, new: os.stat_result) -> bool:
+    """Whether a file is what a new one would be, but for its bytes: of the same owner, with the same permissions."""
+    # S_IFMT is a part of the mode: a link or a FIFO is not alike.
+    return status.st_nlink == 1 and all(
+        getattr(status, field) == getattr(new, field) for field in ("st_mode", "st_uid", "st_gid", "st_dev")
+    )
+
+
+def _open_unseen(directory: int, name: str, made: int) -> int | None:
+    """Opens a file for writing if it is alike to another and nobody else has it open or mapped; else None."""
+    try:
+        descriptor = os.open(name, _OPEN, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        if _is_alike(os.fstat(descriptor), os.fstat(made)) and _has_nobody_else(descriptor):
+            # Back to what a new file has.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _has_nobody_else(descriptor: int) -> bool:
+    """Whether this is the only open file of an inode, mappings counted. `OSError` goes through.
+
+    The system gives a write lease only then. It is given back at once: whoever opens the file after this finds it by
+    its new name, as one that is being written.
+    """
+    # Should somebody open the file just now, the system tells so by a signal: by default SIGIO, which ends a process
+    # that does not handle it. This one is ignored where it is not handled.
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+def _can_be_used(directory: int) -> bool:
+    """Whether files of this file system are written over in place, and the system can tell who else has one open."""
+    fstatfs = getattr(ctypes.CDLL(None, use_errno=True), "fstatfs", None)
+    if fstatfs is None or not hasattr(fcntl, "F_SETLEASE") or not hasattr(fcntl, "F_SETSIG"):
+        return False
+    # The kind is the first field, as wide as a long wherever it is as Linux says; elsewhere it is none of ours.
+    status = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+    return fstatfs(ctypes.c_int(directory), status) == 0 and status[0] in _OVERWRITING
+
+
+def _free_bytes(directory: int) -> int:
+    status = os.fstatvfs(directory)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,200 @@
+"""A training job for tests that send it signals; its options are JSON in the first argument.
+
+It stops where it is told to until a line comes on standard input, and says "paused" first, so that a test knows where
+it is. What it has learned depends on every step and on a random generator, and is printed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import holdfast as hf
+from holdfast.events import Event
+from holdfast.storage import LocalStorage
+from holdfast.storage.local_writer import LocalWriter
+
+OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
+
+
+def say(*words: object) -> None:
+    # In one piece: events are told on several threads.
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def pause(place: object) -> None:
+    if place in OPTIONS.get("pause", []):
+        say("paused")
+        if not sys.stdin.readline():
+            # The test does not go on: it waits for the end.
+            while True:
+                signal.pause()
+
+
+class Learned:
+    """What is trained."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(OPTIONS.get("size", 1000))
+        self.steps = 0
+
+    def step(self) -> int:
+        # The pause is amid the step, when half of the state has changed.
+        self.values += random.random()
+        pause(self.steps)
+        time.sleep(OPTIONS.get("step_seconds", 0.0))
+        self.values *= 1.0001
+        self.steps += 1
+        return self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pause("restore")
+        self.values = state["values"]
+        self.steps = state["steps"]
+
+
+class SlowStorage(LocalStorage):
+    """A disk that takes its time for every file."""
+
+    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+        time.sleep(OPTIONS["disk_seconds"])
+        return super().open_writer(path, size_bytes)
+
+
+def tell(event: Event) -> None:
+    say("event", type(event).__name__, getattr(event, "step", ""))
+
+
+def evaluate(learned: Learned, block: contextlib.AbstractContextManager[Any]) -> None:
+    """At the end of the step, and within the block that the job's options ask for."""
+    if learned.steps - 1 in OPTIONS.get("evaluate", []):
+        with block if OPTIONS.get("checkpointable") else contextlib.nullcontext():
+            if OPTIONS.get("change"):
+                learned.values += 1
+            # The generator is used here; nobody may notice after a restart.
+            random.random()
+            pause("evaluation")
+            if OPTIONS.get("change"):
+                learned.values -= 1
+
+
+def make_termination() -> hf.TerminationConfig:
+    options: dict[str, Any] = {"grace_period": OPTIONS.get("grace")}
+    calls: list[int] = []
+
+    def exit_once_for_good() -> None:
+        calls.append(1)
+        say("exit_fn")
+        if len(calls) > OPTIONS["returns"]:
+            sys.exit(7)
+
+    def watch() -> bool:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a watcher that raises")
+        return True
+
+    if "returns" in OPTIONS:
+        options["exit_fn"] = exit_once_for_good
+    if OPTIONS.get("watcher"):
+        options["termination_watcher_fn"] = watch
+    if "file" in OPTIONS:
+        options["sources"] = [hf.preemption.FileAppears(OPTIONS["file"], interval_seconds=0.01)]
+    if "exit_code" in OPTIONS:
+        options["exit_code"] = OPTIONS["exit_code"]
+    return hf.TerminationConfig(**options)
+
+
+def with_resumable(storage: Any, learned: Learned) -> None:
+    with hf.resumable(
+        storage,
+        learned=learned,
+        rng=hf.RNG(),
+        save_every=hf.Steps(OPTIONS.get("every", 1000)),
+        keep=hf.All(),
+        sinks=[tell],
+        preemption=make_termination(),
+    ) as run:
+        pause("before")
+        for _ in run.steps(OPTIONS["total"]):
+            learned.step()
+            evaluate(learned, run.checkpointable())
+            if run.should_stop():
+                say("should stop")
+        pause("after")
+    pause("outside")
+
+
+def with_handler(storage: Any, learned: Learned) -> None:
+    checkpoint = hf.Checkpoint(learned=learned, rng=hf.RNG())
+    save_every = hf.Steps(OPTIONS.get("every", 1000))
+    with hf.CheckpointManager(storage, checkpoint, save_every=save_every, keep=hf.All(), sinks=[tell]) as manager:
+        with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
+            say("calls", handler.total_run_calls)
+            pause("before")
+            LOOPS[OPTIONS["loop"]](handler, learned)
+            pause("after")
+        if learned.steps not in manager.steps():
+            manager.save(learned.steps)
+    pause("outside")
+
+
+def loop_run(handler: hf.PreemptionCheckpointHandler, learned: Learned) -> None:
+    while handler.total_run_calls < OPTIONS["total"]:
+        assert handler.run(learned.step) == handler.total_run_calls == learned.steps
+        evaluate(learned, handler.checkpointable())
+
+
+def loop_steps(handler: hf.PreemptionCheckpointHandler, learned: Learned) -> None:
+    for step in handler.steps(OPTIONS["total"]):
+        assert learned.step() == step + 1
+        if step in OPTIONS.get("evaluate", []):
+            evaluate(learned, handler.checkpointable())
+
+
+def loop_of_ones_own(handler: hf.PreemptionCheckpointHandler, learned: Learned) -> None:
+    while handler.total_run_calls < OPTIONS["total"]:
+        learned.step()
+        handler.save_checkpoint_if_preempted()
+
+
+LOOPS: dict[str, Callable[[hf.PreemptionCheckpointHandler, Learned], None]] = {
+    "run": loop_run,
+    "steps": loop_steps,
+    "own": loop_of_ones_own,
+}
+
+
+def main() -> None:
+    if "signals_before" in OPTIONS:
+        signal.signal(signal.SIGTERM, lambda number, frame: say("mine"))
+    random.seed(1)
+    storage: Any = OPTIONS["directory"]
+    if "disk_seconds" in OPTIONS:
+        storage = SlowStorage(storage)
+    learned = Learned()
+    if "file_bytes" in OPTIONS:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
+    if OPTIONS.get("loop", "resumable") == "resumable":
+        with_resumable(storage, learned)
+    else:
+        with_handler(storage, learned)
+    say("learned", learned.steps, hashlib.sha256(learned.values.tobytes()).hexdigest(), random.random())
+
+
+if __name__ == "__main__":
+    main()

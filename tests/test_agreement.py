@@ -1,0 +1,318 @@
+"""The agreement on a stop step: as a table, and in every order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.preemption.agreement import ABSENT, Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
+
+# The table.
+
+
+def called(agreement: Agreement, wanted: Wanted = Wanted.LEAVE) -> Agreement:
+    return agreement.hear_call(wanted)[0]
+
+
+def test_a_wish_is_called_for_once_and_answered_by_a_pledge() -> None:
+    agreement = Agreement(rank=1, world_size=2).begin(5)
+    agreement, deeds = agreement.wish(Wanted.LEAVE)
+    assert deeds == [Call(0, Wanted.LEAVE)]
+    assert agreement.may_begin, "until the call stands in the store, nothing is promised"
+    agreement, deeds = agreement.hear_call(Wanted.LEAVE)
+    assert deeds == [Promise(0, 1, Pledge(5))]
+    assert not agreement.may_begin
+    assert agreement.hear_call(Wanted.LEAVE) == (agreement, [])
+    assert agreement.wish(Wanted.SAVE) == (agreement, [])
+
+
+def test_the_largest_pledge_is_the_stop_step() -> None:
+    agreement = called(Agreement(rank=0, world_size=3).begin(5))
+    agreement, deeds = agreement.hear_pledge(0, Pledge(5))
+    assert deeds == []
+    assert agreement.unheard == [1, 2]
+    agreement, deeds = agreement.hear_pledge(2, Pledge(7))
+    agreement, deeds = agreement.hear_pledge(1, Pledge(6))
+    assert deeds == [Announce(0, 7)]
+    agreement = agreement.hear_stop(7)
+    assert agreement.may_begin
+    assert not agreement.is_at_stop
+    agreement = agreement.begin(6).begin(7)
+    assert not agreement.may_begin
+    assert agreement.is_at_stop
+
+
+def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
+    agreement = called(Agreement(rank=0, world_size=2).begin(3))
+    agreement, _ = agreement.hear_pledge(0, Pledge(3))
+    assert agreement.fence(0) == (agreement, []), "not itself"
+    agreement, deeds = agreement.fence(1)
+    assert deeds == [Promise(0, 1, ABSENT)]
+    agreement, deeds = agreement.hear_pledge(1, ABSENT)
+    assert deeds == [Announce(0, 3)]
+    assert agreement.fence(1) == (agreement, [])
+
+
+def test_a_worker_that_was_left_out_finds_out_and_stands_still() -> None:
+    agreement = called(Agreement(rank=1, world_size=2).begin(9))
+    agreement, _ = agreement.hear_pledge(1, ABSENT)
+    assert agreement.is_excluded
+    agreement = agreement.hear_stop(20)
+    assert not agreement.may_begin
+    assert not agreement.is_at_stop
+
+
+def test_a_worker_whose_training_has_ended_saves_what_it_has() -> None:
+    agreement = called(Agreement(rank=1, world_size=2).begin(4).finish())
+    assert agreement.pledge == Pledge(4, final=True)
+    agreement = agreement.hear_stop(6)
+    assert not agreement.may_begin
+    assert agreement.is_at_stop
+
+
+def test_what_one_round_does_not_bring_the_next_one_does() -> None:
+    agreement = called(Agreement(rank=0, world_size=2), Wanted.SAVE)
+    agreement, deeds = agreement.wish(Wanted.LEAVE)
+    assert deeds == []
+    agreement, deeds = agreement.end_round()
+    assert deeds == [Call(1, Wanted.LEAVE)]
+    assert agreement.called is None
+    agreement, _ = agreement.hear_call(Wanted.LEAVE)
+    assert agreement.end_round()[1] == []
+
+
+def test_a_call_that_wants_less_leaves_the_wish() -> None:
+    agreement, _ = Agreement(rank=0, world_size=2).wish(Wanted.LEAVE)
+    agreement = called(agreement, Wanted.SAVE)
+    assert agreement.wished is Wanted.LEAVE
+    agreement, _ = Agreement(rank=0, world_size=2).wish(Wanted.SAVE)
+    assert called(agreement, Wanted.LEAVE).wished is None
+
+
+def test_what_comes_late_changes_nothing() -> None:
+    agreement = called(Agreement(rank=0, world_size=2).begin(2)).hear_stop(3)
+    assert agreement.hear_stop(9) is agreement
+    assert agreement.unheard == []
+    fresh = Agreement(rank=0, world_size=2)
+    assert fresh.hear_stop(3) is fresh
+    assert fresh.hear_pledge(1, Pledge(1)) == (fresh, [])
+    assert fresh.fence(1) == (fresh, [])
+
+
+def test_training_that_begins_again_may_step() -> None:
+    agreement = Agreement(rank=0, world_size=1).begin(3).finish()
+    assert not agreement.may_begin
+    assert agreement.resume(3).may_begin
+
+
+# Every order of events.
+
+
+@dataclass
+class Store:
+    """What was written first stays."""
+
+    values: dict[object, object] = field(default_factory=dict)
+
+    def do(self, deed: Deed) -> None:
+        match deed:
+            case Call():
+                self.values.setdefault(("call", deed.round), deed.wanted)
+            case Promise():
+                self.values.setdefault(("pledge", deed.round, deed.rank), deed.pledge)
+            case Announce():
+                self.values.setdefault(("stop", deed.round), deed.step)
+
+
+@dataclass
+class Worker:
+    """One worker, and all that it has done."""
+
+    agreement: Agreement
+    total: int
+    completed: int = 0
+    joined: bool = True
+    alive: bool = True
+    left: bool = False
+    saves: list[tuple[int, int, Wanted]] = field(default_factory=list)
+
+    @property
+    def active(self) -> bool:
+        return self.joined and self.alive and not self.left and not self.agreement.is_excluded
+
+
+class Job:
+    """Some workers, each of which does one small thing at a time."""
+
+    def __init__(self, totals: list[int], late: set[int]) -> None:
+        self.store = Store()
+        self.workers = [
+            Worker(Agreement(rank, len(totals)), total, joined=rank not in late) for rank, total in enumerate(totals)
+        ]
+
+    def apply(self, worker: Worker, result: tuple[Agreement, list[Deed]]) -> None:
+        worker.agreement, deeds = result
+        for deed in deeds:
+            self.store.do(deed)
+
+    def begin(self, worker: Worker) -> None:
+        """Begins a step, or ends the training."""
+        agreement = worker.agreement
+        if worker.completed < agreement.begun or agreement.finished:
+            return
+        if worker.completed >= worker.total:
+            worker.agreement = agreement.finish()
+        elif agreement.may_begin:
+            worker.agreement = agreement.begin(agreement.begun + 1)
+
+    def complete(self, worker: Worker) -> None:
+        worker.completed = worker.agreement.begun
+
+    def read(self, worker: Worker) -> None:
+        """Sees what stands in the store, in the order in which a driver asks."""
+        agreement = worker.agreement
+        wanted = self.store.values.get(("call", agreement.round))
+        if isinstance(wanted, Wanted):
+            self.apply(worker, worker.agreement.hear_call(wanted))
+        for rank in list(worker.agreement.unheard):
+            pledge = self.store.values.get(("pledge", agreement.round, rank))
+            if isinstance(pledge, Pledge):
+                self.apply(worker, worker.agreement.hear_pledge(rank, pledge))
+        stop = self.store.values.get(("stop", agreement.round))
+        if isinstance(stop, int):
+            worker.agreement = worker.agreement.hear_stop(stop)
+
+    def save(self, worker: Worker) -> None:
+        agreement = worker.agreement
+        if agreement.is_at_stop and worker.completed == agreement.begun:
+            assert agreement.stop is not None
+            assert agreement.called is not None
+            worker.saves.append((agreement.round, agreement.stop, agreement.called))
+            worker.left = agreement.called is Wanted.LEAVE
+            self.apply(worker, agreement.end_round())
+
+    def fence(self, worker: Worker, rank: int) -> None:
+        self.apply(worker, worker.agreement.fence(rank))
+
+    def check(self) -> None:
+        stops: dict[int, set[int]] = {}
+        for worker in self.workers:
+            for number, step, _ in worker.saves:
+                stops.setdefault(number, set()).add(step)
+            stop = worker.agreement.stop
+            if stop is not None:
+                stops.setdefault(worker.agreement.round, set()).add(stop)
+                if not worker.agreement.is_excluded:
+                    assert worker.agreement.begun <= stop, "a stop step was passed"
+        assert all(len(steps) == 1 for steps in stops.values()), "two stop steps"
+
+    def settle(self) -> None:
+        """Lets everybody go on until nothing happens any more; those that are dead or not there are fenced."""
+        for _ in range(400):
+            for worker in self.workers:
+                if worker.active:
+                    for act in (self.begin, self.complete, self.read, self.save):
+                        act(worker)
+                    for rank in list(worker.agreement.unheard):
+                        if not self.workers[rank].joined or not self.workers[rank].alive or self.workers[rank].left:
+                            self.fence(worker, rank)
+                self.check()
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> tuple[list[int], set[int], list[tuple[str, int, int]]]:
+    size = draw(st.integers(1, 4))
+    # Workers whose totals differ end at different steps.
+    totals = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    late = draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    kinds = st.sampled_from(["begin", "begin", "complete", "complete", "read", "read", "save", "leave", "want", "join"])
+    rare = st.sampled_from(["begin", "read", "kill", "fence"])
+    events = draw(
+        st.lists(
+            st.tuples(st.one_of(kinds, kinds, rare), st.integers(0, size - 1), st.integers(0, size - 1)), max_size=60
+        )
+    )
+    return totals, late, events
+
+
+@settings(max_examples=600, deadline=None)
+@given(lives())
+def test_in_every_order_all_stop_at_one_step_that_nobody_has_passed(
+    life: tuple[list[int], set[int], list[tuple[str, int, int]]],
+) -> None:
+    totals, late, events = life
+    job = Job(totals, late)
+    acts: dict[str, Callable[[Worker], None]] = {
+        "begin": job.begin,
+        "complete": job.complete,
+        "read": job.read,
+        "save": job.save,
+    }
+    was_killed = False
+    fenced_alive = False
+    for kind, rank, other in events:
+        worker = job.workers[rank]
+        if kind == "join":
+            worker.joined = True
+        elif not worker.active:
+            continue
+        elif kind in acts:
+            acts[kind](worker)
+        elif kind == "leave":
+            job.apply(worker, worker.agreement.wish(Wanted.LEAVE))
+        elif kind == "want":
+            job.apply(worker, worker.agreement.wish(Wanted.SAVE))
+        elif kind == "kill":
+            worker.alive = False
+            was_killed = True
+        elif kind == "fence":
+            # Also of a worker that lives: whoever fences cannot know.
+            fenced_alive |= job.workers[other].alive and other in worker.agreement.unheard
+            job.fence(worker, other)
+        job.check()
+    job.settle()
+    asked = any(isinstance(key, tuple) and key[0] == "call" for key in job.store.values)
+    for worker in job.workers:
+        if worker.active:
+            assert not worker.agreement.unheard, "nobody waits for ever"
+            assert worker.agreement.called is None or worker.agreement.is_at_stop is False
+        if asked and worker.joined and worker.alive and not worker.agreement.is_excluded:
+            assert worker.saves, "what was called for is done by all who live and were not left out"
+    rounds = [save for worker in job.workers for save in worker.saves]
+    # In one round all do the same.
+    assert len({(number, wanted) for number, _, wanted in rounds}) == len({number for number, _, _ in rounds})
+    if not was_killed and not fenced_alive and not late:
+        assert len({tuple(worker.saves) for worker in job.workers}) == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 50])
+def test_workers_that_step_at_their_own_speed_meet_at_the_fastest_one(ahead: int) -> None:
+    job = Job([100, 100], set())
+    slow, fast = job.workers
+    for _ in range(ahead):
+        job.begin(fast)
+        job.complete(fast)
+    job.begin(slow)
+    job.apply(slow, slow.agreement.wish(Wanted.LEAVE))
+    job.read(fast)
+    job.settle()
+    assert slow.saves == fast.saves == [(0, max(ahead, 1), Wanted.LEAVE)]
+    assert slow.completed == fast.completed == max(ahead, 1)
+
+
+def test_a_worker_that_joins_when_all_wait_for_it_takes_part() -> None:
+    job = Job([9, 9], {1})
+    first, late = job.workers
+    for _ in range(4):
+        job.begin(first)
+        job.complete(first)
+    job.apply(first, first.agreement.wish(Wanted.LEAVE))
+    job.read(first)
+    assert first.agreement.unheard == [1]
+    late.joined = True
+    job.settle()
+    assert first.saves == late.saves == [(0, 4, Wanted.LEAVE)]

@@ -1,0 +1,160 @@
+"""Arrays of JAX: divided over devices and processes, saved in one division, back in another."""
+
+from __future__ import annotations
+
+import collections
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+# Before JAX is imported: one processor stands for several devices.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'holdfast[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import holdfast as hf  # noqa: E402
+from holdfast import errors  # noqa: E402
+from holdfast.format.workers import ALONE, Worker  # noqa: E402
+from holdfast.state import capture_objects  # noqa: E402
+from holdfast.storage.memory import MemoryStorage  # noqa: E402
+from simulated_job import restore_part, save_job  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+def placing(shape: tuple[int, ...], *axes: str | None) -> Any:
+    names = ("a", "b")[: len(shape)]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return NamedSharding(Mesh(devices, names), PartitionSpec(*axes))
+
+
+PLACINGS: list[tuple[tuple[int, ...], tuple[str | None, ...]]] = [
+    ((4,), ("a",)),
+    ((4,), (None, "a")),
+    ((2, 2), ("a", "b")),
+    ((2, 2), ("b", "a")),
+    ((2, 2), (None, "b")),
+    ((2, 2), ()),
+    ((1,), ()),
+]
+
+
+@pytest.mark.parametrize("before", PLACINGS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_any_placing_goes_into_any_other(before: Any, dtype: Any) -> None:
+    values = np.arange(32).reshape(4, 8)
+    storage = MemoryStorage()
+    array = jax.device_put(jnp.asarray(values, dtype), placing(before[0], *before[1]))
+    save_job(storage, [{"x": array}])
+    for shape, axes in PLACINGS:
+        live = jax.device_put(jnp.zeros((4, 8), dtype), placing(shape, *axes))
+        objects = {"x": live}
+        restore_part(storage, objects, ALONE)
+        found = objects["x"]
+        assert found is not live
+        assert (found.dtype, found.sharding) == (live.dtype, live.sharding)
+        assert np.array_equal(np.asarray(found), np.asarray(array))
+    plain = (
+        {"x": np.zeros((4, 8), np.asarray(array).dtype)}
+        if dtype is not jnp.bfloat16
+        else {"x": jnp.zeros((4, 8), dtype)}
+    )
+    restore_part(storage, plain, ALONE)
+    assert np.array_equal(np.asarray(plain["x"]), np.asarray(array))
+
+
+def test_trees_keep_their_containers_and_get_new_arrays() -> None:
+    def tree(number: float) -> dict[str, Any]:
+        shared = jnp.full((2,), number)
+        return {
+            "layers": [{"w": jnp.full((3, 2), number), "b": shared}, {"b": shared}],
+            "point": Point(jnp.full((), number), (number, jnp.full((1,), number))),
+            "host": np.full(2, number),
+        }
+
+    storage = MemoryStorage()
+    save_job(storage, [{"state": tree(3.0)}])
+    live = tree(0.0)
+    layers, host = live["layers"], live["host"]
+    restore_part(storage, {"state": live}, ALONE)
+    assert live["layers"] is layers
+    assert live["host"] is host
+    for one, other in zip(jax.tree.leaves(live), jax.tree.leaves(tree(3.0)), strict=True):
+        assert np.array_equal(one, other)
+    assert isinstance(live["point"].x, jax.Array)
+    assert layers[0]["b"] is layers[1]["b"]
+
+
+class Counter:
+    """An object that takes its state as a program of JAX's does."""
+
+    def __init__(self, number: float) -> None:
+        self.state: dict[str, Any] = {"n": jnp.asarray(number)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["n"], jax.Array)
+        self.state = state
+
+
+def test_objects_with_state_get_arrays() -> None:
+    storage = MemoryStorage()
+    save_job(storage, [{"counter": Counter(5), "own": hf.PerWorker(jnp.ones(2))}])
+    counter, own = Counter(0), hf.PerWorker(jnp.zeros(2))
+    restore_part(storage, {"counter": counter, "own": own}, ALONE)
+    assert counter.state["n"] == 5
+    assert isinstance(own.value, jax.Array)
+    assert own.value.tolist() == [1, 1]
+
+
+def test_arrays_of_one_process_are_replicas_in_a_job_of_several() -> None:
+    storage = MemoryStorage()
+    jobs = [{"x": jnp.arange(6.0), "own": hf.PerWorker({"key": jnp.array([rank])})} for rank in range(3)]
+    manifest = save_job(storage, jobs)
+    assert manifest.world_size == 3
+    for rank in range(3):
+        objects: dict[str, Any] = {"x": jnp.zeros(6), "own": hf.PerWorker({"key": jnp.array([-1])})}
+        restore_part(storage, objects, Worker(rank, 3))
+        assert objects["x"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert objects["own"].value["key"].tolist() == [rank]
+
+
+def test_what_cannot_be_stored_is_said() -> None:
+    with pytest.raises(errors.UnsupportedValueError, match="dtype key") as caught:
+        capture_objects({"key": jax.random.key(0)})
+    assert "key_data" in caught.value.hint
+    with pytest.raises(errors.UnsupportedValueError, match="dtype int4"):
+        capture_objects({"x": jnp.zeros(2, jnp.int4)})
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_restore(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "XLA_FLAGS": ""}
+    program = str(ROOT / "tests" / "jax_processes.py")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, program, address, str(rank), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)

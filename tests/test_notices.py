@@ -1,0 +1,653 @@
+"""Sources of notices: what each hears from real answers, errors and time-outs."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.events import Event, Warned
+from holdfast.preemption import (
+    AWS,
+    GCP,
+    Azure,
+    Demand,
+    FileAppears,
+    Kubernetes,
+    Notice,
+    NoticeSource,
+    PolledSource,
+    Signals,
+    Slurm,
+    Watcher,
+)
+from holdfast.preemption.slurm import requeue_advice
+from holdfast.preemption.surroundings import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
+from holdfast.preemption.wakeup import Wakeup
+from holdfast.preemption.watch import Watch
+from metadata_server import CUT, HANG, Reply, Request, serving
+
+
+def heard(source: NoticeSource) -> list[Notice]:
+    return list(source.look())
+
+
+# Google's cloud.
+
+GOOGLE = {"Metadata-Flavor": "Google", "Content-Type": "application/text", "Server": "Metadata Server for VM"}
+
+
+class Google:
+    """Answers as the metadata server does: values with an ETag, and long polls."""
+
+    def __init__(self) -> None:
+        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+        self.changed = threading.Condition()
+
+    def set(self, attribute: str, value: str) -> None:
+        with self.changed:
+            self.values[attribute] = value
+            self.changed.notify_all()
+
+    def __call__(self, request: Request) -> Reply:
+        if request.headers.get("Metadata-Flavor") != "Google":
+            return Reply(403, "<!DOCTYPE html><html lang=en><title>Error 403 (Forbidden)!!1</title>")
+        path, _, query = request.path.partition("?")
+        prefix = "/computeMetadata/v1/instance/"
+        attribute = path.removeprefix(prefix)
+        if not path.startswith(prefix) or attribute not in self.values:
+            return Reply(404, "<!DOCTYPE html><html lang=en><title>Error 404 (Not Found)!!1</title>", GOOGLE)
+        options = dict(option.split("=") for option in query.split("&") if option)
+        with self.changed:
+            if options.get("wait_for_change") == "true":
+                self.changed.wait_for(
+                    lambda: self.etag(attribute) != options.get("last_etag"), float(options["timeout_sec"])
+                )
+            return Reply(200, self.values[attribute], {**GOOGLE, "ETag": self.etag(attribute)})
+
+    def etag(self, attribute: str) -> str:
+        return f"{hash(self.values[attribute]) & 0xFFFFFFFF:08x}"
+
+
+def test_gcp_waits_for_the_preemption() -> None:
+    google = Google()
+    with serving(google) as cloud:
+        source = GCP(base_url=cloud.url, wait_seconds=30)
+        assert heard(source) == []
+        found: list[Notice] = []
+        listening = threading.Thread(target=lambda: found.extend(source.look()))
+        listening.start()
+        while len(cloud.requests) < 2:
+            pass
+        google.set("preempted", "TRUE")
+        listening.join(20)
+        assert [(notice.demand, notice.left_seconds) for notice in found] == [(Demand.LEAVE_BY, 30.0)]
+        assert "wait_for_change=true&timeout_sec=30&last_etag=" in cloud.requests[1].path
+        source._wait_seconds = 1
+        assert heard(source) == [], "it says so once"
+
+
+@pytest.mark.parametrize(
+    ("value", "demand", "left"),
+    [
+        ("TERMINATE_ON_HOST_MAINTENANCE", Demand.LEAVE_BY, 3600.0),
+        ("MIGRATE_ON_HOST_MAINTENANCE", Demand.SAVE, None),
+    ],
+)
+def test_gcp_hears_of_maintenance(value: str, demand: Demand, left: float | None) -> None:
+    google = Google()
+    with serving(google) as cloud:
+        source = GCP("maintenance-event", base_url=cloud.url, left_seconds=3600, wait_seconds=1)
+        assert heard(source) == []
+        google.set("maintenance-event", value)
+        assert [(notice.demand, notice.left_seconds) for notice in source.look()] == [(demand, left)]
+        google.set("maintenance-event", "NONE")
+        assert heard(source) == []
+
+
+def test_gcp_takes_no_other_server_for_googles() -> None:
+    with serving(lambda request: Reply(200, "TRUE")) as cloud, pytest.raises(OSError, match="answered 200"):
+        GCP(base_url=cloud.url).look()
+
+
+def test_gcp_does_not_storm_a_server_that_cannot_wait() -> None:
+    with serving(lambda request: Reply(200, "FALSE", {**GOOGLE, "ETag": "0"})) as cloud:
+        source = GCP(base_url=cloud.url)
+        heard(source)
+        assert source.interval_seconds == 0.0
+        heard(source)
+        assert source.interval_seconds == 1.0
+
+
+# Amazon's cloud.
+
+
+class Amazon:
+    """Answers as the metadata service does when it demands a session token."""
+
+    def __init__(self) -> None:
+        self.token = "AQAEAFKn9vJ"
+        self.records: dict[str, str] = {}
+
+    def __call__(self, request: Request) -> Reply:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        if request.path == "/latest/api/token":
+            if request.method != "PUT" or not 1 <= int(headers["x-aws-ec2-metadata-token-ttl-seconds"]) <= 21600:
+                return Reply(400)
+            return Reply(200, self.token, {"X-Aws-Ec2-Metadata-Token-Ttl-Seconds": "21600", "Server": "EC2ws"})
+        if headers.get("x-aws-ec2-metadata-token") != self.token:
+            return Reply(401, "", {"Server": "EC2ws"})
+        record = self.records.get(request.path)
+        return Reply(404, NOT_FOUND) if record is None else Reply(200, record, {"Server": "EC2ws"})
+
+
+NOT_FOUND = """<?xml version="1.0" encoding="iso-8859-1"?>
+<html><head><title>404 - Not Found</title></head><body><h1>404 - Not Found</h1></body></html>
+"""
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+def utc(seconds_ahead: float) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds_ahead)
+
+
+def test_aws_hears_that_a_spot_instance_is_taken_away() -> None:
+    amazon = Amazon()
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url)
+        assert heard(source) == []
+        amazon.records[ACTION] = json.dumps({"action": "terminate", "time": f"{utc(120):%Y-%m-%dT%H:%M:%SZ}"})
+        (notice,) = source.look()
+        assert notice.demand is Demand.LEAVE_BY
+        assert notice.left_seconds is not None
+        assert 60 < notice.left_seconds <= 121
+        assert heard(source) == [], "it says so once"
+
+
+def test_aws_rebalance_and_hibernation_save_and_do_not_stop() -> None:
+    amazon = Amazon()
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url)
+        amazon.records[REBALANCE] = '{"noticeTime": "2020-10-27T08:22:00Z"}'
+        assert [notice.demand for notice in source.look()] == [Demand.SAVE]
+        amazon.records[ACTION] = '{"action": "hibernate", "time": "2020-10-27T08:22:00Z"}'
+        assert [notice.demand for notice in source.look()] == [Demand.SAVE]
+        assert heard(source) == []
+
+
+def test_aws_gets_a_new_token_when_the_old_one_is_refused() -> None:
+    amazon = Amazon()
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url)
+        heard(source)
+        amazon.token = "another"
+        amazon.records[ACTION] = '{"action": "stop", "time": "not a time"}'
+        (notice,) = source.look()
+        assert (notice.demand, notice.left_seconds) == (Demand.LEAVE_BY, 120.0)
+        assert [request.method for request in cloud.requests].count("PUT") == 2
+
+
+# Microsoft's cloud.
+
+
+class Microsoft:
+    """Answers as the scheduled events do."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.started: list[Any] = []
+
+    def __call__(self, request: Request) -> Reply:
+        if request.headers.get("Metadata") != "true":
+            return Reply(400, '{"error": "Bad request. Required metadata header not specified"}')
+        if request.path.startswith("/metadata/instance/compute/name?"):
+            return Reply(200, "scaleset_7", {"Content-Type": "text/plain; charset=utf-8"})
+        if request.path != "/metadata/scheduledevents?api-version=2020-07-01":
+            return Reply(404, '{"error": "Not found"}')
+        if request.method == "POST":
+            self.started += json.loads(request.body)["StartRequests"]
+            return Reply(200)
+        return Reply(200, json.dumps({"DocumentIncarnation": 3, "Events": self.events}))
+
+
+def scheduled(kind: str, machines: list[str], **fields: Any) -> dict[str, Any]:
+    return {
+        "EventId": f"602d9444-d2cd-49c7-8624-{kind}-{machines[0]}",
+        "EventStatus": "Scheduled",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": machines,
+        "NotBefore": format_datetime(utc(30), usegmt=True),
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+        **fields,
+    }
+
+
+def test_azure_hears_what_concerns_this_machine() -> None:
+    microsoft = Microsoft()
+    with serving(microsoft) as cloud:
+        source = Azure(base_url=cloud.url)
+        microsoft.events = [scheduled("Preempt", ["scaleset_8"])]
+        assert heard(source) == []
+        microsoft.events += [scheduled("Preempt", ["scaleset_7", "scaleset_9"]), scheduled("Freeze", ["scaleset_7"])]
+        preempt, freeze = source.look()
+        assert preempt.demand is Demand.LEAVE_BY
+        assert preempt.left_seconds is not None
+        assert preempt.left_seconds <= 31
+        assert freeze.demand is Demand.SAVE
+        assert heard(source) == []
+        source.note_leaving()
+        assert microsoft.started == [], "nothing is acknowledged unless that is asked for"
+
+
+def test_azure_acknowledges_what_ends_this_machine_if_asked_to() -> None:
+    microsoft = Microsoft()
+    with serving(microsoft) as cloud:
+        source = Azure(base_url=cloud.url, acknowledge=True, machine="here")
+        microsoft.events = [scheduled("Preempt", ["here"]), scheduled("Freeze", ["here"]), scheduled("Reboot", ["x"])]
+        heard(source)
+        source.note_leaving()
+        assert microsoft.started == [{"EventId": microsoft.events[0]["EventId"]}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "not_before", "left"),
+    [("Terminate", "Started", "", 0.0), ("Preempt", "Scheduled", "", 30.0), ("Reboot", "Scheduled", "soon", 30.0)],
+)
+def test_azure_without_a_time(kind: str, status: str, not_before: str, left: float) -> None:
+    microsoft = Microsoft()
+    microsoft.events = [scheduled(kind, ["scaleset_7"], EventStatus=status, NotBefore=not_before)]
+    with serving(microsoft) as cloud:
+        assert [notice.left_seconds for notice in Azure(base_url=cloud.url).look()] == [left]
+
+
+# What servers do wrong.
+
+CLOUDS: list[Callable[..., Any]] = [GCP, AWS, Azure]
+
+
+@pytest.mark.parametrize("make", CLOUDS)
+@pytest.mark.parametrize("reply", [Reply(500, "no"), Reply(200, "[1, 2"), Reply(CUT, '{"a": 1'), Reply(200, "[]")])
+def test_what_is_no_answer_is_an_error(make: Callable[..., Any], reply: Reply) -> None:
+    with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answered|Incomplete"):
+        make(base_url=cloud.url).look()
+
+
+@pytest.mark.parametrize("make", CLOUDS)
+def test_silence_is_an_error_in_time(make: Callable[..., Any]) -> None:
+    with serving(lambda request: Reply(HANG)) as cloud, pytest.raises(TimeoutError):
+        make(base_url=cloud.url, timeout_seconds=0.2).look()
+
+
+@pytest.mark.parametrize("make", CLOUDS)
+def test_a_look_ends_when_the_source_is_closed(make: Callable[..., Any]) -> None:
+    with serving(lambda request: Reply(HANG)) as cloud:
+        source = make(base_url=cloud.url, timeout_seconds=600)
+        failures: list[BaseException] = []
+
+        def look() -> None:
+            try:
+                source.look()
+            except OSError as error:
+                failures.append(error)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        while not cloud.requests:
+            pass
+        source.close()
+        looking.join(20)
+        assert failures
+        with pytest.raises(OSError, match="closed"):
+            source.look()
+
+
+@pytest.mark.parametrize("make", CLOUDS)
+@pytest.mark.parametrize("url", ["https://a", "a", "http://", "http://a:b", "http://a?x=1"])
+def test_wrong_urls_are_refused(make: Callable[..., Any], url: str) -> None:
+    with pytest.raises(UsageError, match="URL"):
+        make(base_url=url)
+    with pytest.raises(UsageError):
+        make(timeout_seconds=0)
+
+
+def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serving(Amazon()) as cloud:
+        assert heard(AWS(base_url=cloud.url)) == []
+
+
+# Slurm.
+
+
+def test_slurm_tells_once_that_the_end_is_near() -> None:
+    environment = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+    assert heard(Slurm(environment=environment)) == []
+    source = Slurm(2000, environment=environment)
+    (notice,) = source.look()
+    assert notice.demand is Demand.LEAVE_BY
+    assert notice.left_seconds is not None
+    assert 900 < notice.left_seconds <= 1000
+    assert "scontrol requeue 77" in notice.advice
+    assert heard(source) == []
+
+
+@pytest.mark.parametrize("text", ["", "0", "never", "inf"])
+def test_slurm_without_a_limit(text: str) -> None:
+    assert heard(Slurm(environment={"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": text})) == []
+
+
+def test_the_advice_names_the_task_of_an_array() -> None:
+    array = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "4"}
+    assert "scontrol requeue 70_4" in requeue_advice(array)
+    assert requeue_advice({}) == ""
+
+
+# A file, a function.
+
+
+def test_a_file_that_appears(tmp_path: Path) -> None:
+    path = tmp_path / "stop"
+    source = FileAppears(path)
+    assert heard(source) == []
+    path.touch()
+    (notice,) = source.look()
+    assert (notice.demand, notice.text) == (Demand.LEAVE, f"{path} has appeared")
+    assert heard(source) == []
+    assert heard(FileAppears(path)) == [], "one that was there before says nothing"
+    os.utime(path, (1, 1))
+    assert len(heard(source)) == 1, "but one that is touched again does"
+    path.unlink()
+    assert heard(source) == []
+    path.touch()
+    assert len(heard(source)) == 1
+
+
+def test_a_function_of_the_users() -> None:
+    answers: list[Any] = [False, True, True, None, Notice(source="mine", text="go", demand=Demand.SAVE)]
+    source = Watcher(lambda: answers.pop(0))
+    assert [[notice.demand for notice in source.look()] for _ in range(5)] == [
+        [],
+        [Demand.LEAVE],
+        [],
+        [],
+        [Demand.SAVE],
+    ]
+    with pytest.raises(UsageError):
+        Watcher("no function")  # type: ignore[arg-type]
+
+
+# All at once.
+
+
+class Faulty(PolledSource):
+    """Fails, and then speaks."""
+
+    name = "faulty"
+    interval_seconds = 0.001
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.looks = 0
+
+    def look(self) -> Iterable[Notice]:
+        self.looks += 1
+        if self.looks <= self.failures:
+            raise SystemExit(3) if self.looks == 1 else ZeroDivisionError("no")
+        return (Notice(source=self.name, text=f"look {self.looks}"),)
+
+
+def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
+    notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    events: list[Event] = []
+
+    def hear(notice: Notice) -> bool:
+        notices.put(notice)
+        return True
+
+    faulty, other = Faulty(3), Faulty(0)
+    other.name = "other"
+    watch = Watch([faulty, other], hear, events.append, pause_seconds=0.01)
+    watch.open()
+    try:
+        found = {notices.get(timeout=20).text for _ in range(1)}
+        while "look 4" not in found or not any(isinstance(event, Warned) for event in events):
+            found.add(notices.get(timeout=20).text)
+    finally:
+        watch.close()
+    assert [str(event) for event in events] == [
+        "faulty cannot be asked for notices, and is asked again later: SystemExit: 3"
+    ]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-notices")]
+
+
+def test_the_protocol_is_that_of_every_source() -> None:
+    for source in (Signals(), Kubernetes(), Slurm(), GCP(), AWS(), Azure(), FileAppears("x"), Watcher(lambda: None)):
+        assert isinstance(source, NoticeSource)
+
+
+# Which are chosen.
+
+
+def names(environment: dict[str, str], dmi: dict[str, str], *, in_main_thread: bool = True) -> list[str]:
+    return [source.name for source in choose_sources(Surroundings(environment, dmi, in_main_thread))]
+
+
+def test_which_sources_auto_stands_for() -> None:
+    assert names({}, {}) == ["signal"]
+    assert names({}, {}, in_main_thread=False) == []
+    assert names({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}) == ["kubernetes"]
+    assert names({"SLURM_JOB_ID": "3"}, {}) == ["signal", "slurm"]
+    assert names({}, {"product_name": "Google Compute Engine"}) == ["signal", "gcp preempted", "gcp maintenance-event"]
+    assert names({}, {"sys_vendor": "Amazon EC2"}) == ["signal", "aws"]
+    assert names({}, {"bios_version": "4.11.amazon"}) == ["signal", "aws"]
+
+
+def test_hyper_v_alone_is_not_azure() -> None:
+    machine = {"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"}
+    assert choose_cloud(machine) == ""
+    assert choose_cloud({**machine, "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}) == "azure"
+
+
+def test_looking_around_reads_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "product_name").write_text("Google Compute Engine\n")
+    (tmp_path / "bios_version").mkdir()
+    assert read_dmi(tmp_path) == {"product_name": "Google Compute Engine"}
+    assert look_around().in_main_thread
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("numbers", [(0,), (9999,), (signal.SIGKILL,), (signal.SIGSTOP,)])
+def test_signals_that_are_none_are_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError):
+        Signals(*numbers)
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    with pytest.raises(UsageError):
+        Kubernetes(seconds)
+    with pytest.raises(UsageError):
+        Slurm(seconds)
+
+
+def test_signals_are_heard_in_the_main_thread_only() -> None:
+    failures: list[UsageError] = []
+
+    def open_there() -> None:
+        try:
+            Signals().open(lambda notice: True)
+        except UsageError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=open_there)
+    thread.start()
+    thread.join()
+    (failure,) = failures
+    assert "main thread" in str(failure)
+
+
+def test_handlers_are_chained_and_put_back() -> None:
+    calls: list[object] = []
+
+    def note(what: object) -> bool:
+        calls.append(what)
+        return True
+
+    signal.signal(signal.SIGUSR1, lambda number, frame: calls.append("mine"))
+    try:
+        source = Signals(signal.SIGUSR1)
+        source.open(lambda notice: note(notice.insists))
+        other = Signals(signal.SIGUSR1)
+        other.open(lambda notice: note("other"))
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == ["other", True, "mine"]
+        source.close()
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls[3:] == ["other", "mine"], "one that is closed first only passes on"
+        other.close()
+        source.close()
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls[5:] == ["mine"]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_signal_that_is_not_taken_has_its_own_effect() -> None:
+    ended = run(
+        """
+        import os, signal
+        from holdfast.preemption import Signals
+        heard = []
+        Signals().open(lambda notice: not heard.append(notice) and len(heard) < 3)
+        for _ in range(3):
+            print("alive", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        print("too far")
+        """
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "alive\n" * 3)
+
+
+def test_an_ignored_signal_stays_ignored_and_kubernetes_knows_the_time() -> None:
+    ended = run(
+        """
+        import os, signal
+        from holdfast.preemption import Kubernetes
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        source = Kubernetes(12)
+        source.open(lambda notice: not print(notice.text.split()[0], notice.left_seconds, notice.by_hand))
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        source.close()
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM))
+        """
+    )
+    assert ended.stdout.splitlines() == [
+        "SIGTERM 12 False",
+        "SIGINT None True",
+        "SIGUSR2 None False",
+        "True 0",
+    ]
+
+
+def test_a_forked_child_is_left_alone() -> None:
+    ended = run(
+        """
+        import os, signal
+        from holdfast.preemption import Signals
+        from holdfast.preemption.wakeup import Wakeup
+        heard = []
+        Signals().open(lambda notice: not heard.append(notice))
+        bell = Wakeup()
+        bell.take_signals()
+        child = os.fork()
+        if not child:
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            os._exit(7)
+        print(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), heard, bell.listen(0.2))
+        """
+    )
+    assert ended.stdout.split() == ["15", "[]", "[]"], ended.stderr
+
+
+# The bell.
+
+
+def test_a_signal_rings_while_the_main_thread_is_busy() -> None:
+    ended = run(
+        """
+        import ctypes, os, signal, sys, threading
+        from holdfast.preemption import Signals
+        from holdfast.preemption.wakeup import Wakeup
+        Signals().open(lambda notice: True)
+        bell = Wakeup()
+        bell.take_signals()
+
+        def listen():
+            print(bell.listen(60), flush=True)
+            os._exit(0)
+
+        threading.Thread(target=listen).start()
+        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        # A lock that is taken twice: foreign code that waits for ever, and that no signal ends.
+        lock = ctypes.create_string_buffer(64)
+        libc = ctypes.CDLL(None)
+        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(lock)
+        """
+    )
+    assert ended.stdout == "[15]\n", ended.stderr
+
+
+def test_the_bell_passes_signals_on_and_puts_back_what_was_there() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        assert signal.set_wakeup_fd(writer) == -1
+        bell = Wakeup()
+        bell.take_signals()
+        signal.raise_signal(signal.SIGUSR1)
+        assert bell.listen(20) == [signal.SIGUSR1]
+        assert os.read(reader, 10) == bytes([signal.SIGUSR1])
+        bell.ring()
+        assert bell.listen(20) == []
+        bell.close()
+        bell.ring()
+        assert signal.set_wakeup_fd(-1) == writer
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        os.close(reader)
+        os.close(writer)

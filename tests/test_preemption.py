@@ -1,0 +1,801 @@
+"""Jobs that are asked to leave: real processes and real signals, at every moment; what was promised comes back."""
+
+# ruff: noqa: PT012  The exit comes out of the loop, wherever that is.
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from command_line import run_python
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.errors import MismatchError, UsageError
+from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
+from holdfast.preemption import Demand, Notice, PolledSource, Signals
+from holdfast.storage import LocalStorage
+
+JOB = Path(__file__).with_name("preemptible_job.py")
+LOOPS = ["resumable", "run", "steps", "own"]
+TOTAL = 9
+
+
+class Job:
+    """One process of the job."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.directory = directory
+        options = {"directory": str(directory), "total": TOTAL, **options}
+        self.process = subprocess.Popen(
+            [sys.executable, str(JOB), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+        self.errors = ""
+
+    def wait_for(self, word: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.strip())
+            if line.startswith(word):
+                return
+        raise AssertionError(f"it never said {word!r}: {self.end()}\n{self.errors}")
+
+    def send(self, *numbers: int) -> None:
+        for number in numbers:
+            self.process.send_signal(number)
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def wait_for_error(self, text: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors += line
+            if text in line:
+                return
+        raise AssertionError(f"it never wrote {text!r}: {self.errors}")
+
+    def end(self) -> int:
+        said, errors = self.process.communicate(timeout=60)
+        self.said += said.splitlines()
+        self.errors += errors
+        return self.process.returncode
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """The jobs of a test, none of which outlives it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        if job.process.poll() is None:
+            job.process.kill()
+        job.process.communicate()
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [name.step for name in read_catalog(LocalStorage(directory)).living]
+
+
+def events_of(directory: Path) -> list[AnyEvent]:
+    return list(read_events(directory / "events.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What the job has learned at its end when nobody asks it to leave, by its number of steps."""
+    found = {}
+    for total in (TOTAL, 40):
+        job = Job(tmp_path_factory.mktemp("uninterrupted"), total=total)
+        assert job.end() == 0, job.errors
+        found[total] = job.said[-1]
+    return found
+
+
+def check_the_rest(directory: Path, expected: str, **options: Any) -> None:
+    """A restart comes to the same end as a job that nobody has asked to leave."""
+    job = Job(directory, **options)
+    assert job.end() == 0, job.errors
+    assert job.said[-1] == expected
+
+
+# A signal at each moment.
+
+
+@pytest.mark.parametrize(
+    ("loop", "step"),
+    # The handler of a loop of one's own cannot know that its first step has begun.
+    [(loop, step) for loop in LOOPS for step in (0, 4, TOTAL - 2, TOTAL - 1) if (loop, step) != ("own", 0)],
+)
+def test_the_step_in_progress_ends_is_saved_and_the_rest_comes_after_a_restart(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, step: int
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=[step])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert f"step {step + 1} is saved; leaving with exit code 42" in job.errors
+    assert steps_of(tmp_path) == [step + 1]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 42), (signal.SIGUSR2, 42), (signal.SIGTERM, 42)]
+)
+def test_each_signal_is_heard(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], number: int, code: int
+) -> None:
+    job = Job(tmp_path, pause=[3])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(number)
+    job.go_on()
+    assert job.end() == code, job.errors
+    assert steps_of(tmp_path) == [4]
+    check_the_rest(tmp_path, uninterrupted[TOTAL])
+
+
+@pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
+def test_a_signal_in_evaluation_is_not_lost(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[5])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [6]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_signal_before_the_first_step_leaves_at_once(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=["before"])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    # Nobody goes on: it leaves from the middle of the wait.
+    assert job.end() == 42, job.errors
+    assert "nothing was trained that could be lost" in job.errors
+    assert steps_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_signal_amid_the_restore_loses_nothing(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=[4])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    job = Job(tmp_path, loop=loop, pause=["restore"])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [5]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+def test_a_signal_after_the_loop_leaves_when_all_is_saved(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str]
+) -> None:
+    job = Job(tmp_path, pause=["after"])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [TOTAL]
+    check_the_rest(tmp_path, uninterrupted[TOTAL])
+
+
+@pytest.mark.parametrize("loop", ["run", "steps", "own"])
+def test_a_signal_after_the_loop_of_a_handler_is_acted_on_when_it_is_closed(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=["after"])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [TOTAL]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_behind_the_block_a_signal_is_what_it_always_was(tmp_path: Path, jobs: list[Job], loop: str) -> None:
+    job = Job(tmp_path, loop=loop, pause=["outside"])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    assert job.end() == -signal.SIGTERM
+    assert steps_of(tmp_path) == [TOTAL]
+
+
+def test_the_users_handler_is_called_as_well(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[3, "outside"], signals_before=True)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.wait_for("mine")
+    job.go_on()
+    assert job.end() == 42, job.errors
+
+
+# More than one signal.
+
+
+def test_a_third_signal_leaves_at_once(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[3])
+    jobs.append(job)
+    job.wait_for("paused")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        job.send(number)
+        job.wait_for_error(signal.Signals(number).name)
+    job.send(signal.SIGTERM)
+    assert job.end() == -signal.SIGTERM
+    assert steps_of(tmp_path) == []
+
+
+def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import ctypes, os, signal, sys, threading, numpy as np, holdfast as hf
+
+        # A lock that is taken twice: foreign code that waits for ever, and that no signal ends.
+        lock = ctypes.create_string_buffer(64)
+        waiting = f"{ctypes.addressof(lock):#x}"
+
+        def send():
+            main = threading.main_thread().native_id
+            while True:
+                with open(f"/proc/self/task/{main}/syscall") as file:
+                    if waiting in file.read().split():
+                        break
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(os.getpid(), number)
+
+        state = {"value": np.zeros(10)}
+        with hf.resumable(sys.argv[1], state=state) as run:
+            for step in run.steps(10):
+                threading.Thread(target=send, daemon=True).start()
+                libc = ctypes.CDLL(None)
+                libc.pthread_mutex_lock(lock)
+                libc.pthread_mutex_lock(lock)
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
+    assert "the main thread is stuck" in done.stderr
+
+
+# Time that is left.
+
+
+def begin_grace(job: Job, jobs: list[Job]) -> None:
+    """Sends a signal in the first step, and waits for the save that follows it."""
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    job.wait_for("event Committed")
+
+
+def test_a_second_signal_ends_the_grace_period(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[0], total=10**9, step_seconds=0.001, grace=3600)
+    begin_grace(job, jobs)
+    job.send(signal.SIGUSR1)
+    assert job.end() == 42, job.errors
+    first, last = steps_of(tmp_path)
+    assert first == 1
+    assert last > 1, "it trained on until the second signal"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_within_the_grace_period_training_goes_on_and_ends_in_time(tmp_path: Path, jobs: list[Job], loop: str) -> None:
+    job = Job(tmp_path, loop=loop, pause=[1], total=10**9, step_seconds=0.01, grace=6)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    end = threading.Timer(6, job.process.kill)
+    end.start()
+    job.go_on()
+    # As a platform does: what is not gone by then is killed.
+    assert job.end() == 42, job.errors
+    end.cancel()
+    first, last = steps_of(tmp_path)
+    assert first == 2
+    assert last > 10
+
+
+def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[1], step_seconds=1.5, grace=4)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [2], "a save, and no step for which there is no time"
+
+
+def test_a_save_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[3], every=2, total=10**9, step_seconds=0.05, disk_seconds=1.0, grace=9)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    end = threading.Timer(9, job.process.kill)
+    end.start()
+    job.go_on()
+    assert job.end() == 42, job.errors
+    end.cancel()
+    leaving = [event for event in events_of(tmp_path) if isinstance(event, Leaving)]
+    assert [(event.step, event.error) for event in leaving] == [(steps_of(tmp_path)[-1], "")]
+
+
+# Leaving otherwise.
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(
+    tmp_path: Path, jobs: list[Job], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=[2, 5, 7], returns=2)
+    jobs.append(job)
+    for _ in range(3):
+        job.wait_for("paused")
+        job.send(signal.SIGTERM)
+        job.go_on()
+    assert job.end() == 7, job.errors
+    assert job.said.count("exit_fn") == 3
+    assert steps_of(tmp_path) == [3, 6, 8]
+
+
+def test_another_exit_code(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[2], exit_code=99)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 99
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_disk_that_is_full_then_has_an_exit_code_of_its_own(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    # What the checkpoint at step 4 needs, but not the one at step 6: nothing may be as large as that from then on.
+    job = Job(tmp_path, loop=loop, pause=[3], size=1000)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    job = Job(tmp_path, loop=loop, pause=[5], file_bytes=5000)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 74
+    assert "step 6 could NOT be saved" in job.errors
+    assert "the newest checkpoint is step 4; leaving with exit code 74" in job.errors
+    assert steps_of(tmp_path) == [4]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+def test_a_failed_save_does_not_call_exit_fn(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[5], file_bytes=5000, returns=0)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 74
+    assert "exit_fn" not in job.said
+    assert "there is no checkpoint" in job.errors
+
+
+# Other sources.
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_watcher_that_raises_is_asked_again(tmp_path: Path, jobs: list[Job], loop: str) -> None:
+    job = Job(tmp_path, loop=loop, watcher=True, total=10**9, step_seconds=0.001)
+    jobs.append(job)
+    assert job.end() == 42, job.errors
+    warned = [event.text for event in events_of(tmp_path) if isinstance(event, Warned)]
+    assert [text for text in warned if "ZeroDivisionError: a watcher that raises" in text]
+    assert len(steps_of(tmp_path)) == 1
+
+
+def test_a_file_that_appears_stops_the_job(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path / "run", file=str(tmp_path / "stop"), pause=[2], total=10**9, step_seconds=0.001)
+    jobs.append(job)
+    job.wait_for("paused")
+    (tmp_path / "stop").touch()
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert [event.source for event in events_of(tmp_path / "run") if isinstance(event, NoticeHeard)] == ["file"]
+
+
+# Outside of steps.
+
+
+@pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
+def test_in_a_checkpointable_block_the_state_is_saved_and_nobody_waits_for_its_end(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[4], checkpointable=True)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    # Nobody goes on.
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [5]
+    if loop != "steps":
+        # Each run evaluates and uses the generator there; one that is restarted begins behind it.
+        check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, change=True)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.wait_for_error("cannot be saved while the loop rests")
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [5]
+
+
+def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, grace=3600)
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.wait_for("event Committed")
+    job.go_on()
+    assert job.end() == 0, job.errors
+    assert steps_of(tmp_path) == [5, TOTAL]
+
+
+def test_should_stop_is_true_when_the_job_is_to_leave(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[4])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert job.said.count("should stop") == 1
+
+
+# Within this process.
+
+
+class Spoken(PolledSource):
+    """Says what the test wants, when the test wants it."""
+
+    name = "spoken"
+    interval_seconds = None
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def open(self, hear: Any) -> None:
+        self.hear = hear
+
+    def look(self) -> tuple[Notice, ...]:
+        return ()
+
+    def note_leaving(self) -> None:
+        self.left += 1
+
+    def say(self, demand: Demand = Demand.LEAVE, left_seconds: float | None = None) -> None:
+        assert self.hear(Notice(source="spoken", text="go", demand=demand, left_seconds=left_seconds))
+
+
+def manager_of(place: Path, **options: Any) -> tuple[hf.CheckpointManager, dict[str, Any]]:
+    state = {"value": np.zeros(4)}
+    return hf.CheckpointManager(place, hf.Checkpoint(state=state), keep=hf.All(), **options), state
+
+
+def test_advice_saves_and_does_not_stop(tmp_path: Path) -> None:
+    source = Spoken()
+    state = {"value": np.zeros(4)}
+    termination = hf.TerminationConfig(sources=[source])
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(100), keep=hf.All(), preemption=termination) as run:
+        for step in run.steps(6):
+            state["value"] += 1
+            if step in (1, 3):
+                source.say(Demand.SAVE)
+                assert not run.should_stop()
+    assert steps_of(tmp_path) == [2, 4, 6]
+    assert source.left == 0
+
+
+def test_a_deadline_of_the_source_is_kept_by_itself(tmp_path: Path) -> None:
+    source = Spoken()
+    state = {"value": np.zeros(4)}
+    termination = hf.TerminationConfig(sources=[source])
+    done: list[int] = []
+    with pytest.raises(SystemExit) as leaving:
+        with hf.resumable(
+            tmp_path, state=state, save_every=hf.Steps(9**9), keep=hf.All(), preemption=termination
+        ) as run:
+            for step in run.steps(10**9):
+                state["value"] += 1
+                done.append(step)
+                if step == 1:
+                    source.say(Demand.LEAVE_BY, left_seconds=2.5)
+    assert leaving.value.code == 42
+    assert steps_of(tmp_path)[0] == 2
+    assert len(done) > 2
+    assert source.left == 1
+
+
+def test_save_fn_gets_what_the_handler_is_given(tmp_path: Path) -> None:
+    source = Spoken()
+    manager, _ = manager_of(tmp_path)
+    calls: list[Any] = []
+
+    def save(*args: Any, **kwargs: Any) -> hf.SaveHandle:
+        calls.append((args, kwargs))
+        return manager.save(handler.total_run_calls)
+
+    handler = hf.PreemptionCheckpointHandler(
+        manager, termination_config=hf.TerminationConfig(sources=[source], save_fn=save, exit_code=5)
+    )
+    with manager, pytest.raises(SystemExit) as leaving, handler:
+        handler.save_checkpoint_if_preempted("a", b=1)
+        source.say()
+        handler.save_checkpoint_if_preempted("c", d=2)
+    assert leaving.value.code == 5
+    assert calls == [(("c",), {"d": 2})]
+    assert steps_of(tmp_path) == [2]
+
+
+def test_a_save_fn_that_raises_is_a_failed_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Spoken()
+    manager, _ = manager_of(tmp_path)
+
+    def fail() -> None:
+        raise ZeroDivisionError("of the user's")
+
+    termination = hf.TerminationConfig(sources=[source], save_fn=fail)
+    with manager, pytest.raises(SystemExit) as leaving:
+        with hf.PreemptionCheckpointHandler(manager, termination_config=termination) as handler:
+            handler.run(source.say)
+    assert leaving.value.code == 74
+    assert "ZeroDivisionError: of the user's" in capsys.readouterr().err
+
+
+def test_run_gives_what_the_function_gives_and_raises_what_it_raises(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path)
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        assert handler.run(divmod, 7, 2) == (3, 1)
+        assert handler.run(dict, a=5) == {"a": 5}
+        with pytest.raises(ZeroDivisionError):
+            handler.run(divmod, 1, 0)
+        assert handler.total_run_calls == 2, "a step that failed is not complete"
+        manager.save(handler.total_run_calls)
+
+
+def test_the_count_comes_back_and_steps_after_a_restart_take_the_time_that_they_take(tmp_path: Path) -> None:
+    for life in range(3):
+        manager, state = manager_of(tmp_path, save_every=hf.Steps(2))
+        with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+            assert handler.total_run_calls == 4 * life
+            assert (handler.restored is None) is (life == 0)
+            for _ in range(4):
+                handler.run(state["value"].__iadd__, 1)
+            manager.save_if_due(handler.total_run_calls)
+    assert steps_of(tmp_path) == [2, 4, 6, 8, 10, 12]
+
+
+def test_several_handlers_of_one_checkpoint_have_one_count(tmp_path: Path) -> None:
+    for life in range(2):
+        manager, _ = manager_of(tmp_path)
+        with manager:
+            first = hf.PreemptionCheckpointHandler(manager)
+            first.run(print, end="")
+            second = hf.PreemptionCheckpointHandler(manager)
+            second.run(print, end="")
+            assert first.total_run_calls == second.total_run_calls == 2 * (life + 1)
+            second.close()
+            first.close()
+            manager.save(first.total_run_calls)
+
+
+def test_a_handler_joins_a_run_that_was_begun_without_one(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path)
+    with manager:
+        manager.save(17)
+    manager, _ = manager_of(tmp_path)
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        assert handler.total_run_calls == 17
+    manager, _ = manager_of(tmp_path)
+    with manager:
+        manager.restore()
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            assert handler.total_run_calls == 17
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(other=np.zeros(3)))
+    with manager, pytest.raises(MismatchError):
+        hf.PreemptionCheckpointHandler(manager)
+
+
+def test_a_handler_that_comes_after_the_restore_knows_the_count(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path)
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        for _ in range(3):
+            handler.run(print, end="")
+        manager.save(300)
+    manager, _ = manager_of(tmp_path)
+    with manager:
+        manager.restore(strict=False)
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            assert handler.total_run_calls == 3
+
+
+def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path) -> None:
+    source = Spoken()
+    manager, state = manager_of(tmp_path)
+    with manager, pytest.raises(SystemExit) as leaving:
+        with hf.PreemptionCheckpointHandler(
+            manager, termination_config=hf.TerminationConfig(sources=[source])
+        ) as handler:
+            manager.save(1000)
+            handler.run(state["value"].__iadd__, 1)
+            source.say()
+    assert leaving.value.code == 42
+    assert steps_of(tmp_path) == [1000, 1001]
+
+
+def test_beginning_anew_restores_nothing(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path)
+    with manager:
+        manager.save(5)
+    manager, _ = manager_of(tmp_path, begin_anew=True)
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        assert (handler.restored, handler.total_run_calls) == (None, 0)
+
+
+def test_a_save_that_lay_before_the_notice_is_not_made_twice(tmp_path: Path) -> None:
+    source = Spoken()
+    events: list[Event] = []
+    manager, _ = manager_of(tmp_path, save_every=hf.Steps(1), sinks=[events.append])
+    with manager, pytest.raises(SystemExit):
+        with hf.PreemptionCheckpointHandler(
+            manager, termination_config=hf.TerminationConfig(sources=[source])
+        ) as handler:
+            for step in handler.steps(9):
+                if step == 3:
+                    manager.save(4).wait_committed(60)
+                    source.say()
+    assert len([event for event in events if isinstance(event, Staged)]) == 4
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+
+
+def test_figures_go_with_the_last_save(tmp_path: Path) -> None:
+    source = Spoken()
+    state = {"value": np.zeros(4)}
+    termination = hf.TerminationConfig(sources=[source])
+    with pytest.raises(SystemExit):
+        with hf.resumable(tmp_path, state=state, preemption=termination, save_every=hf.Steps(100)) as run:
+            for step in run.steps(9):
+                run.report(loss=float(step))
+                if step == 3:
+                    source.say()
+    storage = LocalStorage(tmp_path)
+    assert [read_manifest(storage, name).metrics for name in read_catalog(storage).living] == [{"loss": 3.0}]
+
+
+def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path: Path) -> None:
+    events: list[Event] = []
+    refused: list[UsageError] = []
+
+    def train() -> None:
+        state = {"value": np.zeros(4)}
+        with hf.resumable(tmp_path, state=state, sinks=[events.append]) as run:
+            list(run.steps(3))
+        manager, _ = manager_of(tmp_path / "other")
+        with manager:
+            try:
+                hf.PreemptionCheckpointHandler(manager, termination_config=hf.TerminationConfig(sources=[Signals()]))
+            except UsageError as error:
+                refused.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert any("signals are not heard" in str(event) for event in events)
+    assert len(refused) == 1
+    assert steps_of(tmp_path) == [3]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    bell = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(bell)
+    for mode in ("auto", "off"):
+        state = {"value": np.zeros(4)}
+        with hf.resumable(tmp_path, state=state, preemption=mode) as run:
+            list(run.steps(3))
+    manager, _ = manager_of(tmp_path / "other")
+    with manager, hf.PreemptionCheckpointHandler(manager):
+        pass
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert signal.set_wakeup_fd(bell) == bell
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+
+
+def test_a_run_that_cannot_be_entered_leaves_nothing_behind(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path)
+    with manager:
+        manager.save(1)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(MismatchError), hf.resumable(tmp_path, other=np.zeros(3)):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("mode", ["on", True, 3, None])
+def test_a_wrong_mode_is_refused(tmp_path: Path, mode: Any) -> None:
+    with pytest.raises(UsageError, match="preemption"):
+        hf.resumable(tmp_path, state={"value": np.zeros(4)}, preemption=mode)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grace_period": -1},
+        {"grace_period": "3"},
+        {"grace_period": True},
+        {"grace_period": float("nan")},
+        {"exit_fn": 3},
+        {"save_fn": "x"},
+        {"termination_watcher_fn": 1},
+        {"exit_code": 0},
+        {"exit_code": 126},
+        {"exit_code": "a"},
+        {"sources": "automatic"},
+        {"sources": [3]},
+    ],
+)
+def test_wrong_configurations_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        hf.TerminationConfig(**options)
+
+
+def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:
+    state = {"value": np.zeros(4)}
+    with hf.resumable(tmp_path, state=state, save_every=hf.Steps(100)) as run:
+        for step in run.steps(4):
+            state["value"] += 1
+            with run.checkpointable(), pytest.raises(UsageError, match="checkpointable"):
+                run.save()
+            if step == 2:
+                run.save()
+                with run.checkpointable():
+                    assert run.save() is None
+    assert steps_of(tmp_path) == [3, 4]

@@ -1,0 +1,457 @@
+"""A file that is written into the room of another one on the disk: when that is done, and that nobody else sees it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StorageError, StorageFullError
+from holdfast.format.names import SPARE_NAME
+from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.protocol import SparingStorage
+from holdfast.testing.faulty import FaultyStorage
+from mounts import mounted
+
+MIB = 1 << 20
+ANY_SIZE = 1 << 40
+FS_IOC_GETVERSION = 0x80087601
+
+
+def pattern(number: int, size_bytes: int) -> bytes:
+    return (number.to_bytes(8, "little") * (size_bytes // 8 + 1))[:size_bytes]
+
+
+def lay(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
+    """A whole file of its own directory."""
+    storage.make_directory(path.rpartition("/")[0])
+    writer = storage.open_writer(path, size_bytes)
+    writer.write_at(0, memoryview(pattern(number, size_bytes)))
+    writer.finish()
+    return Path(storage.url) / path
+
+
+def lay_over(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
+    """The same, in the room of the spare if that can be had."""
+    storage.make_directory(path.rpartition("/")[0])
+    writer = storage.open_writer(path, size_bytes)
+    try:
+        half = size_bytes // 2
+        content = memoryview(pattern(number, size_bytes))
+        writer.write_at(half, content[half:])
+        writer.write_at(0, content[:half])
+        writer.finish()
+    finally:
+        writer.abandon()
+    return Path(storage.url) / path
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Which file it is; a file system soon gives the number alone to another one."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(descriptor).st_ino, int.from_bytes(ioctl(descriptor, FS_IOC_GETVERSION, bytes(8)), "little")
+    finally:
+        os.close(descriptor)
+
+
+def can_reuse(directory: Path) -> bool:
+    storage = LocalStorage(directory / "trial")
+    lay(storage, "a/data", 1, MIB)
+    return storage.spare.try_keep("a/data", MIB)
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "plain"])
+def storage(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStorage:
+    if not can_reuse(tmp_path):
+        pytest.skip("this file system does not write over files in place, or cannot tell who has them open")
+    return LocalStorage(tmp_path / "run", direct=request.param)
+
+
+def spare_of(storage: LocalStorage) -> Path:
+    return Path(storage.url) / SPARE_NAME
+
+
+# What is written into the room of another file.
+
+
+@pytest.mark.parametrize("size_bytes", [MIB, 2 * MIB, 3 * MIB - 5, 3 * MIB, 3 * MIB + 1, 7 * MIB + 4097])
+def test_the_same_file_with_new_bytes_and_its_own_size(storage: LocalStorage, size_bytes: int) -> None:
+    old = lay(storage, "old/data", 1, 3 * MIB)
+    number = identity(old)
+    assert storage.spare.try_keep("old/data", 3 * MIB)
+    assert not old.exists()
+    new = lay_over(storage, "new/data", 2, size_bytes)
+    assert identity(new) == number
+    assert new.read_bytes() == pattern(2, size_bytes)
+    assert not os.path.lexists(spare_of(storage))
+    assert new.stat().st_blocks * 512 <= size_bytes + 16 * 4096, "what is not needed of it is given back"
+    assert new.stat().st_mode == lay(storage, "other/data", 3, MIB).stat().st_mode
+
+
+def test_without_a_spare_a_new_file_is_made(storage: LocalStorage) -> None:
+    assert lay_over(storage, "new/data", 2, 2 * MIB).read_bytes() == pattern(2, 2 * MIB)
+
+
+def test_again_and_again_in_the_room_of_one_file(storage: LocalStorage) -> None:
+    numbers = set()
+    for turn, size_bytes in enumerate((5 * MIB, 2 * MIB, 4 * MIB + 12345, 4 * MIB, MIB + 1, 6 * MIB)):
+        new = lay_over(storage, f"{turn}/data", turn, size_bytes)
+        assert new.read_bytes() == pattern(turn, size_bytes)
+        numbers.add(identity(new))
+        assert storage.spare.try_keep(f"{turn}/data", size_bytes)
+    assert len(numbers) == 1
+    assert storage.spare.remove()
+    assert not storage.spare.remove()
+
+
+def test_a_writer_that_was_given_up_leaves_no_spare(storage: LocalStorage) -> None:
+    lay(storage, "old/data", 1, 3 * MIB)
+    assert storage.spare.try_keep("old/data", 3 * MIB)
+    storage.make_directory("new")
+    storage.open_writer("new/data", 3 * MIB).abandon()
+    assert [entry.name for entry in storage.list("")] == ["new", "old"]
+    storage.remove("new/data")
+
+
+def test_a_name_that_is_taken_is_never_written_over(storage: LocalStorage) -> None:
+    lay(storage, "old/data", 1, 2 * MIB)
+    mine = lay(storage, "mine/data", 2, 2 * MIB)
+    assert storage.spare.try_keep("old/data", 2 * MIB)
+    with pytest.raises(StorageError, match="EEXIST"):
+        storage.open_writer("mine/data", 2 * MIB)
+    assert mine.read_bytes() == pattern(2, 2 * MIB)
+
+
+# What is kept.
+
+
+def test_the_largest_is_kept_and_there_is_only_one(storage: LocalStorage) -> None:
+    for number, size_bytes in enumerate((2 * MIB, 3 * MIB, MIB)):
+        lay(storage, f"{number}/data", number, size_bytes)
+    assert storage.spare.try_keep("0/data", 3 * MIB)
+    assert storage.spare.try_keep("1/data", 3 * MIB)
+    assert not storage.spare.try_keep("2/data", 3 * MIB)
+    assert spare_of(storage).read_bytes() == pattern(1, 3 * MIB)
+    assert [path.name for path in Path(storage.url).rglob("data")] == ["data"]
+
+
+def test_what_is_of_no_use_is_not_kept(storage: LocalStorage, tmp_path: Path) -> None:
+    small = lay(storage, "small/data", 1, MIB - 1)
+    large = lay(storage, "large/data", 1, 4 * MIB)
+    linked = lay(storage, "linked/data", 1, 2 * MIB)
+    os.link(linked, tmp_path / "copy")
+    storage.make_directory("odd")
+    odd = Path(storage.url) / "odd"
+    (odd / "link").symlink_to(large)
+    os.mkfifo(odd / "fifo")
+    (odd / "directory").mkdir()
+    names = ("small/data", "linked/data", "odd/link", "odd/fifo", "odd/directory", "odd/nothing", "nowhere/data")
+    for path in names:
+        assert not storage.spare.try_keep(path, ANY_SIZE), path
+    assert not storage.spare.try_keep("large/data", 2 * MIB - 1), "the next file will be much smaller"
+    assert not os.path.lexists(spare_of(storage))
+    assert all(path.exists() for path in (small, large, linked))
+    spare_of(storage).mkdir()
+    assert not storage.spare.try_keep("large/data", ANY_SIZE), "a directory stands in the way"
+    assert not storage.spare.remove()
+    assert lay_over(storage, "new/data", 3, 2 * MIB).read_bytes() == pattern(3, 2 * MIB)
+    assert spare_of(storage).is_dir()
+
+
+def test_a_small_file_does_not_take_it(storage: LocalStorage) -> None:
+    lay(storage, "old/data", 1, 2 * MIB)
+    assert storage.spare.try_keep("old/data", 2 * MIB)
+    lay_over(storage, "new/data", 2, MIB - 1)
+    assert not storage.spare.remove(2 * MIB)
+    assert storage.spare.remove(2 * MIB - 1)
+    assert not os.path.lexists(spare_of(storage))
+
+
+def test_storages_that_cannot_do_it_do_not_say_that_they_can(tmp_path: Path) -> None:
+    assert isinstance(LocalStorage(tmp_path), SparingStorage)
+    assert not isinstance(MemoryStorage(), SparingStorage)
+    assert not isinstance(FaultyStorage(LocalStorage(tmp_path)), SparingStorage)
+
+
+def test_nothing_is_kept_in_memory(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=20m", "tmpfs") as root:
+        assert not can_reuse(root)
+
+
+# Who else could see the bytes.
+
+READER = """
+import mmap, os, sys
+from hashlib import sha256
+file = open(sys.argv[2], "rb")
+if sys.argv[1] == "mapped":
+    view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    file.close()
+print("ready", flush=True)
+sys.stdin.readline()
+content = bytes(view) if sys.argv[1] == "mapped" else file.read()
+print(sha256(content).hexdigest())
+"""
+
+
+@contextmanager
+def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the file open, or mapped, while the body runs."""
+    command = [sys.executable, "-c", READER, how, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+        try:
+            yield reader
+        finally:
+            reader.kill()
+
+
+@pytest.mark.parametrize("how", ["mapped", "open"])
+def test_who_reads_the_old_file_keeps_reading_the_old_bytes(storage: LocalStorage, how: str) -> None:
+    from hashlib import sha256
+
+    old = lay(storage, "old/data", 1, 3 * MIB)
+    with reader_of(old, how) as reader:
+        assert storage.spare.try_keep("old/data", 3 * MIB)
+        new = lay_over(storage, "new/data", 2, 3 * MIB)
+        assert reader.communicate("go\n", timeout=60)[0].strip() == sha256(pattern(1, 3 * MIB)).hexdigest()
+    assert new.read_bytes() == pattern(2, 3 * MIB)
+    assert not os.path.lexists(spare_of(storage))
+
+
+def test_an_open_file_of_this_process_counts_too(storage: LocalStorage) -> None:
+    old = lay(storage, "old/data", 1, 3 * MIB)
+    with old.open("rb") as mine:
+        assert storage.spare.try_keep("old/data", 3 * MIB)
+        lay_over(storage, "new/data", 2, 3 * MIB)
+        assert mine.read() == pattern(1, 3 * MIB)
+
+
+def test_a_hard_link_that_came_later_keeps_its_bytes(storage: LocalStorage, tmp_path: Path) -> None:
+    lay(storage, "old/data", 1, 3 * MIB)
+    assert storage.spare.try_keep("old/data", 3 * MIB)
+    os.link(spare_of(storage), tmp_path / "copy")
+    assert lay_over(storage, "new/data", 2, 3 * MIB).read_bytes() == pattern(2, 3 * MIB)
+    assert (tmp_path / "copy").read_bytes() == pattern(1, 3 * MIB)
+
+
+def test_other_permissions_than_a_new_file_has_are_not_inherited(storage: LocalStorage) -> None:
+    old = lay(storage, "old/data", 1, 3 * MIB)
+    usual = old.stat().st_mode
+    old.chmod(0o640 if usual & 0o777 != 0o640 else 0o600)
+    assert storage.spare.try_keep("old/data", 3 * MIB)
+    new = lay_over(storage, "new/data", 2, 3 * MIB)
+    assert new.stat().st_mode == usual
+
+
+def test_a_link_under_its_name_leads_nowhere(storage: LocalStorage, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(pattern(9, 3 * MIB))
+    storage.make_directory("")
+    for turn in range(2):
+        spare_of(storage).symlink_to(outside)
+        assert lay_over(storage, f"{turn}/data", turn, 3 * MIB).read_bytes() == pattern(turn, 3 * MIB)
+        assert not os.path.lexists(spare_of(storage))
+    spare_of(storage).symlink_to(outside)
+    assert storage.spare.try_keep("0/data", 3 * MIB)
+    assert spare_of(storage).is_file()
+    assert not spare_of(storage).is_symlink()
+    assert outside.read_bytes() == pattern(9, 3 * MIB)
+
+
+def test_a_fifo_or_a_socket_under_its_name_holds_nothing_up(storage: LocalStorage) -> None:
+    storage.make_directory("")
+    os.mkfifo(spare_of(storage))
+    assert lay_over(storage, "new/data", 2, 3 * MIB).read_bytes() == pattern(2, 3 * MIB)
+    assert not os.path.lexists(spare_of(storage))
+    os.mkfifo(spare_of(storage))
+    assert storage.spare.remove()
+
+
+OPENER = """
+import os, sys
+print("ready", flush=True)
+while True:
+    for path in sys.argv[1:]:
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError:
+            continue
+"""
+
+
+def test_others_that_open_it_at_any_moment_do_not_end_the_process(tmp_path: Path) -> None:
+    """The signal that tells of them would do that by default."""
+    if not can_reuse(tmp_path):
+        pytest.skip("this file system does not write over files in place")
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_storage_spare import *
+storage = LocalStorage(sys.argv[1])
+lay(storage, "0/data", 0, MIB)
+for turn in range(1, 300):
+    storage.spare.try_keep(f"{{turn - 1}}/data", MIB)
+    lay_over(storage, f"{{turn}}/data", turn, MIB)
+    storage.remove(f"{{turn - 1}}/data")
+print("through")
+"""
+    run = tmp_path / "run"
+    openers = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENER, str(run / SPARE_NAME), *(str(run / str(turn) / "data") for turn in turns)]
+        )
+        for turns in (range(0, 300, 2), range(1, 300, 2))
+    ]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=300, check=False
+        )
+    finally:
+        for opener in openers:
+            opener.kill()
+            opener.wait()
+    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
+    assert done.returncode != -signal.SIGIO
+
+
+# Two that take it at the same moment.
+
+
+def test_of_two_processes_one_takes_it_and_both_write_whole_files(tmp_path: Path) -> None:
+    if not can_reuse(tmp_path):
+        pytest.skip("this file system does not write over files in place")
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_storage_spare import *
+storage = LocalStorage(sys.argv[1])
+mine = int(sys.argv[2])
+kept = None
+taken = 0
+for turn in range(200):
+    spares = set()
+    if os.path.lexists(spare_of(storage)):
+        with suppress(FileNotFoundError):
+            spares.add(identity(spare_of(storage)))
+    path = lay_over(storage, f"{{mine}}-{{turn}}/data", 1000 * mine + turn, 2 * MIB)
+    taken += identity(path) in spares
+    if kept is not None:
+        # Until here it counted.
+        assert kept[0].read_bytes() == pattern(kept[1], 2 * MIB), "somebody else has written into it"
+        storage.spare.try_keep(str(kept[0].relative_to(storage.url)), 2 * MIB)
+        storage.remove(str(kept[0].relative_to(storage.url)))
+    kept = (path, 1000 * mine + turn)
+print(taken)
+"""
+    program = program.replace("import sys\n", "import sys\nfrom contextlib import suppress\n", 1)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "run"), str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (1, 2)
+    ]
+    ended = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ended
+    assert sum(int(output) for output, _ in ended) > 50, "they have met at the spare"
+
+
+# Full disks.
+
+
+@contextmanager
+def small_disk(tmp_path: Path, size_bytes: int) -> Iterator[Path]:
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
+        yield root
+
+
+def fill(root: Path) -> Path:
+    """Leaves no room on a disk but what the file systems wants for itself."""
+    filler = root / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size_bytes in (MIB, 4096):
+            try:
+                while file.write(bytes(size_bytes)) == size_bytes:
+                    os.fsync(file.fileno())
+            except OSError:
+                continue
+    return filler
+
+
+def make_many(storage: LocalStorage) -> None:
+    for number in range(20):
+        storage.make_directory(f"new-{number}/{'x' * 200}")
+
+
+def test_the_spare_is_never_why_there_is_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64 * MIB) as root:
+        storage = LocalStorage(root / "run")
+        takes_room: dict[str, Callable[[], object]] = {
+            "make_directory": lambda: make_many(storage),
+            "write": lambda: storage.write("old/small", pattern(3, MIB)),
+            "publish": lambda: storage.publish("manifest.json", pattern(3, MIB)),
+            "small open_writer": lambda: storage.open_writer("old/small", MIB - 1).abandon(),
+            "open_writer": lambda: storage.open_writer("old/large", 8 * MIB).abandon(),
+        }
+        for name, take_room in takes_room.items():
+            lay(storage, "old/data", 1, 8 * MIB)
+            assert storage.spare.try_keep("old/data", 8 * MIB), name
+            filler = fill(root)
+            take_room()
+            filler.unlink()
+            assert not os.path.lexists(spare_of(storage)), name
+            shutil.rmtree(root / "run")
+            storage = LocalStorage(root / "run")
+
+
+def test_a_file_that_grows_beyond_the_disk_is_told_as_ever(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64 * MIB) as root:
+        storage = LocalStorage(root)
+        lay(storage, "old/data", 1, 8 * MIB)
+        assert storage.spare.try_keep("old/data", 8 * MIB)
+        storage.make_directory("new")
+        with pytest.raises(StorageFullError, match="200000000 bytes are needed"):
+            storage.open_writer("new/data", 200_000_000)
+        assert [entry.name for entry in storage.list("new")] == []
+        assert not os.path.lexists(spare_of(storage))
+
+
+def test_a_nearly_full_disk_is_written_in_the_room_that_the_old_file_had(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64 * MIB) as root:
+        storage = LocalStorage(root / "run")
+        lay(storage, "old/data", 1, 16 * MIB)
+        assert storage.spare.try_keep("old/data", 16 * MIB)
+        filler = fill(root)
+        # A little for the directory.
+        os.truncate(filler, filler.stat().st_size - 64 * 1024)
+        number = identity(spare_of(storage))
+        new = lay_over(storage, "new/data", 2, 16 * MIB)
+        assert identity(new) == number
+        assert new.read_bytes() == pattern(2, 16 * MIB)
+
+
+def test_a_disk_with_less_free_than_it_takes_keeps_none(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64 * MIB) as root:
+        storage = LocalStorage(root / "run")
+        lay(storage, "old/data", 1, 32 * MIB)
+        assert not storage.spare.try_keep("old/data", 32 * MIB)
+        storage.remove("old/data")

@@ -1,0 +1,93 @@
+"""A signal to all processes of a job does not take the loader's workers away from the step in progress."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalog import read_catalog
+from holdfast.storage import LocalStorage
+
+pytest.importorskip("torch")
+
+PROGRAM = """
+import os, subprocess, sys, torch, holdfast as hf
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+def note(worker):
+    # The user's own function is called as well.
+    open(f"{sys.argv[1]}-{worker}", "w").close()
+
+def main():
+    directory, number, method = sys.argv[1:]
+    loader = hf.ResumableDataLoader(
+        Numbers(), batch_size=2, num_workers=2, multiprocessing_context=method, worker_init_fn=note
+    )
+    state = {"sum": torch.zeros(3)}
+    with hf.resumable(directory, state=state, loader=loader, save_every=hf.Steps(1000)) as run:
+        batches = loader.stream()
+        for step in run.steps(1000):
+            if step == 5:
+                # Somebody else sends it, to the whole group, in the middle of a step that needs more batches.
+                subprocess.run(["bash", "-c", f"trap '' {number}; kill -{number} -- -{os.getpgid(0)}"], check=True)
+            for _ in range(20):
+                state["sum"] += next(batches).sum()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, method: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    ended = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "run"), str(number.value), method],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert ended.returncode == (130 if number is signal.SIGINT else 42), ended.stderr
+    assert [name.step for name in read_catalog(LocalStorage(tmp_path / "run")).living] == [6]
+    assert (tmp_path / "run-0").exists()
+    assert (tmp_path / "run-1").exists()
+
+
+def test_a_worker_ends_when_its_process_tells_it_to() -> None:
+    program = """
+    import multiprocessing, signal, time
+    from holdfast.integrations.torch.shield import Shielded
+
+    def serve(ready):
+        Shielded(None)(0)
+        ready.set()
+        while True:
+            time.sleep(60)
+
+    ready = multiprocessing.get_context("fork").Event()
+    worker = multiprocessing.get_context("fork").Process(target=serve, args=(ready,))
+    worker.start()
+    ready.wait()
+    worker.terminate()
+    worker.join()
+    print(worker.exitcode)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "0\n", ended.stderr
