@@ -19,7 +19,13 @@ from holdfast.storage import LocalStorage
 
 
 class Nodes(Protocol):
-    """What is asked of a session."""
+    """What is asked of a session.
+
+    Attributes:
+        start: How often the nodes have been started.
+    """
+
+    start: int
 
     def call_all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """**Blocks.** Calls a method of all nodes at the same time."""
@@ -41,6 +47,7 @@ class RayKeeper:
                 hint="Give the path of a directory that all nodes see.",
             )
         self._session = session
+        self._start = session.start
         self._emit = Fanout([LoggingSink(), *options.sinks])
         # Functions of this process stay here; the events of the first node come back and are told of here.
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
@@ -74,6 +81,8 @@ class RayKeeper:
 
     def close(self) -> None:
         """**Blocks.** Ends the parts of the actors that live; harmless twice."""
+        if self._session.start != self._start:
+            return  # The nodes that had the parts are gone, all of them.
         with suppress(NodeLostError):
             check_outcomes(self._call("close_keeper"))
 

@@ -31,7 +31,10 @@ class RaySession(Session):
     sent; outputs travel back. The state of all nodes is one commit, and each node writes its own part: the directory of
     the checkpoints has to be one that all of them see.
 
-    A node that dies is replaced, and the job goes on from the last epoch that all nodes have.
+    A node that dies is replaced, with all others, and the job goes on from the last epoch that all nodes have.
+
+    Attributes:
+        start: How often the nodes have been started.
 
     Example:
         ```python
@@ -79,6 +82,7 @@ class RaySession(Session):
             ray.init(address=address, include_dashboard=False, log_to_driver=True)
         self._actors: dict[str, Any] = {}
         self._store: Any = None
+        self.start = 0
         self._start()
 
     def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
@@ -136,6 +140,7 @@ class RaySession(Session):
                 ray.shutdown()
 
     def _start(self) -> None:
+        self.start += 1
         # A node is not made again by Ray behind our back: it would have lost its workspace.
         actor_class = ray.remote(NodeActor)
         defaults = {"max_restarts": 0, "max_task_retries": 0}
