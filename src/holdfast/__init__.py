@@ -15,12 +15,14 @@ from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_cod
 
 if TYPE_CHECKING:
     from holdfast import jobs
+    from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
     from holdfast.jobs import (
         Job,
         JobRunner,
         LocalSession,
         MultiNodeCheckpointManager,
+        TorchrunSession,
         UploadTaskGroupBuilder,
         epoch_limiter,
     )
@@ -46,6 +48,7 @@ __all__ = [
     "Newer",
     "PerWorker",
     "PreemptionCheckpointHandler",
+    "RaySession",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -55,6 +58,7 @@ __all__ = [
     "Shard",
     "Steps",
     "TerminationConfig",
+    "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
@@ -76,7 +80,9 @@ _HOMES: Final = {
     "LocalSession": "holdfast.jobs",
     "MultiNodeCheckpointManager": "holdfast.jobs",
     "PreemptionCheckpointHandler": "holdfast.preemption.handler",
+    "RaySession": "holdfast.integrations.ray.session",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
+    "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",
     "epoch_limiter": "holdfast.jobs",

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import queue
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from holdfast.errors import TaskFailedError
+from holdfast.cluster import AloneCluster, Cluster
+from holdfast.cluster.joined import JoinedCluster
+from holdfast.errors import HoldfastError, TaskFailedError
+from holdfast.events import Event
+from holdfast.events.kinds import encode_event
+from holdfast.format.names import StepName
+from holdfast.integrations.ray.store import connect_to
 from holdfast.jobs.job import ObjectMaker
+from holdfast.jobs.keeper import KeeperOptions
+from holdfast.jobs.node_keeper import NodeKeeper
+from holdfast.jobs.outcome import Outcome, failed
 from holdfast.jobs.session import Placed
 from holdfast.jobs.task import Task, TaskFunction
 from holdfast.jobs.threads import run_here
 from holdfast.jobs.workspace import Workspace
+from holdfast.policies import RetentionPolicy
+from holdfast.storage import LocalStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +59,30 @@ class Answer:
     trace: str = ""
 
 
+Reply: TypeAlias = tuple[Outcome, list[bytes]]
+"""How a call ended, and what has happened: events as lines of JSON."""
+
+
 class NodeActor:
     """One node. An actor does one call after the other."""
 
-    def __init__(self, node: str) -> None:
-        self._workspace = Workspace(node)
+    def __init__(self, nodes: Sequence[str], rank: int, store: Any, scope: str) -> None:
+        """Makes the node.
+
+        Args:
+            nodes: All nodes of the session.
+            rank: Which of them this is.
+            store: The actor through which they agree.
+            scope: Tells this start of the nodes from all others.
+        """
+        self._nodes = tuple(nodes)
+        self._rank = rank
+        self._store = store
+        self._scope = scope
+        self._workspace = Workspace(nodes[rank])
+        self._cluster: Cluster | None = None
+        self._keeper: NodeKeeper | None = None
+        self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
         """Makes the objects that this node has not yet."""
@@ -75,3 +106,76 @@ class NodeActor:
             trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
             return Answer({}, error.task, error.message + notes, trace)
         return Answer({place: results[one] for place, one in placed.items()})
+
+    def open_keeper(
+        self,
+        kept: Sequence[str],
+        directory: str,
+        keep: RetentionPolicy,
+        begin_anew: bool,
+        timeout_seconds: float,
+        threads: int,
+    ) -> None:
+        """Joins the other nodes, if that was not done yet, and makes this node's part of what saves and restores."""
+        if self._cluster is None:
+            self._cluster = self._join()
+        sinks = (self._note,) if self._rank == 0 else ()
+        options = KeeperOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
+        is_kept = self._workspace.node in kept
+        self._keeper = NodeKeeper(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
+
+    def save(self, epoch: int, metadata: dict[str, Any]) -> Reply:
+        """Copies the workspace."""
+        return self._try(lambda keeper: keeper.save(epoch, metadata))
+
+    def wait(self) -> Reply:
+        """Waits until the save is committed, or has failed."""
+        return self._try(lambda keeper: keeper.wait())
+
+    def load(
+        self,
+        name: StepName,
+        wanted: dict[str, tuple[str, ...] | None],
+        stored: tuple[str, ...],
+        keep_added: bool,
+        strict: bool,
+    ) -> Reply:
+        """Gives the workspace its state, if it is to have one."""
+        node = self._workspace.node
+        if node not in wanted:
+            return Outcome(), []
+        return self._try(lambda keeper: keeper.load(name, wanted[node], stored, keep_added=keep_added, strict=strict))
+
+    def go_on_from(self, epoch: int) -> Reply:
+        """Has what is saved next follow an epoch."""
+        return self._try(lambda keeper: keeper.go_on_from(epoch))
+
+    def close_keeper(self) -> Reply:
+        """Ends this node's part."""
+        return self._try(lambda keeper: keeper.close())
+
+    def _try(self, call: Callable[[NodeKeeper], Outcome | None]) -> Reply:
+        assert self._keeper is not None, "open_keeper comes first"
+        try:
+            outcome = call(self._keeper) or Outcome()
+        except HoldfastError as error:
+            outcome = failed(error)
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return outcome, events
+
+    def _note(self, event: Event) -> None:
+        self._events.put(encode_event(event))
+
+    def _join(self) -> Cluster:
+        if len(self._nodes) == 1:
+            return AloneCluster()
+        return JoinedCluster(
+            connect_to(self._store),
+            self._rank,
+            len(self._nodes),
+            host="the session's store, an actor",
+            prefix=self._scope,
+            node=self._workspace.node,
+        )

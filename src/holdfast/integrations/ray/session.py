@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,8 +11,10 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from holdfast.errors import NodeLostError, TaskFailedError, UsageError
+from holdfast.errors import NodeLostError, TaskFailedError
+from holdfast.integrations.ray.keeper import RayKeeper
 from holdfast.integrations.ray.node import Answer, Call, NodeActor
+from holdfast.integrations.ray.store import StoreActor
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.session import Placed, Session
@@ -28,7 +31,10 @@ class RaySession(Session):
     sent; outputs travel back. The state of all nodes is one commit, and each node writes its own part: the directory of
     the checkpoints has to be one that all of them see.
 
-    A node that dies is replaced, and the job goes on from the last epoch that all nodes have.
+    A node that dies is replaced, with all others, and the job goes on from the last epoch that all nodes have.
+
+    Attributes:
+        start: How often the nodes have been started.
 
     Example:
         ```python
@@ -75,6 +81,8 @@ class RaySession(Session):
         if self._owns_ray:
             ray.init(address=address, include_dashboard=False, log_to_driver=True)
         self._actors: dict[str, Any] = {}
+        self._store: Any = None
+        self.start = 0
         self._start()
 
     def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
@@ -103,7 +111,7 @@ class RaySession(Session):
 
     def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """What saves and restores the workspaces: each node its own, in one commit."""
-        raise UsageError("the state of several workers cannot be kept yet", hint="Use a LocalSession.")
+        return RayKeeper(self, nodes, options)
 
     def try_replace(self, lost: NodeLostError) -> bool:
         """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
@@ -114,13 +122,13 @@ class RaySession(Session):
         self._start()
         return True
 
-    def call_all(self, method: str, *arguments: Any, nodes: Sequence[str] | None = None) -> dict[str, Any]:
+    def call_all(self, method: str, *arguments: Any) -> dict[str, Any]:
         """**Blocks.** Calls a method of the nodes, all at the same time, and gives what each returned.
 
         Raises:
             NodeLostError: If a node is gone.
         """
-        refs = {node: getattr(self._actors[node], method).remote(*arguments) for node in nodes or self.nodes}
+        refs = {node: getattr(self._actors[node], method).remote(*arguments) for node in self.nodes}
         return self._collect(refs)
 
     def close(self) -> None:
@@ -132,11 +140,18 @@ class RaySession(Session):
                 ray.shutdown()
 
     def _start(self) -> None:
+        self.start += 1
         # A node is not made again by Ray behind our back: it would have lost its workspace.
         actor_class = ray.remote(NodeActor)
         defaults = {"max_restarts": 0, "max_task_retries": 0}
+        # One for each start: nodes that are gone have left nothing in it.
+        self._store = ray.remote(StoreActor).options(num_cpus=0, max_restarts=0).remote()
+        scope = os.urandom(8).hex()
         self._actors = {
-            node: actor_class.options(**{**self._options[node], **defaults}).remote(node) for node in self.nodes
+            node: actor_class.options(**{**self._options[node], **defaults}).remote(
+                self.nodes, rank, self._store, scope
+            )
+            for rank, node in enumerate(self.nodes)
         }
         refs = {node: actor.__ray_ready__.remote() for node, actor in self._actors.items()}
         _, waiting = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._start_seconds)
@@ -150,7 +165,7 @@ class RaySession(Session):
             )
 
     def _stop(self) -> None:
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), self._store):
             with suppress(RayError):
                 ray.kill(actor)
         self._actors = {}

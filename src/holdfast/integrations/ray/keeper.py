@@ -1,0 +1,108 @@
+"""Saves and restores the nodes of a session on Ray: each actor its own part, and this process drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.errors import HoldfastError, NodeLostError, UsageError
+from holdfast.events import Fanout
+from holdfast.events.kinds import decode_event
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.names import StepName
+from holdfast.jobs.keeper import KeeperOptions, NodeDurations
+from holdfast.jobs.outcome import Outcome, check_outcomes
+from holdfast.jobs.worker_keeper import check_save
+from holdfast.storage import LocalStorage
+
+
+class Nodes(Protocol):
+    """What is asked of a session.
+
+    Attributes:
+        start: How often the nodes have been started.
+    """
+
+    start: int
+
+    def call_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """**Blocks.** Calls a method of all nodes at the same time."""
+        ...
+
+
+class RayKeeper:
+    """A `Keeper` whose parts are with the actors."""
+
+    def __init__(self, session: Nodes, nodes: Sequence[str], options: KeeperOptions) -> None:
+        """**Blocks.** Has the actors join each other, and make their managers.
+
+        Raises:
+            UsageError: If the checkpoints are to lie where not all actors see them.
+        """
+        if type(options.storage) is not LocalStorage:
+            raise UsageError(
+                f"{options.storage.url} cannot be seen by other processes",
+                hint="Give the path of a directory that all nodes see.",
+            )
+        self._session = session
+        self._start = session.start
+        self._emit = Fanout([LoggingSink(), *options.sinks])
+        # Functions of this process stay here; the events of the first node come back and are told of here.
+        rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
+        session.call_all("open_keeper", tuple(nodes), options.storage.url, *rest)
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> RaySaving:
+        """Has all nodes copy their state and returns; see `Keeper`."""
+        check_outcomes(self._call("save", epoch, dict(metadata)))
+        return RaySaving(self, epoch)
+
+    def wait(self, epoch: int) -> NodeDurations:
+        """**Blocks.** Waits until a save is committed for all nodes."""
+        return check_save(epoch, self._call("wait"))
+
+    def load(
+        self,
+        name: StepName,
+        nodes: Mapping[str, Sequence[str] | None],
+        *,
+        stored: Sequence[str],
+        keep_added: bool = False,
+        strict: bool = True,
+    ) -> NodeDurations:
+        """**Blocks.** Has nodes load their state; see `Keeper`."""
+        wanted = {node: None if only is None else tuple(only) for node, only in nodes.items()}
+        return check_outcomes(self._call("load", name, wanted, tuple(stored), keep_added, strict))
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
+        check_outcomes(self._call("go_on_from", epoch))
+
+    def close(self) -> None:
+        """**Blocks.** Ends the parts of the actors that live; harmless twice."""
+        if self._session.start != self._start:
+            return  # The nodes that had the parts are gone, all of them.
+        with suppress(NodeLostError):
+            check_outcomes(self._call("close_keeper"))
+
+    def _call(self, method: str, *arguments: Any) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        for node, (outcome, events) in self._session.call_all(method, *arguments).items():
+            outcomes[node] = outcome
+            for event in events:
+                with suppress(HoldfastError):
+                    self._emit(decode_event(event))
+        return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class RaySaving:
+    """A save of all nodes that has begun."""
+
+    keeper: RayKeeper
+    epoch: int
+
+    def wait(self) -> NodeDurations:
+        """**Blocks.** Waits until it is committed for all nodes."""
+        return self.keeper.wait(self.epoch)
