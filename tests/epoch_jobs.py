@@ -64,11 +64,12 @@ def totals_of(session: hf.LocalSession) -> list[float]:
 
 
 class FullStorage(MemoryStorage):
-    """A storage that has no room for the steps in `full`; None for any."""
+    """A storage that has no room for files with `file` in their names of the steps in `full`; None for any step."""
 
     full: frozenset[int] | None = frozenset()
+    file = ""
 
     def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full is None or int(path[5:14]) in self.full:
+        if self.file in path and (self.full is None or int(path[5:14]) in self.full):
             raise StorageFullError("no room", path=path)
         return super().open_writer(path, size_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -476,9 +477,57 @@ def test_saving_by_hand(tmp_path: Path) -> None:
         assert totals_of(session) == [7.0, 145.0, 145.0]
 
 
-def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:
-    import threading
+def test_a_job_may_be_run_again_on_other_nodes(tmp_path: Path) -> None:
+    job = hf.Job()
+    job.init_group.add(lambda workspace: workspace.update(count=0), name="begin")
+    job.epoch_group.add(lambda workspace: workspace.update(count=workspace.epoch), name="count")
+    hf.epoch_limiter(job, 2)
+    for nodes in (["a", "b"], ["c"]):
+        with hf.LocalSession(nodes) as session:
+            runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / nodes[0]))
+            assert runner.train(session) == 2
+            assert [session.workspace(node)["count"] for node in nodes] == [2] * len(nodes)
 
+
+def test_a_job_is_run_once_at_a_time() -> None:
+    job = hf.Job()
+
+    @job.epoch_group
+    def run_it_again(workspace: Workspace) -> None:
+        with hf.LocalSession() as other:
+            hf.JobRunner(job).train(other)
+
+    hf.epoch_limiter(job, 1)
+    with hf.LocalSession() as session:
+        for _ in range(2):
+            with pytest.raises(TaskFailedError, match="being run already"):
+                hf.JobRunner(job).train(session)
+
+
+def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:
+    job = make_job()
+    made: list[str] = []
+    job.add_object("model", lambda: made.append("model") or Counter(1 // (2 - len(made))))
+    with hf.LocalSession(NODES) as session, pytest.raises(TaskFailedError, match="make model on trainer_1") as raised:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    assert raised.value.group == "objects"
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert len(made) == 2, "one after the other, so that chance is the same"
+
+
+def test_nothing_is_left_when_a_session_is_closed(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session:
+        runner.train(session)
+        runner.load_blobs_from_checkpoints("total", 2, session)
+        assert runner.save_checkpoints(5, session)
+        assert runner.save_checkpoints(6, session)
+    assert set(threading.enumerate()) <= before
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:
     barrier = threading.Barrier(2)
     results: dict[str, tuple[int, list[float]]] = {}
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from holdfast.errors import FencedError, HoldfastError, NodeLostError, SaveFailedError, UsageError
+from holdfast.errors import FencedError, NodeLostError, SaveFailedError, UsageError
 from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
 from holdfast.jobs.keeper import Saving
 from holdfast.jobs.result import JobResult
-from holdfast.jobs.session import Session
+from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
 
 _STOPPED: Final = "stopped"
+
+# Guards the runs that go on in this process.
+_lock = threading.Lock()
+_runs: dict[Job, object] = {}
 
 
 class JobRunner:
@@ -106,15 +112,16 @@ class JobRunner:
             SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
                 one has.
         """
-        self._check(session)
-        self._result, self._outputs = JobResult(), []
-        self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
-        try:
-            epoch = self._train(session)
-            self._close()
-        except BaseException as error:
-            self._close_after(error)
-            raise
+        with _running_alone(self._job):
+            self._check(session)
+            self._result = JobResult()
+            self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
+            try:
+                epoch = self._train(session)
+                self._close()
+            except BaseException as error:
+                self._close_after(error)
+                raise
         self._raise_what_was_left()
         return epoch
 
@@ -206,10 +213,8 @@ class JobRunner:
 
     def _close_after(self, error: BaseException) -> None:
         """Waits for a save in flight; what ended the job matters more than what comes of that."""
-        try:
+        with telling_behind(error):
             self._close()
-        except HoldfastError as failure:
-            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
         """The manager, made ready for a session that is not in a run."""
@@ -226,6 +231,7 @@ class JobRunner:
     def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
         """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
         job, manager = self._job, self._manager
+        self._outputs = []
         if manager is None:
             session.make_objects(job.objects)
             self._run(session, job.init_group, 0)
@@ -325,3 +331,23 @@ class JobRunner:
         for other in failures[1:]:
             failures[0].add_note(f"{type(other).__name__} as well: {other}")
         raise failures[0]
+
+
+@contextmanager
+def _running_alone(job: Job) -> Iterator[None]:
+    """Makes sure that a job is run once at a time, as its tasks have one place for what they return.
+
+    Raises:
+        UsageError: If it is being run already.
+    """
+    run = object()
+    try:
+        with _lock:
+            stands = _runs.setdefault(job, run)
+        if stands is not run:
+            raise UsageError("the job is being run already", hint="Make a job of its own for each run.")
+        yield
+    finally:
+        with _lock:
+            if _runs.get(job) is run:
+                del _runs[job]

@@ -15,7 +15,6 @@ from holdfast.errors import NodeLostError, TaskFailedError
 from holdfast.integrations.ray.keeper import RayKeeper
 from holdfast.integrations.ray.node import Answer, Call, NodeActor
 from holdfast.integrations.ray.store import StoreActor
-from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import check_place
@@ -68,8 +67,8 @@ class RaySession(Session):
             UsageError: If an argument is wrong.
             NodeLostError: If nodes could not be started in that time.
         """
-        names = check_place(nodes)
-        assert names is not None, "None names no nodes"
+        names = check_place(() if nodes is None else nodes, "nodes")
+        assert names is not None, "there are names, or an error"
         super().__init__(names)
         options = dict(actor_options or {})
         by_node = bool(options) and set(options) <= set(names)
@@ -84,11 +83,6 @@ class RaySession(Session):
         self._store: Any = None
         self.start = 0
         self._start()
-
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """**Blocks.** Makes the objects that nodes have not yet."""
-        self.check_open()
-        self.call_all("make_objects", list(makers))
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
         """**Blocks.** Runs tasks on their nodes; see `Session`.
@@ -109,7 +103,7 @@ class RaySession(Session):
         self._raise_failure(group, answers)
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """What saves and restores the workspaces: each node its own, in one commit."""
         return RayKeeper(self, nodes, options)
 
@@ -133,8 +127,11 @@ class RaySession(Session):
 
     def close(self) -> None:
         """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             super().close()
+        finally:
             self._stop()
             if self._owns_ray:
                 ray.shutdown()
