@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +63,19 @@ def make_job(
 def totals_of(session: hf.LocalSession) -> list[float]:
     """The total on each node."""
     return [float(session.workspace(node)["total"][0]) for node in session.nodes]
+
+
+def count_threads() -> int:
+    """How many threads this process has, those included that Python knows nothing of."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def wait_for_threads(most: int) -> None:
+    """Waits until this process has no more threads than that: one that has ended is gone a little later."""
+    end_at = time.monotonic() + 10
+    while count_threads() > most:
+        assert time.monotonic() < end_at, f"{count_threads()} threads are left, there were {most}"
+        os.sched_yield()
 
 
 class FullStorage(MemoryStorage):

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from epoch_jobs import TOTALS, FullStorage, make_job, totals_of
+from epoch_jobs import TOTALS, FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.errors import (
     DamageError,
+    FencedError,
     MismatchError,
     NoCheckpointError,
     SaveFailedError,
@@ -516,15 +517,42 @@ def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_a_session_is_closed(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
+    before = count_threads()
     runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
     with hf.LocalSession(NODES) as session:
         runner.train(session)
         runner.load_blobs_from_checkpoints("total", 2, session)
         assert runner.save_checkpoints(5, session)
         assert runner.save_checkpoints(6, session)
-    assert set(threading.enumerate()) <= before
+    wait_for_threads(before)
     assert epochs_of(tmp_path) == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_of_two_jobs_in_one_directory_the_newer_one_counts(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def start_another(workspace: Workspace) -> None:
+        if workspace.node == NODES[0] and workspace.epoch == 2:
+            seen.append(train(tmp_path, keep=hf.Latest(2)))
+
+    runner = hf.JobRunner(make_job(before_epoch=start_another), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session, pytest.raises(SaveFailedError) as raised:
+        runner.train(session)
+    assert isinstance(raised.value.__cause__, FencedError)
+    assert (runner.result.last_epoch, runner.result.last_saved_epoch) == (2, 1)
+    ((last, totals, result),) = seen
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 1)
+    assert epochs_of(tmp_path) == (3, 4)
+
+
+def test_an_epoch_whose_manifest_is_gone_is_none(tmp_path: Path) -> None:
+    train(tmp_path)
+    next(tmp_path.glob("step-000000004.*/manifest.json")).unlink()
+    with pytest.raises(NoCheckpointError, match="epoch 4"):
+        train(tmp_path, 4)
+    last, totals, result = train(tmp_path)
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 3)
+    assert len(list(tmp_path.glob("step-*"))) == 5, "what was left of it has been tidied up"
 
 
 def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from epoch_jobs import FullStorage, make_job, totals_of
+from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, SaveFailedError, TaskFailedError, UsageError
 from holdfast.jobs import TorchrunSession, UploadTo
@@ -290,7 +289,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_nothing_is_left_when_sessions_are_closed(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
+    before = count_threads()
 
     def work(session: TorchrunSession) -> None:
         runner, _, _ = train_kept(session, tmp_path)
@@ -298,4 +297,4 @@ def test_nothing_is_left_when_sessions_are_closed(tmp_path: Path) -> None:
         assert runner.save_checkpoints(5, session)
 
     assert run_three(work) == [None] * 3
-    assert set(threading.enumerate()) <= before
+    wait_for_threads(before)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from epoch_jobs import FullStorage
+from epoch_jobs import FullStorage, count_threads, wait_for_threads
 from holdfast.catalog import read_catalog
 from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, ClosedError, FencedError, HoldfastError, PeerError, UsageError
@@ -224,9 +224,9 @@ def test_a_closed_state_is_of_no_use(tmp_path: Path) -> None:
 
     assert run_three(work, tmp_path) == [None] * 3
     assert epochs_of(tmp_path) == [1]
-    before = set(threading.enumerate())
+    before = count_threads()
     run_three(back_up_four, tmp_path / "other")
-    assert set(threading.enumerate()) <= before
+    wait_for_threads(before)
 
 
 def test_a_worker_killed_amid_an_epoch(tmp_path: Path) -> None:
