@@ -184,6 +184,21 @@ def test_a_task_that_fails_says_where(session: hf.RaySession) -> None:
     assert "in fail" in raised.value.__notes__[0]
 
 
+def test_a_node_that_is_still_at_work_when_another_failed_is_ended(tmp_path: Path) -> None:
+    def work(workspace: Workspace) -> None:
+        if workspace.node == "trainer_1":
+            raise ZeroDivisionError("no more")
+        time.sleep(600)
+
+    job = hf.Job()
+    job.epoch_group.add(work)
+    hf.epoch_limiter(job, 1)
+    with hf.RaySession(NODES[:2], grace_seconds=0.1) as session, pytest.raises(TaskFailedError) as raised:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    assert any("trainer_0 is still at work" in note for note in raised.value.__notes__)
+    assert epochs_of(tmp_path) == (0,)
+
+
 class Stubborn:
     """An object that cannot be made, or whose state cannot be had."""
 
@@ -228,6 +243,17 @@ def test_a_manager_outlives_its_session(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_what_cannot_travel_is_said(session: hf.RaySession) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="cannot be sent to its node"):
+        session.run(Task(lambda workspace: lock.locked()))
+    with pytest.raises(UsageError, match=r"trainer_\d cannot send back"):
+        session.run(Task(lambda workspace: threading.Lock()))
+    fine = Task(lambda workspace: workspace.node)
+    session.run(fine)
+    assert set(fine.results()) == set(NODES)
+
+
 def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be seen"):
         hf.JobRunner(make_job(NODES), hf.MultiNodeCheckpointManager("memory://here")).train(session)
@@ -236,3 +262,6 @@ def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None
     for nodes in ([], ["a/b"], None):
         with pytest.raises(UsageError):
             hf.RaySession(nodes)  # type: ignore[arg-type]
+    for options in ({"actor_options": 3}, {"replacements_allowed": "3"}):
+        with pytest.raises(UsageError):
+            hf.RaySession(NODES, **options)  # type: ignore[arg-type]
