@@ -183,6 +183,14 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
         hf.JobRunner(job, manager, failures_allowed=-1)
     with pytest.raises(UsageError, match="no Job"):
         hf.JobRunner(make_job, manager)  # type: ignore[arg-type]
+    for wrong in (str(tmp_path), hf.CheckpointManager(tmp_path, hf.Checkpoint())):
+        with pytest.raises(UsageError, match="does not keep the nodes"):
+            hf.JobRunner(job, wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="makes no tasks"):
+        hf.JobRunner(job, manager, upload_task_group_builder=str(tmp_path))  # type: ignore[arg-type]
+    for nothing in (None, ["a"]):
+        with pytest.raises(UsageError, match="is no session"):
+            hf.JobRunner(job, manager).train(nothing)  # type: ignore[arg-type]
     with hf.LocalSession() as session:
         with pytest.raises(UsageError, match="no stop condition"):
             hf.JobRunner(hf.Job(), manager).train(session)

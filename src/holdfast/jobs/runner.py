@@ -65,6 +65,16 @@ class JobRunner:
         """
         if not isinstance(job, Job):
             raise UsageError(f"{job!r} is no Job")
+        if not isinstance(checkpoint_manager, MultiNodeCheckpointManager | None):
+            raise UsageError(
+                f"{checkpoint_manager!r} does not keep the nodes of a job",
+                hint="Use MultiNodeCheckpointManager(directory).",
+            )
+        if not isinstance(upload_task_group_builder, UploadTaskGroupBuilder | None):
+            raise UsageError(
+                f"{upload_task_group_builder!r} makes no tasks",
+                hint="Derive from UploadTaskGroupBuilder, or use UploadTo.",
+            )
         if isinstance(failures_allowed, bool) or not isinstance(failures_allowed, int) or failures_allowed < 0:
             raise UsageError(f"failures_allowed={failures_allowed!r} is not a whole number from 0 on")
         for name, value in (
@@ -169,7 +179,7 @@ class JobRunner:
                 "the job has no stop condition, so it would never end",
                 hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
             )
-        session.check_open()
+        _check_session(session)
         session.bind(job.named_nodes())
         job.freeze(session.nodes)
 
@@ -220,7 +230,7 @@ class JobRunner:
         """The manager, made ready for a session that is not in a run."""
         if self._manager is None:
             raise UsageError("there is no checkpoint manager", hint="Give the runner a checkpoint_manager.")
-        session.check_open()
+        _check_session(session)
         session.bind(self._job.named_nodes())
         nodes = self._job.nodes_to_checkpoint(session.nodes)
         if not self._manager.is_ready_for(session, nodes):
@@ -331,6 +341,12 @@ class JobRunner:
         for other in failures[1:]:
             failures[0].add_note(f"{type(other).__name__} as well: {other}")
         raise failures[0]
+
+
+def _check_session(session: object) -> None:
+    if not isinstance(session, Session):
+        raise UsageError(f"{session!r} is no session", hint="Such are LocalSession, TorchrunSession and RaySession.")
+    session.check_open()
 
 
 @contextmanager
