@@ -35,17 +35,6 @@ def open_session() -> TorchrunSession:
     return TorchrunSession(cluster=cluster, liveness_seconds=LIVENESS_SECONDS)
 
 
-def train(session: TorchrunSession) -> None:
-    """The job from end to end, without anything being kept."""
-    job = make_job(None)
-    total = job.exit_group.add(lambda workspace: float(workspace["total"][0]))
-    array = job.exit_group.add(lambda workspace: workspace["total"])
-    last = hf.JobRunner(job).train(session)
-    others = [node for node in session.nodes if node != session.node]
-    say(last=last, totals=dict(total.results()), own=array.output_on(session.node).fetch().sum())
-    say(remote=repr(array.output_on(others[0]).fetch()), nodes=session.nodes)
-
-
 class Place(LocalStorage):
     """A directory in which worker 1 dies when it writes its part of epoch 3, if that is wanted."""
 
@@ -113,5 +102,5 @@ def die(session: TorchrunSession) -> None:
 
 if __name__ == "__main__":
     with open_session() as the_session:
-        programs: dict[str, Any] = {"train": train, "keep": keep, "fail": fail, "die": die}
+        programs: dict[str, Any] = {"keep": keep, "fail": fail, "die": die}
         programs[sys.argv[1]](the_session, *sys.argv[2:])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,17 @@ def test_begin_anew(tmp_path: Path) -> None:
 def test_retention_keeps_what_it_is_told(tmp_path: Path) -> None:
     train(tmp_path, keep=hf.Latest(2))
     assert epochs_of(tmp_path) == (3, 4)
+    place = tmp_path / "resumed"
+    train(place)
+    seen: list[tuple[int, ...]] = []
+    job = make_job(before_epoch=lambda workspace: seen.append(epochs_of(place)) if workspace.node == NODES[0] else None)
+    with hf.LocalSession(NODES) as session:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(place, keep=hf.Latest(1)), 0).train(session)
+    assert seen[1:] == [(0, 1), (0, 2), (0, 3)], "what the run began with is spared while it runs"
+    assert epochs_of(place) == (4,), "and not when it has come to its end"
+    train(tmp_path / "finished")
+    assert train(tmp_path / "finished", keep=hf.Latest(2))[2].saves_committed == 0
+    assert epochs_of(tmp_path / "finished") == (3, 4), "also one that trains nothing more"
 
 
 def test_saving_by_hand(tmp_path: Path) -> None:
@@ -515,8 +527,13 @@ def test_a_job_is_run_once_at_a_time() -> None:
 
 def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:
     job = make_job()
-    made: list[str] = []
-    job.add_object("model", lambda: made.append("model") or Counter(1 // (2 - len(made))))
+    made: list[Counter] = []
+
+    def make() -> Counter:
+        made.append(Counter())
+        return Counter(1 // (2 - len(made)))
+
+    job.add_object("model", make)
     with hf.LocalSession(NODES) as session, pytest.raises(TaskFailedError, match="make model on trainer_1") as raised:
         hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
     assert raised.value.group == "objects"
@@ -669,33 +686,19 @@ with hf.LocalSession(["trainer_0", "trainer_1", "trainer_2"]) as session:
 """
 
 
-def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
+def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
     moments = random.Random(11)
-    ended = ""
-    kills = 0
-    while kills < 20:
-        program = subprocess.Popen(
-            [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
-        )
-        assert program.stdout is not None
-        assert program.stdout.readline() == "begun\n"
-        try:
-            ended, _ = program.communicate(timeout=moments.uniform(0.0, 0.04))
-        except subprocess.TimeoutExpired:
-            program.kill()
-            program.communicate()
-            kills += 1
-        else:
-            assert ended == "ended 145.0 145.0 145.0\n"
-            break
-        assert len(epochs_of(tmp_path)) <= 3, "two that are kept, and one that has just been committed"
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    ).stdout
-    assert ended.splitlines()[-1] == "ended 145.0 145.0 145.0"
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    for kill in [True] * 6 + [False]:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "begun\n"
+            if kill:
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(moments.uniform(0.0, 0.06))
+                program.kill()
+            rest = program.stdout.read()
+        assert rest == "ended 145.0 145.0 145.0\n" or (kill and rest == "")
+        assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)
     assert len(list(tmp_path.glob("step-*"))) == 2

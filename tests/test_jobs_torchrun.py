@@ -13,11 +13,10 @@ import pytest
 import holdfast as hf
 from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
-from holdfast.errors import AbsentError, SaveFailedError, TaskFailedError, UsageError
+from holdfast.errors import AbsentError, SaveFailedError, TaskFailedError, UnsupportedValueError, UsageError
 from holdfast.jobs import TorchrunSession, UploadTo
 from holdfast.testing.memory_engine import run_workers
 from holdfast.testing.processes import Workers, python
-from jobs import start_like_torchrun
 
 PROGRAM = Path(__file__).with_name("job_worker.py")
 NODES = ["worker_0", "worker_1", "worker_2"]
@@ -43,18 +42,7 @@ def check_nothing_partial(directory: Path) -> None:
         assert (step / "manifest.json").exists(), f"{step} is partial"
 
 
-# Started by a framework's means.
-
-
-def test_three_workers_run_the_canonical_job(tmp_path: Path) -> None:
-    with Workers(tmp_path) as workers:
-        start_like_torchrun(workers, 3, PROGRAM, "train")
-        for rank in range(3):
-            assert workers.wait_said(rank, "last", 120) == 4
-            assert workers.wait_said(rank, "totals", 60) == ALL
-            assert workers.wait_said(rank, "own", 60) == 145_000.0
-            assert workers.wait_said(rank, "remote", 60).startswith("RemoteOutput(on worker_")
-        assert workers.wait(60, [0, 1, 2]) == [0, 0, 0]
+# torchrun itself.
 
 
 @pytest.mark.slow
@@ -143,6 +131,24 @@ def train_kept(
     runner = hf.JobRunner(job, manager, epoch)
     assert runner.train(session) == 4
     return runner, total, manager
+
+
+def test_without_a_manager_a_job_just_runs_and_outputs_are_known_to_all() -> None:
+    def work(session: TorchrunSession) -> None:
+        job = make_job(None)
+        total = job.exit_group.add(lambda workspace: float(workspace["total"][0]))
+        array = job.exit_group.add(lambda workspace: workspace["total"])
+        assert hf.JobRunner(job).train(session) == 4
+        assert total.results() == ALL
+        for node in NODES:
+            output = array.output_on(node).fetch()
+            if node == session.node:
+                assert output.sum() == 145_000.0
+            else:
+                assert repr(output) == f"RemoteOutput(on {node})", "what is not plain stays where it is"
+                assert not output, "an array of several elements is neither true nor false"
+
+    assert run_three(work) == [None] * 3
 
 
 def test_the_canonical_job_is_kept_and_goes_on_from_each_epoch(tmp_path: Path) -> None:
@@ -272,11 +278,11 @@ def test_what_fails_outside_of_tasks_is_told_to_the_others(tmp_path: Path) -> No
         assert (error.group, error.task, error.node) == ("objects", "make stubborn", "worker_1")
         assert "cannot be made" in error.message
     first, own, third = run_three(lambda session: work(session, "state"))
-    assert isinstance(own, ZeroDivisionError)
+    assert isinstance(own, UnsupportedValueError)
     for error in (first, third):
         assert isinstance(error, AbsentError)
         assert error.ranks == (1,)
-        assert "ZeroDivisionError: has no state" in error.message
+        assert "UnsupportedValueError: worker_1/stubborn: the state of Stubborn" in error.message
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.preemption.handler import PreemptionCheckpointHandler
-    from holdfast.worker_state import Backup, WorkerTrainingState
+    from holdfast.restore.backup import Backup
+    from holdfast.worker_state import WorkerTrainingState
 
 __version__ = "0.1.0"
 
@@ -74,7 +75,7 @@ __all__ = [
 
 
 _HOMES: Final = {
-    "Backup": "holdfast.worker_state",
+    "Backup": "holdfast.restore.backup",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
     "LocalSession": "holdfast.jobs",

@@ -133,6 +133,8 @@ class JobRunner:
                 self._close_after(error)
                 raise
         self._raise_what_was_left()
+        if self._manager is not None:
+            self._manager.tidy()
         return epoch
 
     def save_checkpoints(self, epoch: int, session: Session) -> bool:

@@ -6,7 +6,8 @@ killed with SIGKILL; or one of them, and then the others, soon or when they have
 again, until it ends; then the next one begins in a new directory. It must be that
 
 * each start goes on from the newest epoch that was said to be saved, or a later one, the same on all workers,
-* all epochs that are there are whole: the two newest, and while one has just been committed a third,
+* all epochs that are there are whole: the two newest, the one that the last start went on from, and no more than one
+  that was just committed,
 * who survives another one ends by itself, within the limit,
 * the job ends with 145 on each worker, with two epochs and nothing else.
 """
@@ -201,7 +202,8 @@ def _check_epochs(directory: Path, saved: int, tally: Tally, *, ended: bool) -> 
     catalog = read_catalog(storage)
     tally.in_save += bool(catalog.unfinished)
     epochs = [name.step for name in catalog.living]
-    if len(epochs) > KEPT + 1 or max(epochs, default=-1) < saved:
+    # While it runs there are the one that it has gone on from, and one that has just been committed.
+    if len(epochs) > KEPT + 2 or max(epochs, default=-1) < saved:
         raise WrongStateError(f"epoch {saved} was saved, and there are {epochs}")
     for name in catalog.committed:
         if damages := verify_data(storage, open_step(storage, name.directory, name)):

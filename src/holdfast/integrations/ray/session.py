@@ -214,9 +214,9 @@ class RaySession(Session):
                     answers[node] = ray.get(ref)
                 except RayActorError:
                     lost.append(node)
-                except RayTaskError as error:
+                except RayTaskError as failure:
                     answers[node] = None
-                    unsent.append((node, error))
+                    unsent.append((node, failure))
                 if lost or unsent or (isinstance(answers.get(node), Answer) and answers[node].task):
                     deadline = deadline or time.monotonic() + (0.0 if lost else self._grace_seconds)
         if lost:
