@@ -462,6 +462,23 @@ def test_a_new_object_is_refused_unless_that_is_asked_for(tmp_path: Path) -> Non
         assert hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, strict=False)).train(session) == 4
 
 
+def test_a_run_that_begins_from_nothing_makes_its_objects_anew(tmp_path: Path) -> None:
+    with hf.LocalSession(NODES) as session:
+        own = session.workspace(NODES[1])["own"] = Counter(7)
+        for name in ("a", "b"):
+            assert hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path / name)).train(session) == 4
+            assert totals_of(session) == [145.0] * 3
+        manager = hf.MultiNodeCheckpointManager(tmp_path / "a", begin_anew=True)
+        assert hf.JobRunner(make_job(), manager).train(session) == 4
+        assert hf.JobRunner(make_job()).train(session) == 4
+        assert totals_of(session) == [145.0] * 3
+        assert session.workspace(NODES[1])["own"] is own
+        job = make_job()
+        job.add_object("own", Counter, on=NODES[1])
+        hf.JobRunner(job).train(session)
+        assert session.workspace(NODES[1])["own"] is own, "what was put there by hand is left"
+
+
 def test_begin_anew(tmp_path: Path) -> None:
     train(tmp_path)
     last, totals, result = train(tmp_path, begin_anew=True)

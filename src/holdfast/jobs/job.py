@@ -116,7 +116,8 @@ class Job:
 
         It is made on each node before the init tasks, and also when the job goes on from a checkpoint, since code makes
         objects and a checkpoint only gives them back their state. Where the workspace has something of that name
-        already, it is left.
+        already, it is left; but what was made for an earlier run in the same session is made anew when a job begins
+        from nothing.
 
         Args:
             name: Its name in the workspace.

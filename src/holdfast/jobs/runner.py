@@ -245,13 +245,13 @@ class JobRunner:
         job, manager = self._job, self._manager
         self._outputs = []
         if manager is None:
-            session.make_objects(job.objects)
+            session.make_objects(job.objects, anew=True)
             self._run(session, job.init_group, 0)
             return 0, False
         manager.init(session, job.nodes_to_checkpoint(session.nodes), goes_on=goes_on)
         asked_for = None if goes_on else self._resume_from_epoch
         resume_from = manager.choose_epoch(asked_for)
-        session.make_objects(job.objects)
+        session.make_objects(job.objects, anew=resume_from is None)
         if resume_from is None:
             self._run(session, job.init_group, 0)
             self._save(0)

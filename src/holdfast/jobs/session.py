@@ -29,10 +29,11 @@ class _Make:
     """A task that makes an object where it is not there yet."""
 
     maker: ObjectMaker
+    anew: bool
 
     def __call__(self, workspace: Workspace) -> None:
-        if self.maker.name not in workspace:
-            workspace[self.maker.name] = self.maker.make()
+        if self.maker.name not in workspace or (self.anew and workspace.was_made(self.maker.name)):
+            workspace.note_made(self.maker.name, self.maker.make())
 
 
 class Session(ABC):
@@ -98,8 +99,12 @@ class Session(ABC):
         for task in group.tasks:
             task.note_results({one.node: outputs[one] for one in placed if one.task is task})
 
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
+    def make_objects(self, makers: Sequence[ObjectMaker], *, anew: bool = False) -> None:
         """**Blocks.** Makes the objects that nodes are to have and have not yet, one after the other.
+
+        Args:
+            makers: The objects.
+            anew: Whether those that were made like this before are made again.
 
         Raises:
             TaskFailedError: If one cannot be made.
@@ -107,7 +112,7 @@ class Session(ABC):
         """
         for maker in makers:
             group = TaskGroup("objects")
-            group.add(_Make(maker), on=maker.on, name=f"make {maker.name}")
+            group.add(_Make(maker, anew), on=maker.on, name=f"make {maker.name}")
             self.run_making(group)
 
     def run_making(self, group: TaskGroup) -> None:
