@@ -268,4 +268,4 @@ def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None
             hf.RaySession(nodes)  # type: ignore[arg-type]
     for options in ({"actor_options": 3}, {"replacements_allowed": "3"}):
         with pytest.raises(UsageError):
-            hf.RaySession(NODES, **options)  # type: ignore[arg-type]
+            hf.RaySession(NODES, **options)
