@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,10 @@ from holdfast.events import Event, Failed
 from holdfast.jobs import Workspace
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
-from mounts import mounted
+from mounts import fill, mounted
 
 NODES = ["trainer_0", "trainer_1"]
 ROOM = ("-t", "tmpfs", "-o", "size=4m", "tmpfs")
-
-
-def fill(disk: Path) -> None:
-    """Writes into a file until there is no room left."""
-    with (disk / "filler").open("ab", buffering=0) as file:
-        for size in (1 << 16, 1 << 12, 1 << 8, 1):
-            while True:
-                try:
-                    file.write(b"x" * size)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    break
 
 
 def check_whole(place: Path) -> list[int]:

@@ -19,6 +19,7 @@ from epoch_jobs import make_job, totals_of
 from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Committed, Event, NodesTimed
 from holdfast.jobs import Task, UploadTo, Workspace
+from mounts import fill, mounted
 
 ray = pytest.importorskip("ray")
 
@@ -136,6 +137,24 @@ def test_two_jobs_in_one_process_do_not_mix(session: hf.RaySession, tmp_path: Pa
         for thread in threads:
             thread.join(120)
     assert results == {"a": ({"a"}, ALL), "b": ({"b"}, ALL)}
+
+
+def test_a_disk_that_is_full_for_one_epoch(session: hf.RaySession, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as disk:
+
+        def make_room(workspace: Workspace) -> None:
+            if workspace.node == NODES[0]:
+                (disk / "filler").unlink(missing_ok=True)
+                if workspace.epoch == 2:
+                    fill(disk)
+
+        job = make_job(NODES, before_epoch=make_room)
+        total = add_total(job)
+        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(disk / "run", keep=hf.Latest(2)))
+        assert runner.train(session) == 4
+        assert total.results() == ALL
+        assert (runner.result.failed_epochs, runner.result.last_saved_epoch) == ((2,), 4)
+        assert epochs_of(disk / "run") == (3, 4)
 
 
 @pytest.mark.parametrize("moment", ["reading the state", "writing"])
