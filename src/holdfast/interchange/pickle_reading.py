@@ -266,7 +266,11 @@ _Operation = Callable[[_Machine], object]
 
 
 def _value(make: Callable[[_Machine], Any]) -> _Operation:
-    return lambda machine: machine.stack.append(make(machine))
+    def operate(machine: _Machine) -> None:
+        found = make(machine)  # This may bring back another stack.
+        machine.stack.append(found)
+
+    return operate
 
 
 def _whole(data: memoryview) -> int:
