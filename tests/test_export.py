@@ -350,7 +350,7 @@ def test_a_terminal_sees_what_was_written(run: Path, tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
-    arrays = {str(one): np.full((64 << 20) // 8, one, np.float64) for one in range(8)}
+    arrays = {str(one): np.full((32 << 20) // 8, one, np.float64) for one in range(8)}
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(model=arrays), threads=2) as manager:
         manager.save(1)
     del arrays
@@ -370,9 +370,9 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     ended = run_python(program, str(tmp_path / "run"), str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     grown_kib, has_torch = ended.stdout.split()
-    # The state has 512 MiB, a window 64.
+    # The state has 256 MiB, a window 64.
     assert int(grown_kib) < 160 << 10
     assert has_torch == "False"
     for one in (tmp_path / "run-m.pt", tmp_path / "run-dcp", tmp_path / "run-m.safetensors"):
         assert call("verify", one).exit_code == 0
-        assert (one / "step-000000000.g0001" / DATA).stat().st_size > 512 << 20
+        assert (one / "step-000000000.g0001" / DATA).stat().st_size >= 256 << 20

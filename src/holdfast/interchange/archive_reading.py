@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -19,27 +20,56 @@ _LARGE_END: Final = struct.Struct("<4sQHHLLQQQQ")
 _CENTRAL: Final = struct.Struct("<4sHHHHHHLLLHHHHHLL")
 _LOCAL: Final = struct.Struct("<4sHHHHHLLLHH")
 _LIMIT: Final = 0xFFFFFFFF
+_OPEN_FILES: Final = 64
 
 
 class SourceFile:
-    """A file that something is taken from.
+    """A file that something is taken from. It is open while it is read, and for as long as few others are.
 
     Attributes:
         path: Where it is.
         size_bytes: Its size.
     """
 
-    def __init__(self, path: Path, *, follow_links: bool = True) -> None:
+    def __init__(self, path: Path, pool: FilePool | None = None, *, follow_links: bool = True) -> None:
         """**Blocks.** Opens it.
+
+        Args:
+            path: Where it is.
+            pool: What keeps the number of open files small, if there may be many.
+            follow_links: Whether a link is followed.
 
         Raises:
             NotFoundError: If it is not there.
             StorageError: If it cannot be read.
         """
         self.path = path
-        with as_storage_errors("read", "", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
-            self.size_bytes = os.fstat(self._descriptor).st_size
+        self._pool = pool
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+        self._descriptor = -1
+        self._identity: tuple[int, int, int] | None = None
+        self.size_bytes = 0
+        self.fileno()
+
+    def fileno(self) -> int:
+        """**Blocks.** The file's descriptor, good until another file is read.
+
+        Raises:
+            FormatError: If another file lies there now.
+            StorageError: If it cannot be opened.
+        """
+        if self._descriptor < 0:
+            with as_storage_errors("read", "", self.path):
+                self._descriptor = os.open(self.path, self._flags)
+                status = os.fstat(self._descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            if self._identity not in (None, identity):
+                raise FormatError(f"{self.path} was changed while it was being read", path=str(self.path))
+            self._identity = identity
+            self.size_bytes = status.st_size
+        if self._pool is not None:
+            self._pool.use(self)
+        return self._descriptor
 
     def read_into(self, offset_bytes: int, into: memoryview) -> None:
         """**Blocks.** Fills memory from the file.
@@ -51,7 +81,7 @@ class SourceFile:
         left = into
         with as_storage_errors("read", "", self.path):
             while left:
-                count = os.preadv(self._descriptor, [left], offset_bytes)
+                count = os.preadv(self.fileno(), [left], offset_bytes)
                 if not count:
                     raise FormatError(f"{self.path} ends at byte {offset_bytes}, too early", path=str(self.path))
                 offset_bytes += count
@@ -73,10 +103,6 @@ class SourceFile:
         self.read_into(offset_bytes, memoryview(data))
         return data
 
-    def fileno(self) -> int:
-        """The file's descriptor."""
-        return self._descriptor
-
     def close(self) -> None:
         """Gives the file back; harmless twice."""
         if self._descriptor >= 0:
@@ -90,6 +116,20 @@ class SourceFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class FilePool:
+    """Keeps few of many files open: those that were used last."""
+
+    def __init__(self) -> None:
+        self._used: OrderedDict[int, SourceFile] = OrderedDict()
+
+    def use(self, file: SourceFile) -> None:
+        """Notes that a file is used, and closes the one that has not been for longest if there are too many."""
+        self._used.pop(id(file), None)
+        self._used[id(file)] = file
+        if len(self._used) > _OPEN_FILES:
+            self._used.popitem(last=False)[1].close()
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from holdfast.catalog import read_catalog
-from holdfast.errors import NoCheckpointError, UsageError
+from holdfast.errors import FormatError, NoCheckpointError, UsageError
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
 from holdfast.interchange.dcp_export import write_dcp
@@ -171,9 +171,17 @@ def export_step(
     _check_found(selection, list(objects), opened.manifest.step)
     inner = _single(tree) if wanted.only is not None and not wanted.keep_prefix else None
     with closing(LeafReader(storage, opened, beside, threads=threads)) as reader:
+        leaves = {array.leaf for _, array in list_arrays(tree)}
+        for leaf in leaves - reader.leaves.keys():
+            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=opened.manifest.step, tensor=leaf)
         if wanted.to == "safetensors":
             names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=wanted.repeat_shared)
             left += notes
+            if not names:
+                raise UsageError(
+                    f"there is no array in what is asked for of step {opened.manifest.step}",
+                    hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
+                )
             metadata = {"format": "pt", "holdfast.step": str(opened.manifest.step)}
             files = write_safetensors(
                 reader,
@@ -196,7 +204,7 @@ def export_step(
                 advance=watch.advance,
             )
         else:
-            modules = [name for name, one in tree.items() if type(one) is ObjectState and one.kind == "torch.module"]
+            modules = [name for name, one in objects.items() if type(one) is dict and one.get("k") == "torch.module"]
             state = inner.state if type(inner) is ObjectState else inner
             files = write_dcp(
                 reader,
@@ -209,7 +217,6 @@ def export_step(
                 expect=watch.expect,
                 advance=watch.advance,
             )
-        leaves = {array.leaf for _, array in list_arrays(tree)}
         size_bytes = sum(reader.leaves[leaf].size_bytes for leaf in leaves)
     return Export(
         step=opened.manifest.step,

@@ -301,7 +301,7 @@ def _write(
     offset = filled = 0
 
     def put(data: memoryview) -> None:
-        nonlocal offset, filled
+        nonlocal filled
         while data:
             count = min(len(data), PIECE_BYTES - filled)
             piece[filled : filled + count] = data[:count]

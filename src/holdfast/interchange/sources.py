@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
-from holdfast.interchange.archive_reading import SourceFile
+from holdfast.interchange.archive_reading import FilePool, SourceFile
 from holdfast.interchange.dcp_import import METADATA_NAME, DcpDirectory
 from holdfast.interchange.incoming import IncomingArray
 from holdfast.interchange.safetensors_export import INDEX_NAME
@@ -59,6 +59,7 @@ class Source:
         """
         self._files = ExitStack()
         self._open: dict[str, SourceFile] = {}
+        self._pool = FilePool()
         self._path = path
         self.format = ""
         self.root: Any = None
@@ -132,7 +133,7 @@ class Source:
         return self._open.get(name) or self._use(self._path / name, follow_links=self.format != "dcp")
 
     def _use(self, path: Path, *, follow_links: bool) -> SourceFile:
-        file = self._files.enter_context(SourceFile(path, follow_links=follow_links))
+        file = self._files.enter_context(SourceFile(path, self._pool, follow_links=follow_links))
         self._open[path.name] = file
         return file
 
