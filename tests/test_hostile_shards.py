@@ -256,6 +256,6 @@ def test_damage_errors_are_damage(run: Path) -> None:
 def test_objects_that_cannot_be_are_not_exported(run: Path, tmp_path: Path, node: Any) -> None:
     forge(run, 0, objects={"rows": node})
     for to in ("safetensors", "torch", "dcp"):
-        with pytest.raises(errors.FormatError):
+        with pytest.raises(FormatError):
             hf.export_checkpoint(run, tmp_path / "out", to=to)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
