@@ -7,7 +7,6 @@ it is. The figures go to `docs/scale.json`, and the picture beside it.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -72,11 +71,8 @@ def _measure(
     for count in dcp_ranks:
         from benchmarks.planning_dcp import measure_dcp
 
-        place = Path(tempfile.mkdtemp(prefix=".planning-", dir=docs))
-        try:
-            peers.append({"workers": count, **measure_dcp(count, tensors, place)})
-        finally:
-            shutil.rmtree(place)
+        with tempfile.TemporaryDirectory(prefix=".planning-", dir=docs) as place:
+            peers.append({"workers": count, **measure_dcp(count, tensors, Path(place))})
         say(f"DCP, {count} ranks: coordinator {peers[-1]['leader_seconds']:.2f} s")
     return {"tensors": tensors, "rounds": rounds, "holdfast": jobs, "dcp": peers}
 

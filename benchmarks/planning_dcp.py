@@ -6,11 +6,11 @@ import io
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -93,5 +93,5 @@ def _dump(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _load(data: bytes) -> object:
+def _load(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301  What this process has just written.

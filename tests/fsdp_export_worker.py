@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.fsdp import fully_shard
 
 import holdfast as hf
@@ -31,7 +31,7 @@ def main(directory: Path) -> None:
     with hf.CheckpointManager(directory / "run", hf.Checkpoint(model=model, optimizer=optimizer)) as manager:
         manager.save(1)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=directory / "dcp")
+    save_dcp(state, checkpoint_id=directory / "dcp")
     whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     if dist.get_rank() == 0:
         torch.save({"model": whole}, directory / "whole.pt")

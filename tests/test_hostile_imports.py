@@ -27,8 +27,8 @@ from holdfast.interchange.pickle_writing import Global, write_pickle
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: E402
 
 LIMIT_BYTES = 32 << 20
 
@@ -110,7 +110,7 @@ def _nothing() -> Iterator[None]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    dcp.save({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "n": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_dcp({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "n": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     return tmp_path / "dcp"
 
 

@@ -257,5 +257,5 @@ def test_objects_that_cannot_be_are_not_exported(run: Path, tmp_path: Path, node
     forge(run, 0, objects={"rows": node})
     for to in ("safetensors", "torch", "dcp"):
         with pytest.raises(FormatError):
-            hf.export_checkpoint(run, tmp_path / "out", to=to)  # type: ignore[arg-type]
+            hf.export_checkpoint(run, tmp_path / "out", to=to)
         assert not (tmp_path / "out").exists()

@@ -23,9 +23,9 @@ from test_export import Interrupting, build, equal_states, train
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: E402
 
 
 def as_saved(objects: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
 def test_a_training_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
     objects = trained()
     state = as_saved(objects) | {"optimizer": get_optimizer_state_dict(objects["model"], objects["optimizer"])}
-    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    save_dcp(state, checkpoint_id=tmp_path / "old", no_dist=True)
     document = call_json("import", tmp_path / "old", tmp_path / "run")
     assert document["format"] == "dcp"
     check_goes_on(restore(tmp_path / "run"))
@@ -220,7 +220,14 @@ def test_any_tensors_go_there_and_back(
 def test_workers_of_torchrun_there_and_back(tmp_path: Path) -> None:
     """Two workers of FSDP2 save with holdfast and with DCP; each is handed on to the other side."""
     worker = Path(__file__).with_name("fsdp_export_worker.py")
-    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", worker, tmp_path]
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(worker),
+        str(tmp_path),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (tmp_path / "whole.pt").exists(), ended.stderr
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)

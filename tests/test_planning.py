@@ -28,7 +28,7 @@ def test_it_measures_both_and_draws(tmp_path: Path) -> None:
     assert many["requests"] <= 6 * 256 + 20
     assert many["metadata_bytes"] < 130 * 256 + 1000
     # The metadata of DCP has an entry for each tensor of each rank.
-    assert figures["dcp"][1]["metadata_bytes"] > 1.5 * figures["dcp"][0]["metadata_bytes"]
+    assert figures["dcp"][1]["metadata_bytes"] > 1.3 * figures["dcp"][0]["metadata_bytes"]
     picture = (tmp_path / "scale.svg").read_text()
     assert picture.startswith("<svg")
     assert "nan" not in picture

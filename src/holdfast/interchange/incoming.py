@@ -163,5 +163,5 @@ def _values(tensor: StoredTensor, box: Box) -> Any:
     mapped = mmap.mmap(tensor.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
     run = np.frombuffer(mapped, "u1")[tensor.begin - first :]
     strides = tuple(stride * item_bytes for stride in tensor.strides)
-    shaped = np.ndarray(tensor.shape, unit, run, 0, strides)
+    shaped: Any = np.ndarray(tensor.shape, unit, run, 0, strides)
     return shaped[(*map(slice, box.offsets, box.ends), ...)]

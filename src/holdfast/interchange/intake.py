@@ -24,10 +24,10 @@ from holdfast.interchange.outline import LeftOut
 from holdfast.interchange.pickle_reading import Made
 from holdfast.interchange.pickle_writing import Global, Persistent
 from holdfast.interchange.sources import Source, Tree
+from holdfast.interchange.ties import KEPT_APART, tie_equal
 from holdfast.interchange.torch_import import TorchArchive, special_of
 from holdfast.policies import All
 from holdfast.restore.selection import Selection, make_selection
-from holdfast.save.handoffs import Receipts
 from holdfast.save.line import Line
 from holdfast.save.write import PIECE_BYTES, conclude
 from holdfast.storage import Storage, open_storage
@@ -124,7 +124,9 @@ def import_checkpoint(
             )
         if not arrays and not any(nodes.values()):
             raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
-        committed_name = _commit(storage, step, nodes, arrays, Path(source).name, watcher)
+        # Only torch's own files say which tensors were one.
+        ties = [] if opened.format == "torch" else encoder.ties
+        committed_name = _commit(storage, step, nodes, arrays, ties, Path(source).name, watcher)
         return Import(
             step=step,
             name=committed_name,
@@ -192,6 +194,7 @@ class _IntakeEncoder(Encoder):
     Attributes:
         arrays: By name.
         left: What was left out.
+        ties: For each dict with several arrays, the nodes of these: some of them may have been one.
     """
 
     def __init__(self, source: str, *, skip_unknown: bool) -> None:
@@ -202,20 +205,25 @@ class _IntakeEncoder(Encoder):
         self._names: dict[Hashable, str] = {}
         self.arrays: dict[str, IncomingArray] = {}
         self.left: list[LeftOut] = []
+        self.ties: list[dict[str, Node]] = []
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        if self._skip_unknown and type(value) in (Made, Global, Persistent) and not self._is_known(value):
-            self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
-            return None
-        return super().encode(value, path, depth)
-
-    def special(self, value: Any, path: str, depth: int) -> Node | None:
         if type(value) is Tree:
             outer, self._archive = self._archive, value.archive
             try:
-                return self.encode_apart(value.value, path, depth)
+                return self.encode(value.value, path, depth)
             finally:
                 self._archive = outer
+        if self._skip_unknown and type(value) in (Made, Global, Persistent) and not self._is_known(value):
+            self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
+            return None
+        node = super().encode(value, path, depth)
+        if type(value) is dict and "$" not in node and KEPT_APART.isdisjoint(node):
+            arrays = {key: part for key, part in node.items() if type(part) is dict and part.get("$") == "array"}
+            self.ties += [arrays] if len(arrays) > 1 else []
+        return node
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
         if type(value) is IncomingArray:
             return self._array(value, path)
         given = special_of(value)
@@ -260,6 +268,7 @@ def _commit(
     step: int,
     objects: dict[str, Node],
     arrays: Mapping[str, IncomingArray],
+    ties: list[dict[str, Node]],
     source: str,
     watcher: Watcher | None,
 ) -> StepName:
@@ -274,7 +283,9 @@ def _commit(
     line.open(None)
     name = line.name(step)
     try:
-        receipts = _write(storage, name, layout, objects, arrays, watcher.advance if watcher else _ignore)
+        leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)
+        tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
+        receipts = conclude(_index(name, layout, leaves, objects), storage)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
         try:
@@ -289,11 +300,10 @@ def _write(
     storage: Storage,
     name: StepName,
     layout: Layout,
-    objects: dict[str, Node],
     arrays: Mapping[str, IncomingArray],
     advance: Callable[[int], None],
-) -> Receipts:
-    """Writes the data file piece by piece, with digests taken on the way, and the index."""
+) -> list[LeafRecord]:
+    """Writes the data file piece by piece, with digests taken on the way."""
     storage.make_directory(name.directory)
     writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
     leaves: list[LeafRecord] = []
@@ -330,7 +340,11 @@ def _write(
         writer.finish()
     finally:
         writer.abandon()
-    index = Index(
+    return leaves
+
+
+def _index(name: StepName, layout: Layout, leaves: list[LeafRecord], objects: dict[str, Node]) -> Index:
+    return Index(
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
@@ -343,7 +357,6 @@ def _write(
         leaves=tuple(leaves),
         objects=objects,
     )
-    return conclude(index, storage)
 
 
 def _ignore(size_bytes: int) -> None:

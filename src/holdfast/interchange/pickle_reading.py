@@ -112,7 +112,7 @@ class _Machine:
     def recall(self, number: int) -> None:
         self.stack.append(self._kept[number])
 
-    def memoize(self) -> None:
+    def _memoize(self) -> None:
         self.keep(len(self._kept))
 
     def name(self, module: str, name: str) -> None:
@@ -140,20 +140,17 @@ class _Machine:
             function = Global("", "?")
         self.stack.append(Made(function, arguments, is_known=function in self._allowed))
 
-    def reduce(self) -> None:
+    def _reduce(self) -> None:
         arguments = self.stack.pop()
         self.call(self.stack.pop(), arguments)
 
-    def new(self) -> None:
-        self.reduce()
-
-    def new_by_name(self) -> None:
+    def _new_by_name(self) -> None:
         names, arguments = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple or type(names) is not dict:
             raise ValueError("an object without arguments")
         self.call(self.stack.pop(), (*arguments, names))
 
-    def build(self) -> None:
+    def _build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
         if type(made) is Made:
@@ -178,33 +175,33 @@ class _Machine:
         for place in range(0, len(values), 2):
             target[values[place]] = values[place + 1]
 
-    def add_items(self, values: list[Any]) -> None:
+    def _add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError("something is added to what is no set")
         target.update(values)
 
-    def append_one(self) -> None:
+    def _append_one(self) -> None:
         self.append([self.stack.pop()])
 
-    def set_one(self) -> None:
+    def _set_one(self) -> None:
         value = self.stack.pop()
         self.set_items([self.stack.pop(), value])
 
-    def tuple_of(self, length: int) -> None:
+    def _tuple_of(self, length: int) -> None:
         parts = tuple(self.stack[len(self.stack) - length :])
         if len(parts) != length:
             raise IndexError("too few values for a tuple")
         del self.stack[len(self.stack) - length :]
         self.stack.append(parts)
 
-    def pop(self) -> None:
+    def _pop(self) -> None:
         if self.stack:
             self.stack.pop()
         else:
             self.since_mark()
 
-    def persistent(self) -> None:
+    def _persistent(self) -> None:
         found = self.stack.pop()
         if type(found) is not tuple:
             raise ValueError("what lies beside the pickle is named by no tuple")
@@ -281,7 +278,7 @@ _BY_CODE: Final[dict[str, _Operation]] = {
     "\x80": lambda m: m.take(1),
     "\x95": lambda m: m.take(8),
     "(": _Machine.mark,
-    "0": _Machine.pop,
+    "0": _Machine._pop,
     "1": _Machine.since_mark,
     "2": lambda m: m.stack.append(m.stack[-1]),
     "N": _value(lambda m: None),
@@ -304,28 +301,28 @@ _BY_CODE: Final[dict[str, _Operation]] = {
     ")": _value(lambda m: ()),
     "}": _value(lambda m: {}),
     "\x8f": _value(lambda m: set()),
-    "a": _Machine.append_one,
+    "a": _Machine._append_one,
     "e": lambda m: m.append(m.since_mark()),
-    "s": _Machine.set_one,
+    "s": _Machine._set_one,
     "u": lambda m: m.set_items(m.since_mark()),
-    "\x90": lambda m: m.add_items(m.since_mark()),
+    "\x90": lambda m: m._add_items(m.since_mark()),
     "\x91": _value(lambda m: frozenset(m.since_mark())),
     "t": _value(lambda m: tuple(m.since_mark())),
-    "\x85": lambda m: m.tuple_of(1),
-    "\x86": lambda m: m.tuple_of(2),
-    "\x87": lambda m: m.tuple_of(3),
+    "\x85": lambda m: m._tuple_of(1),
+    "\x86": lambda m: m._tuple_of(2),
+    "\x87": lambda m: m._tuple_of(3),
     "c": lambda m: m.name(m.line(), m.line()),
     "\x93": lambda m: m.name(m.stack.pop(-2), m.stack.pop()),
-    "R": _Machine.reduce,
-    "\x81": _Machine.new,
-    "\x92": _Machine.new_by_name,
-    "b": _Machine.build,
+    "R": _Machine._reduce,
+    "\x81": _Machine._reduce,
+    "\x92": _Machine._new_by_name,
+    "b": _Machine._build,
     "q": lambda m: m.keep(m.number(_U1)),
     "r": lambda m: m.keep(m.number(_U4)),
-    "\x94": _Machine.memoize,
+    "\x94": _Machine._memoize,
     "h": lambda m: m.recall(m.number(_U1)),
     "j": lambda m: m.recall(m.number(_U4)),
-    "Q": _Machine.persistent,
+    "Q": _Machine._persistent,
 }
 
 _OPERATIONS: Final = {ord(code): operation for code, operation in _BY_CODE.items()}
