@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 import holdfast as hf
+from holdfast.catalog import read_catalog
 from holdfast.cluster.peers import Peers
 from holdfast.format.digests import digest
 from holdfast.format.index import encode_index
@@ -136,7 +137,8 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
 
     The files of the others are made before, of the sizes that they have, and so are the records that they hand in.
     Then the leader's own code runs from the opening of the save to its end: it takes the records, looks whether it sees
-    all files, writes the manifest, syncs it, looks whether it is fenced, sees that all have left, and cleans up.
+    all files, writes the manifest, syncs it, looks whether it is fenced, and what retention gives up (nothing here),
+    sees that all have left, and cleans up.
     """
     storage = LocalStorage(directory)
     store = OneStore(workers)
@@ -166,9 +168,11 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         assert own is not None
         begun_at = time.perf_counter()
         joint.commit(Receipts((own,), (), True), name, {}, {})
+        joint.clean(name, {})
         joint.finish()
         seconds += time.perf_counter() - begun_at
         begun_at = time.perf_counter()
+        assert read_catalog(storage).newest == name
         opened = open_step(storage, name.directory, name, Worker(reading, workers))
         reader_seconds = time.perf_counter() - begun_at
         manifest_bytes = (directory / name.directory / MANIFEST_NAME).stat().st_size

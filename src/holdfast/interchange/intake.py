@@ -106,7 +106,7 @@ def import_checkpoint(
     committed = read_catalog(storage).committed
     if committed:
         raise UsageError(
-            f"{storage.url} has checkpoints already, of steps {committed[0].step} to {committed[-1].step}",
+            f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
             hint="Import into a new run; a job that goes on from it may save there.",
         )
     with Source(Path(source), keep_unknown=skip_unknown) as opened:
