@@ -66,7 +66,8 @@ sums find, and Orbax where it compresses.
 Each is set up as its own documents say is best: DCP keeps its stager and its plan and writes with two threads, except
 where it is called as it comes; torch_checkpointing copies in the background, under the lock that its documents put
 around the optimizer's step, and without direct I/O, with which it fails on ext4; Orbax runs as it comes, and without
-compression. Pinned memory and copies that do not block need an accelerator, and there is none here.
+compression. Pinned memory and copies that do not block need an accelerator, and there is none here: what holdfast does
+for CUDA (pinned memory, a copy stream of its own, events in place of synchronisation) is unmeasured.
 """
 
 
