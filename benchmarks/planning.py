@@ -25,7 +25,7 @@ _DCP_RANKS: Final = (8, 32, 128, 256)
 @click.command()
 @click.option("--workers", multiple=True, type=click.IntRange(2), default=_WORKERS, help="How many; may be repeated.")
 @click.option("--dcp-ranks", multiple=True, type=click.IntRange(2), default=_DCP_RANKS, help="The same for DCP.")
-@click.option("--without-dcp", is_flag=True, help="Keep what was measured of DCP before.")
+@click.option("--only", type=click.Choice(["holdfast", "dcp"]), help="Measure one of the two; what is known stays.")
 @click.option("--tensors", default=1000, show_default=True, type=click.IntRange(1), help="How many each worker holds.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Medians of so many.")
 @click.option("--docs", default=_DOCS, type=click.Path(path_type=Path), help="Where figures and picture go.")
@@ -33,7 +33,7 @@ _DCP_RANKS: Final = (8, 32, 128, 256)
 def main(
     workers: tuple[int, ...],
     dcp_ranks: tuple[int, ...],
-    without_dcp: bool,
+    only: str | None,
     tensors: int,
     rounds: int,
     docs: Path,
@@ -42,9 +42,14 @@ def main(
     """Measures what a save costs each worker and the leader, and a restore, by the number of workers."""
     path = docs / "scale.json"
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    figures = before if render else _measure(workers, () if without_dcp else dcp_ranks, tensors, rounds, docs)
-    if without_dcp and not render:
-        figures["dcp"] = before.get("dcp", [])
+    figures = before
+    if not render:
+        wanted = ((), dcp_ranks) if only == "dcp" else (workers, () if only else dcp_ranks)
+        figures = _measure(*wanted, tensors, rounds, docs)
+        if only:
+            for name in ("holdfast", "dcp"):
+                known = {entry["workers"]: entry for entry in (*before.get(name, ()), *figures[name])}
+                figures[name] = [known[count] for count in sorted(known)]
     path.write_text(json.dumps(figures, indent=1) + "\n")
     (docs / "scale.svg").write_text(render_scale(figures))
     click.echo(render_table(figures))

@@ -37,17 +37,21 @@ def measure_dcp(ranks: int, tensors: int, directory: Path) -> dict[str, float]:
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, is_coordinator=True)
     begun_at = time.perf_counter()
-    plans, metadata = planner.create_global_plan([_load(data) for data in gathered])
+    arrived = [_load(data) for data in gathered]
+    arrived_at = time.perf_counter()
+    plans, metadata = planner.create_global_plan(arrived)
+    plan_seconds = time.perf_counter() - arrived_at
     sent = [_dump(plan) for plan in writer.prepare_global_plan(plans)]
     writer.set_up_storage_writer(True)
     writer.finish(metadata, [_load(data) for data in results])
     leader_seconds = time.perf_counter() - begun_at
-    del metadata, plans, planner
+    del arrived, metadata, plans, planner
     metadata_bytes = (directory / ".metadata").stat().st_size
     begun_at = time.perf_counter()
     FileSystemReader(directory).read_metadata()
     return {
         "leader_seconds": leader_seconds,
+        "plan_seconds": plan_seconds,
         "gathered_bytes": sum(map(len, gathered)) + sum(map(len, results)),
         "sent_bytes": sum(map(len, sent)),
         "metadata_bytes": metadata_bytes,

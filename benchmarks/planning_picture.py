@@ -80,37 +80,42 @@ def render_scale(figures: dict[str, Any]) -> str:
 
 def render_table(figures: dict[str, Any]) -> str:
     """**Pure.** The figures as a table in Markdown."""
+    owns = {entry["workers"]: entry for entry in figures["holdfast"]}
     peers = {entry["workers"]: entry for entry in figures["dcp"]}
     lines = [
         "| Workers | Training thread, sharded | replicated | Index | Leader | gathered | requests | Manifest "
         "| Restore reads | in | DCP: coordinator | gathered | `.metadata` | read in |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for own in figures["holdfast"]:
-        peer = peers.get(own["workers"])
-        cells = [
-            f"{own['workers']:,}",
-            _seconds(own["sharded_training_seconds"]),
-            _seconds(own["replicated_training_seconds"]),
-            _bytes(own["sharded_index_bytes"]),
-            _seconds(own["leader_seconds"]),
-            _bytes(own["gathered_bytes"]),
-            f"{own['requests']:,.0f}",
-            _bytes(own["metadata_bytes"]),
-            _bytes(own["reader_bytes"]),
-            _seconds(own["reader_seconds"]),
-        ]
-        if peer is not None:
-            cells += [
-                _seconds(peer["leader_seconds"]),
-                _bytes(peer["gathered_bytes"]),
-                _bytes(peer["metadata_bytes"]),
-                _seconds(peer["reader_seconds"]),
-            ]
-        else:
-            cells += ["", "", "", ""]
+    for workers in sorted({*owns, *peers}):
+        own, peer = owns.get(workers), peers.get(workers)
+        cells = [f"{workers:,}", *([""] * 9 if own is None else _own_cells(own))]
+        cells += [""] * 4 if peer is None else _peer_cells(peer)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _own_cells(own: dict[str, Any]) -> list[str]:
+    return [
+        _seconds(own["sharded_training_seconds"]),
+        _seconds(own["replicated_training_seconds"]),
+        _bytes(own["sharded_index_bytes"]),
+        _seconds(own["leader_seconds"]),
+        _bytes(own["gathered_bytes"]),
+        f"{own['requests']:,.0f}",
+        _bytes(own["metadata_bytes"]),
+        _bytes(own["reader_bytes"]),
+        _seconds(own["reader_seconds"]),
+    ]
+
+
+def _peer_cells(peer: dict[str, Any]) -> list[str]:
+    return [
+        _seconds(peer["leader_seconds"]),
+        _bytes(peer["gathered_bytes"]),
+        _bytes(peer["metadata_bytes"]),
+        _seconds(peer["reader_seconds"]),
+    ]
 
 
 def _own(figures: dict[str, Any], key: str) -> _Line:
