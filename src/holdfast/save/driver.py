@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, SaveFailedError
+from holdfast.errors import HoldfastError, OutOfMemoryError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
@@ -96,8 +96,6 @@ class Saver:
         self._captures = Captures()
         self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
         self._held_seconds = 0.0
-        # Leaves that changed although they were held: from then on they are copied at once.
-        self._unsteady: set[str] = set()
         self._reports = reports
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._crew: Crew | None = None
@@ -141,7 +139,7 @@ class Saver:
         steady = (
             place
             for place in captured.held
-            if captured.names[place] not in self._unsteady
+            if captured.names[place] not in self._hold.unsteady
             and captured.backends[place].version(captured.arrays[place]) is not None
         )
         return replace(captured, held=frozenset(steady))
@@ -191,7 +189,7 @@ class Saver:
         if not captured.held:
             handle.mark_staged()
         elif self._hold is not None:
-            self._hold.begin(order.step)
+            self._hold.begin(order.step, staging.check_unchanged)
         return staging
 
     def restart_clock(self) -> None:
@@ -276,12 +274,8 @@ class Saver:
 
     def _copy_later(self, work: _Work, staging: Staging) -> None:
         """Copies what is held, and lets go of it."""
-        if staging.captured.held:
-            try:
-                staging.copy_later(work.crew, self._let_go)
-            except ChangedError as error:
-                self._unsteady.update(error.leaves)
-                raise
+        if self._hold is not None and staging.captured.held:
+            self._hold.copy(partial(staging.copy_later, work.crew, self._let_go))
             work.handle.mark_staged()
 
     def _let_go(self, transfers: list[Transfer]) -> None:
@@ -310,6 +304,8 @@ class Saver:
                     size_bytes=receipts.size_bytes,
                 )
             )
+            if self._hold is not None and staging.captured.held:
+                self._hold.make_sure()
             self._line.commit(receipts, name, order.metrics, order.metadata)
         except BaseException:
             if self._joint is None:
