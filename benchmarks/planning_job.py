@@ -6,7 +6,7 @@ import queue
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -35,6 +35,10 @@ from holdfast.storage.crew import Crew
 
 ROWS = 4
 COLUMNS = 8
+
+
+_PART: Final = {"references": (), "has_boxes": True, "groups": []}
+"""What a worker that refers to nothing and holds nothing that others hold says beside its own record."""
 
 
 class OneStore:
@@ -161,7 +165,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
             record = _make_files(storage, directory, name, Worker(rank, workers), tensors, is_real=rank == reading)
             own = own or record
             if rank:
-                part = msgspec.json.encode(PartRecord(record, (), True))
+                part = msgspec.json.encode(msgspec.convert({**_PART, "worker": record}, PartRecord))
                 gathered_bytes += len(part)
                 store.values[peers.key(place.key(f"part/{rank}"))] = part
                 store.values[peers.key(place.key(f"left/{rank}"))] = b""
