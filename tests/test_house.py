@@ -59,6 +59,8 @@ PUBLIC = [
     "epoch_limiter",
     "errors",
     "events",
+    "export_checkpoint",
+    "import_checkpoint",
     "jobs",
     "preemption",
     "register_codec",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from holdfast import jobs
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.interchange.export import export_checkpoint
+    from holdfast.interchange.intake import import_checkpoint
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -66,6 +68,8 @@ __all__ = [
     "epoch_limiter",
     "errors",
     "events",
+    "export_checkpoint",
+    "import_checkpoint",
     "jobs",
     "preemption",
     "register_codec",
@@ -87,6 +91,8 @@ _HOMES: Final = {
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",
     "epoch_limiter": "holdfast.jobs",
+    "export_checkpoint": "holdfast.interchange.export",
+    "import_checkpoint": "holdfast.interchange.intake",
 }
 """What is imported when it is asked for: it needs a framework, or is not what most programs use."""
 

@@ -190,6 +190,8 @@ class Company:
             if plan.epoch == self._places.epoch and not is_missed:
                 self._plan = plan
         if is_missed:
+            # Otherwise those who were there would seem to be as far as this worker is when it saves next.
+            self._places.pass_by()
             reason = f"rank {self.peers.rank} was at step {step} when it heard of a save at step {plan.step}"
             self.peers.cluster.set(self._key_of_missed(plan.number), reason.encode())
 
