@@ -12,7 +12,9 @@ import msgspec
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import FencedError, HoldfastError, UsageError
+from holdfast.save.inquiry import Inquiry
 from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
+from holdfast.save.replicas import Holding
 
 _T = TypeVar("_T")
 
@@ -32,6 +34,7 @@ class Exchange:
     Attributes:
         place: Which save it is.
         was_missed: True once the leader has found that another worker had heard of it too late.
+        inquiry: What the leader asks where workers do not hold the same.
     """
 
     def __init__(self, peers: Peers, position: Position, watched: str = "") -> None:
@@ -47,6 +50,7 @@ class Exchange:
         self._watched = watched
         self.place = position.place
         self.was_missed = False
+        self.inquiry = Inquiry(peers, self._key)
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
@@ -65,8 +69,12 @@ class Exchange:
         """
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
-    def hand_in(self, record: PartRecord) -> None:
+    def hand_in(self, record: PartRecord, holding: Holding) -> None:
         """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
+
+        Args:
+            record: What to say.
+            holding: What to say of what it holds together with others, if it is asked.
 
         Raises:
             PeerError: If another worker has failed, or the leader is gone or has not committed in time.
@@ -75,7 +83,7 @@ class Exchange:
         """
         self._put(f"part/{self._peers.rank}", record)
         what = f"commit step {self.place.step}"
-        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what))
+        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what, holding=holding))
 
     def collect_parts(self) -> list[PartRecord]:
         """**Blocks.** What all workers but the leader have made to last, in order of rank.
@@ -139,6 +147,8 @@ class Exchange:
 
     def forget(self) -> None:
         """Deletes all that was said: nobody reads it any more."""
+        with suppress(HoldfastError):
+            self.inquiry.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
@@ -168,6 +178,7 @@ class Exchange:
         what: str,
         ranks: Callable[[], Collection[int]] | None = None,
         begun_at: float | None = None,
+        holding: Holding | None = None,
     ) -> _T:
         """What is said under a name, unless the save ends otherwise before.
 
@@ -178,6 +189,7 @@ class Exchange:
             what: What they have to do before.
             ranks: Gives all that are to do it, if that is more; they must live as well.
             begun_at: When the wait for all of them began.
+            holding: What to answer a question of the leader with; None if none can come yet.
         """
         look_at = time.monotonic()
 
@@ -189,12 +201,13 @@ class Exchange:
                     self._check_way(rank)
             return ranks() if ranks is not None else doers
 
-        own, verdict = self._key(name), self._key("verdict")
-        keys = [own, *([self._watched] if self._watched else [])]
-        # The result is said after the verdict, and says more; all else does not matter any more when there is one.
-        key, value = self._peers.wait_any(
-            [*keys, verdict] if name == "result" else [verdict, *keys], watch, what, begun_at
-        )
+        own, verdict, question = self._key(name), self._key("verdict"), self.inquiry.question
+        # When there is a verdict, all else does not matter any more. The result comes behind it.
+        keys = [verdict, own] if holding is None else [verdict, question]
+        key, value = self._peers.wait_any([*keys, *([self._watched] if self._watched else [])], watch, what, begun_at)
+        if key == question and holding is not None:
+            self.inquiry.answer(value, holding)
+            key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         if key == self._watched:
             self.was_missed = True
             self._raise_unless_well(self._decide(EndRecord(left_out=value.decode())))

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import HoldfastError
+from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
@@ -24,11 +25,15 @@ from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
 from holdfast.save.places import NameRecord, PartRecord
+from holdfast.save.replicas import Holding, make_holding
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_MOST_TOLD: Final = 100
+"""So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
 
 
 class _Ending(msgspec.Struct):
@@ -52,12 +57,16 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange]) -> None:
+    def __init__(
+        self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange], emit: Sink
+    ) -> None:
         self._left_behind = left_behind
+        self._emit = emit
         self._line = line
         self._storage = storage
         self._peers = peers
         self._exchange: Exchange | None = None
+        self._holding = Holding((), ())
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
@@ -108,7 +117,9 @@ class JointLine:
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes what is this worker's, and makes it last."""
-        return self._line.write(snapshot, name, crew, metrics)
+        receipts = self._line.write(snapshot, name, crew, metrics)
+        self._holding = make_holding(snapshot, crew, self._holding)
+        return receipts
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -117,12 +128,15 @@ class JointLine:
 
         A crash of the leader after the publication leaves a whole checkpoint that nobody has spoken of.
         """
-        exchange = self._now
+        exchange, holding = self._now, self._holding
         if not self._peers.is_leader:
-            exchange.hand_in(PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes))
+            part = PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes, holding.groups)
+            exchange.hand_in(part, holding)
             self._line.note_committed()
             return
-        together = _put_together([receipts, *map(_receipts_of, exchange.collect_parts())])
+        parts = exchange.collect_parts()
+        divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
+        together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
@@ -130,6 +144,13 @@ class JointLine:
         exchange.agree()
         self._line.commit(together, name, metrics, metadata)
         exchange.tell_committed()
+        for leaf, ranks in divergences[:_MOST_TOLD]:
+            self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
+        if len(divergences) > _MOST_TOLD:
+            more = len(divergences) - _MOST_TOLD
+            self._emit(
+                Warned(text=f"step {name.step}: {more} tensors more differ between workers that hold them alike")
+            )
 
     def note_debris(self, name: StepName) -> None:
         """The attempt has failed; the others may still be writing there."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from holdfast.errors import DeadlineError
 from holdfast.gate import Gate
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import Transfer
+from holdfast.state.leaves import WITNESS, Captured, Transfer
 
 
 @dataclass(slots=True)
@@ -88,6 +90,23 @@ class StepHold:
             if remove is not None:
                 remove()
         self._hooks.clear()
+
+
+def keep_steady(captured: Captured, unsteady: Collection[str]) -> Captured:
+    """Holds no more than what is known to change by a step alone.
+
+    Args:
+        captured: What was captured.
+        unsteady: The names of leaves that have changed otherwise.
+    """
+    steady = (
+        place
+        for place in captured.held
+        if captured.names[place].partition(WITNESS)[0] not in unsteady
+        and captured.backends[place].version(captured.arrays[place]) is not None
+    )
+    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, unsteady)
+    return replace(captured, held=frozenset(steady), witnesses=witnesses)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
