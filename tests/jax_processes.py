@@ -29,7 +29,7 @@ def save(directory: str, rank: int) -> None:
         rows=divide(VALUES, "a"),
         columns=divide(VALUES, None, "a"),
         both=divide(VALUES),
-        own=hf.PerWorker(np.full(3, rank)),
+        own=hf.PerWorker(np.full(3, float(rank))),
         host=np.full(5, 7.0),
     )
     with hf.CheckpointManager(directory, checkpoint, incremental=True, check_replicas=True) as manager:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import holdfast as hf
 from holdfast.testing.cluster_scenarios import say
+from restarting import join
 
 TOTAL = 8
 SAVE_EVERY = 3
@@ -133,7 +134,7 @@ def compare(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def main(mode: str, layout: str, directory: str, death: str = "") -> None:
-    dist.init_process_group("gloo")
+    join()
     run, file = Path(directory) / "run", Path(directory) / "expected.safetensors"
     if mode == "train":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

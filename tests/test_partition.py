@@ -55,28 +55,36 @@ class Job:
 
     @contextmanager
     def held(self, place: str, rank: int) -> Iterator[None]:
-        """A save in whose middle a worker stands still, until the block is left."""
+        """A save in whose middle a worker stands still, until the block is left.
+
+        When the link has been mended, saves may still fail for a while, until the two have heard of each other.
+        """
         order = self._orders / f"hold-{place}"
         order.touch()
-        held = sum("held" in record for record in self._workers.records(rank))
-        self.begin_save()
-        self._wait(lambda: sum("held" in record for record in self._workers.records(rank)) > held, rank)
+        held = self._count_held(rank)
+        while self._count_held(rank) == held:
+            self.begin_save()
+            self._wait(lambda: self._count_held(rank) > held or self._try_ended(rank) is not None, rank)
+            if self._count_held(rank) == held:
+                check_errors(*self.wait_ended())
         yield
         order.unlink()
+
+    def _count_held(self, rank: int) -> int:
+        return sum("held" in record for record in self._workers.records(rank))
+
+    def _try_ended(self, rank: int) -> dict[str, Any] | None:
+        return next((record for record in self._workers.records(rank) if record.get("ended") == self.step), None)
 
     def end(self) -> None:
         (self._orders / "end").touch()
         assert self._workers.wait(PATIENCE_SECONDS) == [0, 0], self._workers.report(0) + self._workers.report(1)
 
     def _wait_record(self, rank: int) -> dict[str, Any]:
-        found: list[dict[str, Any]] = []
-
-        def look() -> bool:
-            found[:] = [record for record in self._workers.records(rank) if record.get("ended") == self.step]
-            return bool(found)
-
-        self._wait(look, rank)
-        return found[0]
+        self._wait(lambda: self._try_ended(rank) is not None, rank)
+        found = self._try_ended(rank)
+        assert found is not None
+        return found
 
     def _wait(self, look: Any, rank: int) -> None:
         end_at = time.monotonic() + PATIENCE_SECONDS

@@ -107,7 +107,7 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        self._joint = None if company is None else JointLine(line, storage, company.peers, company.left_behind, emit)
+        self._joint = None if company is None else JointLine(line, storage, company, emit)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker

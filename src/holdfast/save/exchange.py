@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
-from holdfast.errors import FencedError, HoldfastError, UsageError
+from holdfast.errors import AbsentError, FencedError, HoldfastError, UsageError
 from holdfast.save.inquiry import Inquiry
 from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
 from holdfast.save.replicas import Holding
@@ -54,7 +55,7 @@ class Exchange:
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
-        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self._position))
+        self._announce(self._position)
 
     def put_name(self, record: NameRecord) -> None:
         """The leader says where to write."""
@@ -145,13 +146,21 @@ class Exchange:
         """Whether another worker has done with the save."""
         return self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None
 
-    def forget(self) -> None:
-        """Deletes all that was said: nobody reads it any more."""
+    def forget(self, *, is_newest: bool) -> None:
+        """The leader deletes all that was said: whoever lives reads it no more.
+
+        Args:
+            is_newest: Whether it has come to no other save since. Then whoever was taken for dead, and comes to this
+                one after all, learns that it is too late.
+        """
         with suppress(HoldfastError):
             self.inquiry.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
+        if is_newest:
+            with suppress(HoldfastError):
+                self._announce(replace(self._position, has_ended=True))
 
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
@@ -226,6 +235,12 @@ class Exchange:
         if position.is_beyond(self._position):
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
+        if position.has_ended and position.place == self.place and rank == LEADER:
+            text = f"came to the save of step {self.place.step} when the others had given it up"
+            raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
+
+    def _announce(self, position: Position) -> None:
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
 
     def _put(self, name: str, record: msgspec.Struct) -> None:
         self._peers.cluster.set(self._key(name), msgspec.json.encode(record))
@@ -234,4 +249,5 @@ class Exchange:
         return self._peers.key(self.place.key(name))
 
 
+_LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"
 _WAY_HINT: Final = "All workers have to save the same steps, in the same order."

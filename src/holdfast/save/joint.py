@@ -6,21 +6,21 @@ others learn from it where to write, and how it went. All of this is behind trai
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import HoldfastError
+from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
+from holdfast.save.company import Company
 from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
@@ -57,20 +57,20 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(
-        self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange], emit: Sink
-    ) -> None:
-        self._left_behind = left_behind
-        self._emit = emit
+    def __init__(self, line: Line, storage: Storage, company: Company, emit: Sink) -> None:
         self._line = line
         self._storage = storage
-        self._peers = peers
+        self._company = company
+        self._peers = company.peers
+        self._emit = emit
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
         self._endings: list[_Ending] = []
+        # Whether the store did not answer in this save: then nobody is made to wait for it once more.
+        self._is_cut_off = False
 
     @property
     def generation(self) -> int | None:
@@ -83,7 +83,7 @@ class JointLine:
 
     def begin(self, exchange: Exchange) -> None:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
-        self._exchange, self._debris = exchange, None
+        self._exchange, self._debris, self._is_cut_off = exchange, None, False
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
@@ -157,8 +157,16 @@ class JointLine:
         self._debris = name
 
     def tell(self, error: BaseException) -> None:
-        """**Blocks.** Tells the others of a failure here, unless they know how the save ends."""
-        if self._exchange is not None:
+        """**Blocks.** Tells the others of a failure here, unless they know how the save ends.
+
+        It does not block if it is the store that has failed: then they are told when it answers again, if it does.
+        """
+        if self._exchange is None:
+            return
+        self._is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
+        if self._is_cut_off:
+            self._company.send(partial(self._exchange.tell, error))
+        else:
             self._exchange.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
@@ -180,11 +188,14 @@ class JointLine:
         if exchange is None:
             return []
         if not self._peers.is_leader:
-            exchange.leave()
+            if self._is_cut_off:
+                self._company.send(exchange.leave)
+            else:
+                exchange.leave()
             return []
         others = range(1, self._peers.world_size)
-        while not self._left_behind.empty():
-            self._endings.append(_Ending(self._left_behind.get(), set(others), None))
+        while not self._company.left_behind.empty():
+            self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
         newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
         end_at = time.monotonic() + ANSWER_SECONDS
@@ -198,7 +209,7 @@ class JointLine:
         ended = [ending for ending in self._endings if not ending.ranks]
         self._endings = [ending for ending in self._endings if ending.ranks]
         for ending in ended:
-            ending.exchange.forget()
+            ending.exchange.forget(is_newest=ending is newest)
         return [ending.debris for ending in ended if ending.debris is not None]
 
     @property
