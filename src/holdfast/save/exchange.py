@@ -52,6 +52,8 @@ class Exchange:
         self.place = position.place
         self.was_missed = False
         self.inquiry = Inquiry(peers, self._key)
+        # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
+        self._is_over = False
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
@@ -131,6 +133,8 @@ class Exchange:
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
+        if self._is_over:
+            return
         end = EndRecord(failure=self._peers.describe(error))
         with suppress(HoldfastError):
             if self._decide(end).is_well and self._peers.is_leader:
@@ -139,6 +143,8 @@ class Exchange:
 
     def leave(self) -> None:
         """Says that this worker has done with the save, whatever came of it. Does what can be done."""
+        if self._is_over:
+            return
         with suppress(HoldfastError):
             self._peers.cluster.set(self._key(f"left/{self._peers.rank}"), b"")
 
@@ -236,6 +242,7 @@ class Exchange:
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
+            self._is_over = True
             text = f"came to the save of step {self.place.step} when the others had given it up"
             raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
