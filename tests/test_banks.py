@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ def fresh(kind: str, number: int) -> Any:
 
 def change(draw: Any, objects: dict[str, Any], kind: str) -> None:
     """Changes the live state in one of the ways in which programs do."""
-    bank: dict[str, Any] = objects["bank"]
-    name = draw(st.sampled_from(sorted(bank)))
+    states: dict[str, Any] = objects["states"]
+    inner = [part for part in states.values() if type(part) is dict and part]
+    bank: dict[str, Any] = draw(st.sampled_from([objects["bank"], states, *inner[:3]]))
+    name = draw(st.sampled_from(sorted(bank, key=str)))
     what = draw(st.sampled_from(CHANGES))
     array = bank[name]
-    if what == "values" and not isinstance(array, int):
+    if what == "values" and isinstance(array, (np.ndarray, torch.Tensor)):
         array[...] = draw(st.integers(0, 9))
     elif what == "another":
         bank[name] = fresh(kind, draw(st.integers(0, 9)))
@@ -41,7 +44,7 @@ def change(draw: Any, objects: dict[str, Any], kind: str) -> None:
     elif what == "of the other library":
         bank[name] = fresh("torch" if kind == "numpy" else "numpy", 1)
     elif what == "alias within":
-        bank[name] = bank[draw(st.sampled_from(sorted(bank)))]
+        bank[name] = bank[draw(st.sampled_from(sorted(bank, key=str)))]
     elif what == "alias before":
         objects["before"] = array
     elif what == "alias behind":
@@ -53,7 +56,7 @@ def change(draw: Any, objects: dict[str, Any], kind: str) -> None:
     elif what == "remove and add":
         bank["new"] = bank.pop(name)
     elif what == "other order":
-        objects["bank"] = dict(sorted(bank.items(), key=lambda item: hash((item[0], 7))))
+        objects["bank"] = dict(sorted(objects["bank"].items(), key=lambda item: hash((item[0], 7))))
     elif what == "an object's name taken":
         objects["bank/" + name] = fresh(kind, 4)
     elif what == "other memory" and isinstance(array, torch.Tensor):
@@ -62,6 +65,16 @@ def change(draw: Any, objects: dict[str, Any], kind: str) -> None:
         array.data = array.data.to(torch.float64)
     elif what == "other shape in place" and isinstance(array, torch.Tensor):
         array.unsqueeze_(0)
+    elif what == "a dict":
+        bank[name] = {"only": fresh(kind, 5)}
+    elif what == "the same dict twice" and all(bank is not part for part in inner):
+        bank[name] = states[draw(st.sampled_from(sorted(states, key=str)))]
+    elif what == "a key that is equal":
+        bank[draw(st.sampled_from([1, True, 1.0]))] = fresh(kind, 5)
+    elif what == "a dict of its own kind":
+        bank[name] = OrderedDict(only=fresh(kind, 5))
+    elif what == "no dict any more":
+        bank[name] = {}
     elif what == "conjugate" and isinstance(array, torch.Tensor):
         bank[name] = torch.tensor([1 + 2j]).conj()
 
@@ -84,6 +97,11 @@ CHANGES = [
     "other type in place",
     "other shape in place",
     "conjugate",
+    "a dict",
+    "the same dict twice",
+    "a key that is equal",
+    "a dict of its own kind",
+    "no dict any more",
 ]
 
 
@@ -103,6 +121,7 @@ def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataOb
         "before": fresh(kind, 1),
         "bank": {f"a{number}": fresh(kind, number) for number in range(COUNT)},
         "list": [fresh(kind, number) for number in range(COUNT)],
+        "states": {f"p{number}": {"mean": fresh(kind, number), "square": fresh(kind, 2)} for number in range(COUNT)},
     }
     captures = Captures()
     stager = Stager(HostBuffer())

@@ -8,6 +8,7 @@
 * `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
 * `TaskFailedError`: a task of an epoch job raised. Mend it, and start the job again: it goes on from the last epoch.
 * `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
+* `OutOfMemoryError`: there is no host memory for what is on its way. Use a machine with more, or keep less.
 * `FencedError`: another job has taken over the directory. Stop this one.
 * `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
@@ -199,6 +200,10 @@ class NodeLostError(HoldfastError):
     def __init__(self, message: str, *, nodes: tuple[str, ...], hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.nodes = nodes
+
+
+class OutOfMemoryError(HoldfastError, MemoryError):
+    """There is no host memory for bytes on their way."""
 
 
 class FencedError(HoldfastError):

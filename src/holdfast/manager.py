@@ -25,11 +25,11 @@ from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save import arguments
 from holdfast.save.company import open_company, try_plan_save
-from holdfast.save.driver import SaveOrder, Saver
+from holdfast.save.driver import Saver
 from holdfast.save.handle import SaveHandle
-from holdfast.save.handoffs import Origin
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_notes
+from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from holdfast.errors import OutOfMemoryError
 from holdfast.format.layout import round_up
 
 _TOUCHED_BYTES: Final = 4 << 20
@@ -33,7 +34,11 @@ class HostBuffer:
         return len(self._memory) if self._memory is not None else 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page; what it held before stays in it."""
+        """A writable view of that many bytes, beginning on a page; what it held before stays in it.
+
+        Raises:
+            OutOfMemoryError: If there is not that much; then nothing is held.
+        """
         if self._memory is None or len(self._memory) < size_bytes:
             # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
             # keeps it alive, and it goes with the view.
@@ -63,7 +68,13 @@ class HostBuffer:
 
 def _map(size_bytes: int) -> mmap.mmap:
     # Private memory comes in huge pages where shared memory seldom does: fewer faults, a quicker first copy.
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise OutOfMemoryError(
+            f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",
+            hint="A save takes as much host memory as the state has; use a machine with more, or save less.",
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
         # Otherwise each fork (a loader's workers, say) would let the next save copy every page once more.

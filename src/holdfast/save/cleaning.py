@@ -7,9 +7,9 @@ import time
 from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
-from holdfast.save.handoffs import Origin
 from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
+from holdfast.save.order import Origin
 from holdfast.save.reports import SaveReports
 
 

@@ -6,11 +6,10 @@ import queue
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from holdfast.errors import ChangedError, HoldfastError, SaveFailedError
+from holdfast.errors import HoldfastError, OutOfMemoryError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
@@ -29,11 +28,10 @@ from holdfast.policies import RetentionPolicy
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.cleaning import Cleaner
 from holdfast.save.company import Company
-from holdfast.save.exchange import Exchange
 from holdfast.save.handle import SaveHandle
-from holdfast.save.handoffs import Origin
 from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
+from holdfast.save.order import SaveOrder
 from holdfast.save.overlap import StepHold, keep_steady
 from holdfast.save.places import LeftOutError
 from holdfast.save.prepare import Preparation
@@ -45,38 +43,17 @@ from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 
 
-class SaveOrder(msgspec.Struct, frozen=True):
-    """One save that is to be made.
+class _Work(msgspec.Struct, frozen=True):
+    """What is handed over to the background: one save whose state has been copied, or is held until it is.
 
-    Attributes:
-        step: The step.
-        metrics: Figures for the manifest.
-        metadata: What else goes into the manifest.
-        origin: Where a generation that this save opens would begin.
-        asked_at: When the save was asked for, by the monotonic clock.
-        waited_seconds: How long it had to wait for the save before.
-        reason: Why a policy wanted it; empty if the user asked for it.
-        exchange: What is said about it between workers; None if there is one alone.
+    Where there was no memory to copy it into, that error comes in its place, and fails the save.
     """
 
-    step: int
-    metrics: Mapping[str, float]
-    metadata: Mapping[str, Any]
-    origin: Origin
-    asked_at: float
-    waited_seconds: float = 0.0
-    reason: str = ""
-    exchange: Exchange | None = None
-
-
-class _Work(msgspec.Struct, frozen=True):
-    """What is handed over to the background: one save whose state has been copied, or is held until it is."""
-
-    staging: Staging
+    staging: Staging | OutOfMemoryError
     order: SaveOrder
     handle: SaveHandle
     crew: Crew
-    staged: Staged
+    blocked_seconds: float
 
 
 class Saver:
@@ -120,8 +97,6 @@ class Saver:
         self._captures = Captures()
         self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
         self._held_seconds = 0.0
-        # Leaves that changed although they were held: from then on they are copied at once.
-        self._unsteady: set[str] = set()
         self._reports = reports
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._crew: Crew | None = None
@@ -148,7 +123,10 @@ class Saver:
 
     def prepare(self, size_bytes: int) -> None:
         """Makes memory for a state of that size ready, behind the calling thread."""
-        self._preparation = Preparation(self._buffer, size_bytes)
+        try:
+            self._preparation = Preparation(self._buffer, size_bytes)
+        except OutOfMemoryError as error:
+            self._emit(Warned(text=f"memory could not be made ready beforehand: {error.message}"))
 
     def capture(self, objects: Mapping[str, object]) -> Captured:
         """Takes the state of the live objects, all but the arrays' values; see `capture_objects`.
@@ -158,7 +136,7 @@ class Saver:
         """
         hold = None if self._hold is None else self._hold.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
-        return captured if hold is None else keep_steady(captured, self._unsteady)
+        return captured if self._hold is None else keep_steady(captured, self._hold.unsteady)
 
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.
@@ -177,22 +155,9 @@ class Saver:
             crew.start()
             is_handed_over = crew.try_hand_over(partial(self._serve, inbox))
             self._end_preparation()
-            staging = self._stager.stage(captured, order.step)
-            staging.copy_now(crew)
-            self._held_seconds = 0.0
-            if not captured.has_held:
-                handle.mark_staged()
-            elif self._hold is not None:
-                self._hold.begin(order.step)
-            staged = Staged(
-                step=order.step,
-                generation=self._line.generation or 0,
-                blocked_seconds=time.monotonic() - order.asked_at,
-                size_bytes=staging.snapshot.layout.size_bytes,
-                reason=order.reason,
-            )
+            staging = self._try_stage(captured, order, handle, crew)
             self._crew = crew
-            work = _Work(staging, order, handle, crew, staged)
+            work = _Work(staging, order, handle, crew, time.monotonic() - order.asked_at)
             self._reports.mark_begun(handle)
             inbox.put(work)
             if not is_handed_over:
@@ -205,6 +170,21 @@ class Saver:
                 self._reports.mark_cancelled(handle)
                 crew.close()
             raise
+
+    def _try_stage(
+        self, captured: Captured, order: SaveOrder, handle: SaveHandle, crew: Crew
+    ) -> Staging | OutOfMemoryError:
+        try:
+            staging = self._stager.stage(captured, order.step)
+        except OutOfMemoryError as error:
+            return error
+        staging.copy_now(crew)
+        self._held_seconds = 0.0
+        if not captured.has_held:
+            handle.mark_staged()
+        elif self._hold is not None:
+            self._hold.begin(order.step, staging.check_unchanged)
+        return staging
 
     def restart_clock(self) -> None:
         """Counts training time from now on, since what came before cannot be lost (a restore, say)."""
@@ -245,14 +225,16 @@ class Saver:
             return
         begun_at = time.monotonic()
         try:
-            self._emit(work.staged)
             if self._joint is not None and work.order.exchange is not None:
                 self._joint.begin(work.order.exchange)
+            if isinstance(work.staging, OutOfMemoryError):
+                raise work.staging
+            self._tell_staged(work, work.staging)
             try:
-                self._copy_later(work)
+                self._copy_later(work, work.staging)
             finally:
                 self._let_go([])
-            name = self._save(work, begun_at)
+            name = self._save(work, work.staging, begun_at)
         except LeftOutError as left:
             self._leave_out(work, left.reason)
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
@@ -274,14 +256,20 @@ class Saver:
             self._preparation.end()
             self._preparation = None
 
-    def _copy_later(self, work: _Work) -> None:
+    def _tell_staged(self, work: _Work, staging: Staging) -> None:
+        staged = Staged(
+            step=work.order.step,
+            generation=self._line.generation or 0,
+            blocked_seconds=work.blocked_seconds,
+            size_bytes=staging.snapshot.layout.size_bytes,
+            reason=work.order.reason,
+        )
+        self._emit(staged)
+
+    def _copy_later(self, work: _Work, staging: Staging) -> None:
         """Copies what is held, and lets go of it."""
-        if work.staging.captured.has_held:
-            try:
-                work.staging.copy_later(work.crew, self._let_go)
-            except ChangedError as error:
-                self._unsteady.update(error.leaves)
-                raise
+        if self._hold is not None and staging.captured.has_held:
+            self._hold.copy(partial(staging.copy_later, work.crew, self._let_go))
             work.handle.mark_staged()
 
     def _let_go(self, transfers: list[Transfer]) -> None:
@@ -293,7 +281,7 @@ class Saver:
         self._held_seconds = seconds
         self.emit_soon(Held(step=step, blocked_seconds=seconds))
 
-    def _save(self, work: _Work, begun_at: float) -> StepName:
+    def _save(self, work: _Work, staging: Staging, begun_at: float) -> StepName:
         order = work.order
         base = self._line.open(order.origin.base)
         if base is not None:
@@ -301,7 +289,7 @@ class Saver:
         name = self._line.name(order.step)
         work.handle.mark_named(name)
         try:
-            receipts = self._line.write(work.staging.snapshot, name, work.crew, order.metrics)
+            receipts = self._line.write(staging.snapshot, name, work.crew, order.metrics)
             self._emit(
                 Written(
                     step=order.step,
@@ -310,6 +298,8 @@ class Saver:
                     size_bytes=receipts.size_bytes,
                 )
             )
+            if self._hold is not None and staging.captured.has_held:
+                self._hold.make_sure()
             self._line.commit(receipts, name, order.metrics, order.metadata)
         except BaseException:
             if self._joint is None:
@@ -321,7 +311,7 @@ class Saver:
         training_saved_seconds = max(order.asked_at - self._protected_since_at, 0.0)
         self._newest = name
         self._durable_seconds = durable_seconds
-        self._blocked_seconds = work.staged.blocked_seconds - order.waited_seconds + self._held_seconds
+        self._blocked_seconds = work.blocked_seconds - order.waited_seconds + self._held_seconds
         self._protected_since_at = order.asked_at
         self._reports.mark_committed()
         work.handle.mark_committed()
@@ -329,7 +319,7 @@ class Saver:
             Committed(
                 step=order.step,
                 generation=name.generation,
-                blocked_seconds=work.staged.blocked_seconds,
+                blocked_seconds=work.blocked_seconds,
                 background_seconds=durable_seconds,
                 size_bytes=receipts.size_bytes,
                 referred_bytes=receipts.referred_bytes,

@@ -6,23 +6,9 @@ import msgspec
 
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
-from holdfast.format.names import StepName
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.leaves import Replica, Skeleton
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Where the next generation of a manager begins.
-
-    Attributes:
-        base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
-            it was made. None if it begins anew.
-        sources: Checkpoints of which a part was restored.
-    """
-
-    base: StepName | None = None
-    sources: tuple[StepName, ...] = ()
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -17,11 +17,15 @@ class Preparation:
     """Touches the pages of a buffer behind the calling thread, until that needs the buffer."""
 
     def __init__(self, buffer: HostBuffer, size_bytes: int) -> None:
-        """Begins; memory that cannot be had is left to the save, which says so."""
+        """Begins.
+
+        Raises:
+            OutOfMemoryError: If there is not that much; then nothing was begun.
+        """
+        buffer.take(size_bytes)
         self._wanted = True
         self._crew = Crew(_THREADS, "holdfast-prepare")
         self._crew.start()
-        buffer.take(size_bytes)
         self._crew.try_hand_over(lambda: self._touch(buffer))
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
-from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer
+from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
 
 Job: TypeAlias = Callable[[], object]
@@ -82,8 +82,10 @@ class Stager:
         staging = Staging(snapshot, captured, witnesses)
         staging.now += moves.now
         staging.later += moves.later
+        # What is held may be given other memory before it is copied: these keep the memory that it has now.
+        staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
+        staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
         self._add_others(staging, moves, plan, captured)
-        staging.versions = [captured.backends[place].version(captured.arrays[place]) for place in staging.held]
         return staging
 
     def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> None:
@@ -99,7 +101,8 @@ class Stager:
                     self._buffer.pin(devices.pin)
                     moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
                 for batch in _batches(own, plan.sizes):
-                    arrays = [captured.arrays[plan.order[place]] for place in batch]
+                    leaves = [plan.order[place] for place in batch]
+                    arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]
                     jobs.append(partial(staging.transfer, backend, arrays, offsets, moment))
 
@@ -114,7 +117,8 @@ class Staging:
         witnesses: The same for what other workers write, and is to be compared.
         now: Copies that have to be made before anything goes on.
         later: Copies of what is held: what nothing but a step changes, which waits for them.
-        versions: Of what is held, how often it had been changed when it was captured.
+        kept: What is held, by its place: another array of the same memory, which lasts as long as this.
+        versions: How often each of these had been changed when it was captured.
     """
 
     snapshot: Snapshot
@@ -122,13 +126,9 @@ class Staging:
     witnesses: Staging | None = None
     now: list[Job] = field(default_factory=list)
     later: list[Job] = field(default_factory=list)
+    kept: dict[int, Any] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     _transfers: list[Transfer] = field(default_factory=list)
-
-    @property
-    def held(self) -> list[int]:
-        """The places of what is held, in order."""
-        return sorted(self.captured.held)
 
     def copy_now(self, crew: Crew) -> None:
         """**Blocks.** Makes the copies that training waits for."""
@@ -136,17 +136,17 @@ class Staging:
         self._finish_transfers()
 
     def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
-        """**Blocks.** Makes the other copies, and makes sure that nothing has changed under them.
+        """**Blocks.** Makes the other copies.
 
         Args:
             crew: The threads that copy.
             started: Called when all copies are made, or made by devices that can be told to wait for them.
 
         Raises:
-            ChangedError: If something has changed.
+            ChangedError: If something is seen to have changed under them.
         """
         crew.run([job for one in self._all for job in one.later])
-        self._check_versions()
+        self.check_unchanged()
         started([transfer for one in self._all for transfer in one._transfers])
         self._finish_transfers()
 
@@ -167,12 +167,18 @@ class Staging:
                 transfer.wait()
             one._transfers.clear()
 
-    def _check_versions(self) -> None:
+    def check_unchanged(self) -> None:
+        """**Thread-safe.** Looks whether what is held has been changed since it was captured, or has lost its memory.
+
+        Raises:
+            ChangedError: If so.
+        """
         changed = [
             one.captured.names[place].partition(WITNESS)[0]
             for one in self._all
-            for place, version in zip(one.held, one.versions, strict=True)
-            if one.captured.backends[place].version(one.captured.arrays[place]) != version
+            for (place, kept), version in zip(one.kept.items(), one.versions, strict=True)
+            if one.captured.backends[place].version(kept) != version
+            or one.captured.backends[place].address(kept) != one.captured.addresses[place]
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,12 +15,14 @@ LEAST_ARRAYS: Final = 32
 
 
 class Bank(msgspec.Struct, frozen=True):
-    """A dict or a list of nothing but arrays of one library, as it looked when its state was last taken.
+    """A container of nothing but arrays of one library, as it looked when its state was last taken.
 
-    It holds none of the arrays, so it keeps nothing alive.
+    It is a dict or a list of arrays, or of dicts of arrays, as optimizers have for each parameter. It holds none of the
+    arrays, so it keeps nothing alive.
 
     Attributes:
-        keys: The keys of a dict in their order, or the length of a list.
+        keys: Its keys, as `keys_of` gives them.
+        count: How many values it has, those of its dicts among them.
         types: The arrays' classes.
         backend: Their library.
         glance: What `ArrayBackend.glance` said of them.
@@ -31,7 +33,8 @@ class Bank(msgspec.Struct, frozen=True):
         node: What the container was written as.
     """
 
-    keys: list[Any] | int
+    keys: object
+    count: int
     types: frozenset[type]
     backend: ArrayBackend
     glance: object
@@ -51,14 +54,31 @@ class Bank(msgspec.Struct, frozen=True):
         return arrays
 
 
-def keys_of(container: dict[Any, Any] | list[Any]) -> list[Any] | int:
-    """**Pure.** What a container's parts are called."""
-    return list(container) if isinstance(container, dict) else len(container)
+def keys_of(container: dict[Any, Any] | list[Any]) -> object:
+    """**Pure.** What a container's parts are called, and those of the dicts in it: equal for two only if all are."""
+    outer = list(container) if isinstance(container, dict) else len(container)
+    parts = _parts_of(container)
+    if dict not in set(map(type, parts)):
+        return outer
+    return outer, [list(part) if type(part) is dict else None for part in parts]
 
 
 def arrays_of(container: dict[Any, Any] | list[Any]) -> list[Any]:
-    """**Pure.** The parts of a container."""
-    return list(container.values()) if isinstance(container, dict) else list(container)
+    """**Pure.** The parts of a container; where one is a dict, its parts."""
+    parts = _parts_of(container)
+    if dict not in set(map(type, parts)):
+        return list(parts)
+    return [leaf for part in parts for leaf in (part.values() if type(part) is dict else (part,))]
+
+
+def dicts_in(container: dict[Any, Any] | list[Any], node: Node) -> Iterator[Node]:
+    """**Pure.** The nodes of the dicts in a container, whose own node is given."""
+    nodes = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (own for part, own in zip(_parts_of(container), nodes, strict=True) if type(part) is dict)
+
+
+def _parts_of(container: dict[Any, Any] | list[Any]) -> Collection[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def try_glance(backend: ArrayBackend, arrays: Sequence[Any]) -> object:

@@ -12,7 +12,7 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made
-from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, keys_of, try_glance
+from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
 from holdfast.state.collection import no_collection
 from holdfast.state.finding import find_stateful
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
@@ -256,7 +256,7 @@ class _Capturing(Encoder):
             and self._addresses.isdisjoint(bank.addresses)
             and self._names.isdisjoint(bank.names)
         ):
-            self.count(len(arrays), path)
+            self.count(bank.count, path)
             self._banks.append((len(columns.names), bank))
             self._names.update(bank.names)
             self._addresses.update(bank.addresses)
@@ -273,13 +273,16 @@ class _Capturing(Encoder):
         return node
 
     def _note_bank(self, value: dict[Any, Any] | list[Any], path: str, first: int, node: Node) -> None:
-        """Remembers a container if it holds plain arrays of one library, and each of them has a leaf of its own."""
+        """Remembers a container if it holds plain arrays of one library, each with a leaf of its own, and no more."""
         columns = self._columns
         addresses = [address for address in columns.addresses[first:] if address is not None]
         self._captures.banks.pop(path, None)
-        if len(addresses) != len(value) or len(columns.names) - first != len(value) or "$" in node:
-            return
         arrays = arrays_of(value)
+        if len(addresses) != len(arrays) or len(columns.names) - first != len(arrays) or "$" in node:
+            return
+        dicts = list(dicts_in(value, node))
+        if any("$" in own for own in dicts):
+            return  # Of keys that are equal, 1 and True say, only text is written alike.
         backends = columns.backends[first:]
         if any(map(_differ, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
             return
@@ -287,6 +290,7 @@ class _Capturing(Encoder):
         if glance is not None:
             self._captures.banks[path] = Bank(
                 keys_of(value),
+                len(arrays) + len(dicts),
                 frozenset(map(type, arrays)),
                 backends[0],
                 glance,

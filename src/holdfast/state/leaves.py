@@ -81,10 +81,13 @@ class DeviceCopier(Protocol):
 
 def part_of(array: Any, box: Box) -> Any:
     """A box of a plain array, as a view of the same memory."""
-    # Tensors are told that autograd need not know of it.
-    plain = array.detach() if hasattr(array, "detach") else array
     # The ellipsis makes it a view also where there is no dimension left.
-    return plain[(*map(slice, box.offsets, box.ends), ...)]
+    return alias_of(array)[(*map(slice, box.offsets, box.ends), ...)]
+
+
+def alias_of(array: Any) -> Any:
+    """Another array of the same memory, of which autograd need not know; where there is no such thing, the same one."""
+    return array.detach() if hasattr(array, "detach") else array
 
 
 @lru_cache(maxsize=1 << 16)

@@ -8,6 +8,8 @@ import threading
 from contextlib import suppress
 from typing import Final
 
+from holdfast.errors import OutOfMemoryError
+
 _HUGE_BYTES: Final = 2 << 20
 """The huge pages of most processors. Where they have another size, the memory is only less quick."""
 
@@ -20,14 +22,14 @@ def take_pages(size_bytes: int) -> memoryview:
     end in the child.
 
     Raises:
-        MemoryError: If there is not that much.
+        OutOfMemoryError: If there is not that much.
     """
     huge_bytes = size_bytes // _HUGE_BYTES * _HUGE_BYTES
     spare_bytes = _HUGE_BYTES if huge_bytes else 0
     try:
         memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"no memory for {size_bytes} bytes on their way: {error}") from error
+        raise OutOfMemoryError(f"no memory for {size_bytes:,} bytes on their way: {error}") from error
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES if huge_bytes else 0
     _advise(memory, "MADV_DONTFORK", 0, len(memory))
     _advise(memory, "MADV_HUGEPAGE", begin, huge_bytes)
@@ -51,7 +53,7 @@ class Scratch(threading.local):
         """A writable view of that many bytes, beginning on a page; it holds until the thread asks again.
 
         Raises:
-            MemoryError: If there is not that much.
+            OutOfMemoryError: If there is not that much.
         """
         if self._memory.nbytes < size_bytes:
             # The old memory goes first, so that the two are never held at once.
