@@ -70,6 +70,7 @@ class CheckpointManager:
         reserve_bytes: int | Literal["auto"] | None = None,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
+        check_replicas: bool = False,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
@@ -82,14 +83,13 @@ class CheckpointManager:
             save_every: When `save_if_due` saves; None for never.
             keep: What to keep after each commit; None for everything.
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-            failures_allowed: How many saves in a row may fail before an error is raised; each is an event at once, and
-                the last save of a job is never allowed to fail silently.
+            failures_allowed: How many saves in a row may fail before an error is raised; the last of a job never may.
             begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
             incremental: True to write only arrays that have changed, and refer to the steps where the others lie, which
                 stay then, whatever `keep` says.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
-                file system can (ext4, XFS); until the manager is closed, the run takes one data file more. False if
-                others read files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
+                file system can; until the manager is closed, the run takes one data file more. False if others read
+                files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
@@ -100,6 +100,8 @@ class CheckpointManager:
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
+            check_replicas: True to compare at each save what several workers hold alike, for which each of them copies
+                all of it; a difference is an event.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -112,8 +114,8 @@ class CheckpointManager:
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
         arguments.check_policies(save_every, keep)
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
-        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
-        arguments.check_liveness(liveness_seconds)
+        arguments.check_switches(check_replicas=check_replicas)
+        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         arguments.check_directory(self._storage)
@@ -139,6 +141,7 @@ class CheckpointManager:
             overlap_copy=overlap_copy,
             incremental=incremental,
             reuse_space=reuse_space,
+            check_replicas=check_replicas,
             timeout_seconds=timeout_seconds,
             company=self._company,
         )
@@ -206,8 +209,7 @@ class CheckpointManager:
             StepExistsError: If the step is committed already.
             UsageError: If the step is older than the newest, or an argument is wrong.
             UnsupportedValueError: If an object has state that cannot be stored.
-            SaveFailedError: If an earlier save failed and nobody has been told yet. This save goes on all the same; its
-                handle is the error's `next_save`.
+            SaveFailedError: If an earlier save failed and nobody was told yet. This one, its `next_save`, goes on.
             DeadlineError: If the save before does not end in time.
         """
         return self._save(step, metrics, metadata, replace=replace)
@@ -360,8 +362,7 @@ class CheckpointManager:
             raise
 
     def _begin(self, order: SaveOrder, handle: SaveHandle, captured: Captured | None, *, replace: bool) -> SaveHandle:
-        step = order.step
-        busy = self._in_flight
+        step, busy = order.step, self._in_flight
         if busy is not None and not busy.ended and self._when_busy == "skip":
             reason = f"the save of step {busy.step} is still in flight"
             handle.mark_skipped(reason)
@@ -391,8 +392,7 @@ class CheckpointManager:
 
     def _settle(self, timeout_seconds: float | None) -> None:
         """Waits for the save in flight, and takes note of what came of it."""
-        handle = self._in_flight
-        if handle is None:
+        if (handle := self._in_flight) is None:
             return
         handle.wait_ended(timeout_seconds)
         self._in_flight = None

@@ -43,6 +43,7 @@ def resumable(
     reserve_bytes: int | Literal["auto"] | None = None,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
     liveness_seconds: float = LIVENESS_SECONDS,
+    check_replicas: bool = False,
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     **objects: object,
 ) -> Run:
@@ -75,6 +76,7 @@ def resumable(
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
         liveness_seconds: After how long without a sign of life a worker is taken for dead.
+        check_replicas: True to compare, at each save, what several workers hold alike; a difference is an event.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
             place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. In a job of several workers "auto" is
             as "off": they do not agree on a step to stop at yet.
@@ -110,6 +112,7 @@ def resumable(
         reserve_bytes=reserve_bytes,
         cluster=cluster,
         liveness_seconds=liveness_seconds,
+        check_replicas=check_replicas,
     )
     if termination is None:
         termination = TerminationConfig() if manager.worker.is_alone else hear_interrupts()

@@ -114,20 +114,9 @@ def check_switches(**switches: object) -> None:
             raise UsageError(f"{name}={value!r} is neither True nor False")
 
 
-def check_liveness(seconds: object) -> None:
-    """**Pure.** How long a worker may be silent.
-
-    Raises:
-        UsageError: If it is no length of time.
-    """
-    if not isinstance(seconds, int | float) or not LEAST_LIVENESS_SECONDS <= seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"liveness_seconds={seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
-            hint="A worker gives fifteen signs of life in that time.",
-        )
-
-
-def check_numbers(failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object) -> None:
+def check_numbers(
+    failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object, liveness_seconds: object
+) -> None:
     """**Pure.** Counts and times.
 
     Raises:
@@ -138,6 +127,14 @@ def check_numbers(failures_allowed: object, timeout_seconds: object, threads: ob
             raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
     if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
+    if (
+        not isinstance(liveness_seconds, int | float)
+        or not LEAST_LIVENESS_SECONDS <= liveness_seconds <= threading.TIMEOUT_MAX
+    ):
+        raise UsageError(
+            f"liveness_seconds={liveness_seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
+            hint="A worker gives fifteen signs of life in that time.",
+        )
     is_size = isinstance(reserve_bytes, int) and not isinstance(reserve_bytes, bool) and reserve_bytes >= 0
     if reserve_bytes not in (None, "auto") and not is_size:
         raise UsageError(f"reserve_bytes={reserve_bytes!r} is no number of bytes", hint='Or it is "auto", or None.')

@@ -135,6 +135,10 @@ class Company:
             watched, self._watched = self._watched, ""
         return Exchange(self.peers, self._places.take(step), watched)
 
+    def send(self, errand: Callable[[], object]) -> None:
+        """Has something said to the others soon, by a thread that may wait for the store."""
+        self._courier.send(errand)
+
     def tell(self, exchange: Exchange, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
         self._send_end(exchange, lambda: exchange.tell(error))

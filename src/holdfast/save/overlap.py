@@ -7,15 +7,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec.structs import replace
+
 from holdfast.errors import ChangedError, DeadlineError
 from holdfast.gate import Gate
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import Transfer
+from holdfast.state.leaves import WITNESS, Captured, Transfer
 
 _LOOK_SECONDS: Final = 0.005
 _SOON_SECONDS: Final = 0.02
@@ -193,6 +195,23 @@ class StepHold:
             if remove is not None:
                 remove()
         self._hooks.clear()
+
+
+def keep_steady(captured: Captured, unsteady: Collection[str]) -> Captured:
+    """Holds no more than what is known to change by a step alone.
+
+    Args:
+        captured: What was captured.
+        unsteady: The names of leaves that have changed otherwise.
+    """
+    steady = (
+        place
+        for place in captured.held
+        if captured.names[place].partition(WITNESS)[0] not in unsteady
+        and captured.backends[place].version(captured.arrays[place]) is not None
+    )
+    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, unsteady)
+    return replace(captured, held=frozenset(steady), witnesses=witnesses)
 
 
 def where_moved(thread: int) -> Callable[[], bool]:
