@@ -27,6 +27,7 @@ check: .venv/ready
 crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.crash --kills 5000
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
+	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)

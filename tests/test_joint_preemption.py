@@ -13,6 +13,7 @@ import pytest
 from holdfast.catalog import read_catalog
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
+from holdfast.testing import leaving_crash
 from preemption_jobs import TOTAL, Jobs
 
 LOCKSTEP: dict[str, Any] = {"lockstep": True}
@@ -146,6 +147,7 @@ def test_a_signal_outside_of_the_loop(tmp_path: Path, uninterrupted: list[str], 
         with Jobs(tmp_path / "run", each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
             jobs.workers[0].wait_for("paused")
             jobs.workers[0].send(signal.SIGTERM)
+            jobs.workers[1].wait_for("event NoticeHeard")
             jobs.workers[0].go_on()
             check_left(jobs, [5])
             saved = [5]
@@ -182,6 +184,8 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tm
             jobs.workers[number].send(signal.SIGTERM)
             jobs.workers[1 - number].wait_for("event NoticeHeard")
             jobs.workers[number].go_on()
+            if number == 0:
+                jobs.workers[0].wait_for("exit_fn")
         assert jobs.end() == [7, 7], jobs.report()
         assert steps_of(tmp_path / "run") == [3, 6]
 
@@ -245,6 +249,7 @@ def test_a_worker_that_is_killed_after_the_notice_is_not_waited_for(
     options = {"every": 2, "liveness": 1.0, **LOCKSTEP}
     with Jobs(tmp_path / "run", each={victim: {"pause": [5]}}, **options) as jobs:
         jobs.workers[victim].wait_for("paused")
+        jobs.workers[1 - victim].wait_for("event Committed 4")
         jobs.workers[victim].send(signal.SIGTERM)
         jobs.workers[1 - victim].wait_for("event NoticeHeard")
         jobs.workers[victim].send(signal.SIGKILL)
@@ -256,7 +261,7 @@ def test_a_worker_that_is_killed_after_the_notice_is_not_waited_for(
 
 
 def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Path) -> None:
-    options = {"grace": 3, "liveness": 600.0, "total": 100_000, "step_seconds": 0.01}
+    options: dict[str, Any] = {"grace": 3, "liveness": 600.0, "total": 100_000, "step_seconds": 0.01}
     with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:
         jobs.workers[1].wait_for("paused")
         jobs.workers[1].send(signal.SIGKILL)
@@ -273,6 +278,7 @@ def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Pat
     with Jobs(tmp_path / "run", each=each, **LOCKSTEP) as jobs:
         jobs.workers[1].wait_for("paused")
         jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
         jobs.workers[1].go_on()
         assert jobs.end() == [74, 74], jobs.report()
         for worker in jobs.workers:
@@ -329,3 +335,12 @@ def test_a_worker_that_vanishes_is_found_in_a_settable_time(tmp_path: Path) -> N
         assert jobs.workers[1].end() == 1, jobs.report()
         assert "rank 0" in jobs.workers[1].errors
         assert "has not been heard of for 1 s" in jobs.workers[1].errors
+
+
+# Faults at random moments.
+
+
+@pytest.mark.slow
+def test_a_job_that_is_struck_at_random_moments_comes_to_its_end(tmp_path: Path) -> None:
+    tally = leaving_crash.run(tmp_path, len(leaving_crash.WAYS), seed=1)
+    assert all(tally[way] for way in leaving_crash.WAYS)

@@ -128,8 +128,8 @@ def _show_verdict(console: Console, untouched: PairRun, asked: PairRun, objectio
         for objection in objections:
             _say(console, f"  {objection}", "red")
         return
-    line = "VERDICT: yes. Both workers stopped at one step, and ended bit-identical to a job that nobody had asked."
-    _say(console, f"{line} ({seconds:.0f} s)", "bold green")
+    verdict = "VERDICT: yes. Both workers stopped at one step, and ended bit-identical to a job that nobody had asked."
+    _say(console, f"{verdict} ({seconds:.0f} s)", "bold green")
 
 
 def _run(steps: int, seed: int, files: Path, directory: Path | None) -> Iterator[PairReport]:

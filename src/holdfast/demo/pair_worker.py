@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from typing import Any
 
 import msgspec
 import torch
@@ -59,13 +60,13 @@ def main(steps: int, seed: int, directory: str | None) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        tell(PairStep(rank=rank, process=os.getpid(), step=step + 1, loss=loss.item().hex()))
+        tell(PairStep(rank=rank, process=os.getpid(), step=step + 1, loss=float(loss).hex()))
 
     if directory is None:
         for step in range(steps):
             learn(step)
     else:
-        kept = {"model": model, "optimizer": optimizer, "loader": loader, "rng": hf.RNG()}
+        kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "rng": hf.RNG()}
         with hf.resumable(directory, save_every=hf.Steps(10 * steps), sinks=[tell_leaving], **kept) as run:
             for step in run.steps(steps):
                 learn(step)

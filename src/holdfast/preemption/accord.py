@@ -83,9 +83,8 @@ class Accord:
     def wish(self, call: CallRecord) -> None:
         """This worker wants all to do that. It is called for at once, or in the next round."""
         with self._lock:
-            called, asked = self._agreement.called, self._asked
-            is_known = (called is not None and called >= call.wanted) or (asked and asked[0].wanted >= call.wanted)
-            if self._is_over or is_known:
+            asked = 0 if self._asked is None else self._asked[0].wanted
+            if self._is_over or max(self._agreement.called or 0, asked) >= call.wanted:
                 return
             self._asked = (call, time.monotonic())
             self._agreement, deeds = self._agreement.wish(Wanted(call.wanted))

@@ -93,6 +93,7 @@ class JointGuard(Guard):
             changed = self._herald.changed
             with self._lock:
                 rest = self._rest
+                assert rest is not None, "this thread alone ends it"
                 step = max(self._begun_before, rest.step or 0)
                 if self._mishaps.error is not None or rest.is_refused or self._accord.try_begin(step):
                     self._rest, self._passed_at = None, None
