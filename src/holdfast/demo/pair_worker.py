@@ -60,7 +60,7 @@ def main(steps: int, seed: int, directory: str | None) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        tell(PairStep(rank=rank, process=os.getpid(), step=step + 1, loss=float(loss).hex()))
+        tell(PairStep(rank=rank, process=os.getpid(), step=step + 1, loss=float(loss.item()).hex()))
 
     if directory is None:
         for step in range(steps):
@@ -78,9 +78,14 @@ def main(steps: int, seed: int, directory: str | None) -> None:
             digest.update(value.numpy().tobytes())
     tell(PairEnded(rank=rank, digest=digest.hexdigest()))
     dist.barrier()
-    # The end of a process group may hang, and there is nothing left to do.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
+    code = 0
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
+    except SystemExit as leaving:
+        code = int(str(leaving.code))
+    # The end of a process group of Gloo may hang, and there is nothing left to do.
+    sys.stderr.flush()
+    os._exit(code)
