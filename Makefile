@@ -34,6 +34,7 @@ crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
 	$(BIN)/python -m holdfast.testing.job_crash --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
+	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)

@@ -115,6 +115,8 @@ class Company:
             plan = self._plan
             if plan is not None and plan.step <= moment.step:
                 self._plan = None
+                if moment.last_saved_step == moment.step:
+                    return None  # All have saved it meanwhile, for another reason.
                 self._watched = self._key_of_missed(plan.number) if self.peers.is_leader else ""
                 return plan.reason
             if plan is not None or not self.peers.is_leader:
