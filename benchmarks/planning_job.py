@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,6 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
-from holdfast.cluster.peers import Peers
 from holdfast.format.digests import digest
 from holdfast.format.index import encode_index
 from holdfast.format.manifest import WorkerRecord
@@ -22,6 +20,7 @@ from holdfast.format.workers import Worker
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
 from holdfast.save.buffer import HostBuffer
+from holdfast.save.company import Company
 from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts
 from holdfast.save.joint import JointLine
@@ -146,8 +145,9 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     """
     storage = LocalStorage(directory)
     store = OneStore(workers)
-    peers = Peers(store, liveness_seconds=3600.0, timeout_seconds=600.0)
-    joint = JointLine(Line(storage, All(), reuse_space=False), storage, peers, queue.SimpleQueue())
+    company = Company(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
+    peers = company.peers
+    joint = JointLine(Line(storage, All(), reuse_space=False), storage, company, lambda event: None)
     crew = Crew(1, "planning")
     reading = workers // 2
     found: dict[str, list[float]] = {}
@@ -190,7 +190,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         }.items():
             found.setdefault(key, []).append(value)
     crew.close()
-    peers.close()
+    company.close()
     return {key: median(values) for key, values in found.items()}
 
 

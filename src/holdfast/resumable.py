@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from types import TracebackType
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
@@ -22,6 +20,7 @@ from holdfast.preemption.guard import Checkpointable
 from holdfast.preemption.guards import make_guard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.driver import Restoration
+from holdfast.save import arguments
 from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 
@@ -89,7 +88,7 @@ def resumable(
         AbsentError: If other workers of the job do not come.
         ClusterError: If the job's store does not answer.
     """
-    _check_names(objects)
+    arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
     termination = make_termination(preemption)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
@@ -115,24 +114,6 @@ def resumable(
         check_replicas=check_replicas,
     )
     return Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
-
-
-_OPTIONS: Final = tuple(inspect.signature(resumable).parameters)[:-1]
-
-
-def _check_names(objects: Mapping[str, object]) -> None:
-    """Every name that is no option's is taken for an object's, so a misspelt option must not become one."""
-    for name, value in objects.items():
-        if hasattr(value, "decide_save") or hasattr(value, "choose_kept"):
-            raise UsageError(
-                f"{name}={value!r} is a policy, and {name!r} is no option of resumable",
-                hint="Policies are given as save_every= and keep=.",
-            )
-        for option in get_close_matches(name, _OPTIONS, 1, 0.8):
-            raise UsageError(
-                f"{name!r} is no option of resumable, and too like {option!r} to be an object's name",
-                hint=f"Write {option}=, or give the object another name.",
-            )
 
 
 class Run:
@@ -334,7 +315,7 @@ class Run:
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError(
-                "the run has not been entered, so nothing is restored yet", hint="Write: with resumable(...) as run:"
+                "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )
 
     def _finish_step(self) -> None:

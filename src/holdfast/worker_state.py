@@ -111,8 +111,7 @@ class WorkerTrainingState:
             "threads": threads,
             "liveness_seconds": liveness_seconds,
         }
-        arguments.check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None)
-        arguments.check_liveness(liveness_seconds)
+        arguments.check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
         self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._manager: CheckpointManager | None = None
         self._closed = False
