@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -146,11 +147,12 @@ class CheckpointManager:
             company=self.company,
         )
         self._origin = Origin(base=living[-1] if living else None)
-        self._living = {name.step for name in living}
-        self._newest_asked = -1
+        self._living, self._newest_asked = {name.step for name in living}, -1
         self._process = os.getpid()
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
+        # Held where that is cleared: another thread may wait for a save while this one begins the next.
+        self._settling = threading.Lock()
         self._closed = False
         if reserved_bytes is not None:
             self._saver.prepare(reserved_bytes)
@@ -217,9 +219,7 @@ class CheckpointManager:
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> SaveHandle | None:
-        """Saves if the policy that the manager was made with says so; call it after each step.
-
-        The arguments are those of `save`.
+        """Saves, as `save` does, if the policy that the manager was made with says so; call it after each step.
 
         Returns:
             The save, or None if none was due.
@@ -395,6 +395,8 @@ class CheckpointManager:
         if (handle := self._in_flight) is None:
             return
         handle.wait_ended(timeout_seconds)
-        self._in_flight = None
-        if handle.committed:
-            self._living.add(handle.step)
+        with self._settling:
+            if self._in_flight is handle:
+                if handle.committed:
+                    self._living.add(handle.step)
+                self._in_flight = None
