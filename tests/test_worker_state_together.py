@@ -27,6 +27,13 @@ PATIENCE_SECONDS = 60.0
 LIVENESS_SECONDS = 2.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _numpy_is_known() -> None:
+    """The first object of a library has its integration imported, which is no matter for threads."""
+    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
+        manager.save(1)
+
+
 class Training:
     """One worker's part of a training: an array that all have alike, and one that is its own."""
 
