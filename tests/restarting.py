@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
+
+# What it exports depends on how torch was built, so that it has no types to go by.
+dist: Any = torch.distributed
 
 
 def join() -> None:
-    """Makes the process group of this start.
+    """Makes the process group of this start, with a part of the store that is its own.
 
-    torchrun gives a restarted job the store as it was, and torch 2.13 tells its starts not apart there: a worker that
-    is quicker than another one would find the address of the dead one, and wait for half an hour.
+    torchrun gives a restarted job the store as it was. Where both starts make groups beside the default one, as meshes
+    do, gloo in torch 2.13 now and then finds the address of a dead worker there, and waits for it for half an hour.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    own = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
