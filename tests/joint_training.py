@@ -19,14 +19,18 @@ from torch import nn
 import holdfast as hf
 from holdfast.format.digests import digest
 from holdfast.testing.cluster_scenarios import say
+from restarting import join
 
 
 def main(directory: str, total: int, death: str) -> None:
-    dist.init_process_group("gloo")
+    join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    # A bucket for each tensor: how those of several are put together depends on how many steps a process has done, and
+    # with it the order in which gradients of more than two workers are added up, and so the last bits.
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank + 10)
     own = {"seen": torch.zeros(1)}
