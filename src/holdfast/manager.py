@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -47,7 +48,7 @@ class CheckpointManager:
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
         restored: The newest restore of all that is kept; None before one.
-        worker: Which worker of how many this one is.
+        worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
     """
 
@@ -100,8 +101,7 @@ class CheckpointManager:
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
-            check_replicas: True to compare at each save what several workers hold alike, for which each of them copies
-                all of it; a difference is an event.
+            check_replicas: True to copy and compare at each save what workers hold alike; a difference is an event.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -126,8 +126,8 @@ class CheckpointManager:
         self._totals = Totals()
         living = () if begin_anew else read_catalog(self._storage).living
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
-        self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-        self.worker = ALONE if self._company is None else self._company.worker
+        self.company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self.worker = ALONE if self.company is None else self.company.worker
         # What may fail comes before: from here on the others know of this worker. On a local disk events are kept.
         journal = [RunJournal(self.url)] if self.worker.is_leader and isinstance(self._storage, LocalStorage) else []
         self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
@@ -143,14 +143,14 @@ class CheckpointManager:
             reuse_space=reuse_space,
             check_replicas=check_replicas,
             timeout_seconds=timeout_seconds,
-            company=self._company,
+            company=self.company,
         )
         self._origin = Origin(base=living[-1] if living else None)
-        self._living = {name.step for name in living}
-        self._newest_asked = -1
+        self._living, self._newest_asked = {name.step for name in living}, -1
         self._process = os.getpid()
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
+        self._settling = threading.Lock()  # Held to clear that: another thread may wait while this one begins a save.
         self._closed = False
         if reserved_bytes is not None:
             self._saver.prepare(reserved_bytes)
@@ -217,9 +217,7 @@ class CheckpointManager:
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> SaveHandle | None:
-        """Saves if the policy that the manager was made with says so; call it after each step.
-
-        The arguments are those of `save`.
+        """Saves, as `save` does, if the policy that the manager was made with says so; call it after each step.
 
         Returns:
             The save, or None if none was due.
@@ -229,7 +227,7 @@ class CheckpointManager:
         """
         if self._save_every is None:
             return None
-        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self._company)
+        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self.company)
         if reason is None or step in self._living:
             return None
         return self._save(step, metrics, metadata, reason=reason)
@@ -266,7 +264,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=None if self._company is None else JointAgreement(self._company.peers),
+            agreement=None if self.company is None else JointAgreement(self.company.peers),
         )
         if restoration is None:
             return None
@@ -314,8 +312,8 @@ class CheckpointManager:
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
-        if self._company is not None:
-            self._company.close()
+        if self.company is not None:
+            self.company.close()
         raise_newest(self._reports.take(last=True), None)
 
     def abandon(self) -> None:
@@ -324,8 +322,8 @@ class CheckpointManager:
         self._in_flight = None
         self._saver.abandon()
         self._reports.abandon()
-        if self._company is not None:
-            self._company.leave()
+        if self.company is not None:
+            self.company.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -350,13 +348,13 @@ class CheckpointManager:
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
-        exchange = None if self._company is None else self._company.begin(step)
+        exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:
             return self._begin(order, handle, captured, replace=replace)
         except BaseException as error:
-            if self._company is not None and exchange is not None and self._in_flight is not handle:
-                self._company.tell(exchange, error)
+            if self.company is not None and exchange is not None and self._in_flight is not handle:
+                self.company.tell(exchange, error)
                 # The others take this step for tried; what is due next must be the same here.
                 self._pace.saved(step)
             raise
@@ -367,8 +365,8 @@ class CheckpointManager:
             reason = f"the save of step {busy.step} is still in flight"
             handle.mark_skipped(reason)
             self._saver.emit_soon(Skipped(step=step, reason=reason))
-            if self._company is not None and order.exchange is not None:
-                self._company.leave_out(order.exchange, reason)
+            if self.company is not None and order.exchange is not None:
+                self.company.leave_out(order.exchange, reason)
                 self._pace.saved(step)
             return handle
         self._settle(None)
@@ -395,6 +393,8 @@ class CheckpointManager:
         if (handle := self._in_flight) is None:
             return
         handle.wait_ended(timeout_seconds)
-        self._in_flight = None
-        if handle.committed:
-            self._living.add(handle.step)
+        with self._settling:
+            if self._in_flight is handle:
+                if handle.committed:
+                    self._living.add(handle.step)
+                self._in_flight = None

@@ -84,6 +84,11 @@ class Places:
             self._epoch += 1
             self._turns = {}
 
+    def pass_by(self) -> None:
+        """A save was asked for that this worker could not come to: it is past it all the same."""
+        with self._lock:
+            self._count += 1
+
     def take(self, step: int) -> Position:
         """Where the next save of a step has its place."""
         with self._lock:
