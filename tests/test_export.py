@@ -427,6 +427,6 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
     assert tuple(found["large"].shape) == large.shape
     with SourceFile(path) as source:
         read = TorchArchive(source, 0, source.size_bytes)
-        places = {name: read.tensor(made) for name, made in read.value.items()}
+        places = {name: place for name, made in read.value.items() if (place := read.tensor(made)) is not None}
         assert source.read(places["last"].begin, 12) == np.ones(3, np.float32).tobytes()
         assert places["large"].shape == large.shape
