@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,6 +217,22 @@ def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
         assert len(json.loads(reader.read())["rounds"]) == len(_made_up().rounds)
     assert read_results(path).scale == 0.5
     assert [entry.name for entry in tmp_path.iterdir()] == [RESULTS_NAME]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_knows_two_sets_of_peers() -> None:
+    # Whoever runs the tests may be a make of its own.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "PEERS"}
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-n", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, check=False)
+
+    assert "\n.venv/bin/python -m benchmarks" in f"\n{make('bench', 'PEERS=light').stdout}"
+    assert ".venv-bench/bin/python -m benchmarks" in make("bench").stdout
+    for wrong in ("lite", "", "light all"):
+        assert f'PEERS is "all" or "light", not "{wrong}"' in make("bench", f"PEERS={wrong}").stderr
+    assert make("test", "PEERS=mine").returncode == 0
 
 
 def test_what_is_held_is_counted_after_some_saves(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class WorkerTrainingState:
                 is an event, and in the log, all the same.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write, and read at a restore.
+            threads: How many threads write; twice as many read at a restore.
 
         Raises:
             UsageError: If an argument is wrong.
