@@ -8,7 +8,7 @@ from typing import Final
 from holdfast.bench.advice import MOST_SHARE, AdviceBound
 from holdfast.bench.figures import Series, Work
 from holdfast.cli.bench_report import BenchReport
-from holdfast.cli.screen import BAD, FAINT, GOOD, PLAIN, STRONG, Column, Screen, Styled, Words
+from holdfast.cli.screen import BAD, FAINT, GOOD, PLAIN, STRONG, Column, Screen, Styled, Words, terminal_width
 from holdfast.cli.wording import counted, rough_text, size_text
 from holdfast.policies.saving import Auto
 
@@ -59,14 +59,18 @@ class BenchPage:
         self._show_advice()
         if self._columns < 5 or self._screen.width < _ALL_SHARES:
             self._screen.say()
-            self._screen.prose(Styled(f"Columns are left out: {_WIDE} characters show all.", FAINT))
+            self._screen.prose(Styled(f"Columns left out; {_WIDE} characters fit all.", FAINT))
 
     def _show_heading(self) -> None:
         subject, where, wish = self._report.subject, self._report.file_system, self._report.wish
         disk = where.kind or "an unknown file system"
         disk += f" on {where.source}" if where.source not in ("", where.kind) else ""
         disk += f", {size_text(where.free_bytes)} free" if where.free_bytes is not None else ""
-        self._screen.prose(Styled(subject.location, STRONG), "   ", Styled(disk, FAINT))
+        if terminal_width(subject.location) + 3 + terminal_width(disk) <= self._screen.width:
+            self._screen.say(Styled(subject.location, STRONG), "   ", Styled(disk, FAINT))
+        else:
+            self._screen.say(Styled(subject.location, STRONG))
+            self._screen.prose(Styled(disk, FAINT))
         origin = {
             "option": "",
             "checkpoint": f", as in step {subject.step}",

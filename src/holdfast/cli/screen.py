@@ -92,7 +92,7 @@ class Screen:
         from rich.text import Text
 
         line = Text.assemble(*((_text(word), _style(word)) for word in words))
-        for part in line.wrap(self._console, max(self.width - indent, _LEAST_WIDTH), overflow="ignore"):
+        for part in line.wrap(self._console, max(self.width - indent, _LEAST_WIDTH)):
             part.rstrip()
             self._console.print(Text(" " * indent) + part, soft_wrap=True)
 
