@@ -474,6 +474,27 @@ def test_directories_that_were_removed_by_hand_are_written_anew(tmp_path: Path) 
     check_restored(tmp_path, 3)
 
 
+@pytest.mark.parametrize("newest", [5, 6])
+def test_a_directory_removed_by_hand_is_not_taken_for_what_replaces_it(tmp_path: Path, newest: int) -> None:
+    """The new file has the size of the one that was removed, and other bytes in the same places."""
+    objects = make_objects()
+    table = objects["frozen"]["table"]
+    with manager_of(tmp_path, objects) as manager:
+        for step in range(5, newest + 1):
+            train(objects, step)
+            manager.save(step)
+        manager.wait()
+        shutil.rmtree(tmp_path / "step-000000005.g0001")
+        table += 1
+        manager.save(5, replace=True).wait_committed()
+        table -= 1
+        train(objects, newest + 1)
+        manager.save(newest + 1)
+    assert [name.attempt for name in read_catalog(LocalStorage(tmp_path)).committed if name.step == 5] == [2]
+    check_restored(tmp_path, newest + 1)
+    assert damages_of(LocalStorage(tmp_path))[newest + 1] == []
+
+
 def test_a_base_that_is_damaged_is_not_built_on(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     (tmp_path / "step-000000001.g0001" / "index-00000-of-00001.json").write_bytes(b"{}")

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,39 @@ def test_a_busy_save_is_waited_for_or_left_out() -> None:
         manager.save(2)
         manager.wait(60)
         assert manager.steps() == (1, 2)
+
+
+def test_a_wait_in_another_thread_does_not_hide_the_next_save() -> None:
+    """The thread that waits is stopped just when its wait is over, until the next save is in flight."""
+    storage = HeldStorage()
+    manager = manager_of(storage, when_busy="skip")
+    has_waited, go_on = threading.Event(), threading.Event()
+
+    def stop(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is hf.SaveHandle.wait_ended.__code__ and event == "return":
+            has_waited.set()
+            assert go_on.wait(60)
+        return stop
+
+    def wait() -> None:
+        sys.settrace(stop)
+        manager.wait(60)
+
+    manager.save(1)
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    storage.go_on.set()
+    assert has_waited.wait(60)
+    storage.go_on.clear()
+    second = manager.save(2)
+    go_on.set()
+    waiting.join(60)
+    third = manager.save(3)
+    storage.go_on.set()
+    assert third.skipped
+    assert not second.skipped
+    manager.close(60)
+    assert manager.steps() == (1, 2)
 
 
 def test_waits_have_deadlines() -> None:

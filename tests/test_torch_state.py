@@ -13,6 +13,7 @@ from torch import nn
 from holdfast.errors import UnsupportedValueError
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
+from holdfast.state.capture import Captures, capture_objects
 from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
@@ -144,6 +145,12 @@ def test_a_parameter_keeps_what_it_is() -> None:
     assert live._version > version
 
 
+def shrunk(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    """As engines do that shard a model: the tensor stays, its memory goes."""
+    tensor.untyped_storage().resize_(size_bytes)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -154,6 +161,10 @@ def test_a_parameter_keeps_what_it_is() -> None:
         (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8), "quantized"),
         (lambda: torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})), "Own"),
         (lambda: nn.LazyLinear(2), "lazy"),
+        (lambda: shrunk(torch.zeros(3, 4), 0), "storage was freed"),
+        (lambda: shrunk(torch.zeros(3, 4), 40), "too short"),
+        (lambda: shrunk(torch.zeros(3, 4).t(), 40), "too short"),
+        (lambda: shrunk(torch.zeros(3, 4)[1:], 40), "too short"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -162,6 +173,29 @@ def test_tensors_that_cannot_be_stored_are_refused(make: Callable[[], Any], mess
         store(x=[make()])
     assert caught.value.path.startswith("x/0")
     assert caught.value.hint
+
+
+def test_a_tensor_without_its_memory_is_found_among_many() -> None:
+    """In a container whose look is remembered, and where all of its tensors are to be filled at once."""
+    stored = store(x=[torch.zeros(8) for _ in range(40)])
+    objects = {"x": [torch.zeros(16)[8:] for _ in range(40)]}
+    captures = Captures()
+    capture_objects(objects, captures)
+    for size_bytes in (0, 40):
+        shrunk(objects["x"][7], size_bytes)
+        with pytest.raises(UnsupportedValueError, match=r"^x/7: .* cannot be stored"):
+            capture_objects(objects, captures)
+        with pytest.raises(UnsupportedValueError, match=r"^x/7: .* cannot be stored"):
+            bring_back(stored, objects)
+    objects["x"][7].untyped_storage().resize_(64)
+    bring_back(stored, objects)
+
+
+def test_what_is_left_of_a_storage_can_be_stored() -> None:
+    live = [shrunk(torch.arange(12.0), 16)[:4], shrunk(torch.arange(12.0), 16)[:0], torch.zeros(0, 3)]
+    got: dict[str, Any] = {"x": [torch.zeros(4), torch.zeros(0), torch.zeros(0, 3)]}
+    bring_back(store(x=live), got)
+    assert got["x"][0].tolist() == [0, 1, 2, 3]
 
 
 def test_values_that_only_torch_has_come_back() -> None:

@@ -101,8 +101,7 @@ def read_catalog(storage: Storage) -> Catalog:
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
         elif (name := parse_step_directory(entry.name)) is not None:
-            names = {inner.name for inner in storage.list(entry.name) if not inner.is_directory}
-            (committed if MANIFEST_NAME in names else unfinished).append(name)
+            (committed if _has_manifest(storage, name) else unfinished).append(name)
     bases, generation, faults = _read_bases(storage)
     return Catalog(
         committed=tuple(sorted(committed)),
@@ -113,6 +112,17 @@ def read_catalog(storage: Storage) -> Catalog:
         faults=tuple(faults),
         spare_bytes=spare_bytes,
     )
+
+
+def _has_manifest(storage: Storage, name: StepName) -> bool:
+    """Whether a step has a manifest. To list the directory would be a look at each file of each worker."""
+    try:
+        storage.open_reader(name.manifest_path).close()
+    except NotFoundError:
+        return False
+    except (DamageError, StorageError):  # Something lies there; what is wrong with it is for whoever reads it to say.
+        return any(one.name == MANIFEST_NAME and not one.is_directory for one in storage.list(name.directory))
+    return True
 
 
 def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatError]]:

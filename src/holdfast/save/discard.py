@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from holdfast.errors import StorageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
@@ -105,13 +107,19 @@ def remove_own_files(storage: Storage, directory: str) -> bool:
     return storage.remove_directory(directory)
 
 
-def next_attempt(storage: Storage, step: int, generation: int) -> StepName:
+def next_attempt(storage: Storage, step: int, generation: int, known: Collection[StepName] = ()) -> StepName:
     """**Blocks.** The name for a new attempt of a generation at a step: one that no directory has.
+
+    Args:
+        storage: Where the run lies.
+        step: The step.
+        generation: The generation.
+        known: Names that are not given either, though somebody may have removed their directories.
 
     Raises:
         StorageError: If the place fails.
     """
-    names = (parse_step_directory(entry.name) for entry in storage.list(""))
+    names = (*known, *(parse_step_directory(entry.name) for entry in storage.list("")))
     taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
     attempt = max(taken, default=0) + 1
     if attempt > MAX_ATTEMPT:

@@ -41,6 +41,14 @@ class Incremental:
         """A generation was opened that goes on from that step, or anew."""
         self._newest, self._index, self._written = origin, None, None
 
+    def list_known(self) -> Collection[StepName]:
+        """**Blocks.** The steps that a save may refer to, and those that the newest one refers to.
+
+        What lies there is known by their names. If a person has removed one, its name must not come to stand for
+        anything else: arrays of the same place and size would be taken for those that lay there.
+        """
+        return () if self._newest is None else {self._newest, *self._ledger.references(self._newest)}
+
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it last.
 

@@ -119,7 +119,8 @@ class Line:
     def name(self, step: int) -> StepName:
         """**Blocks.** The place of this line's next attempt at a step."""
         assert self._generation is not None, "open() comes first"
-        return next_attempt(self._storage, step, self._generation)
+        known = self._incremental.list_known() if self._incremental is not None else ()
+        return next_attempt(self._storage, step, self._generation, known)
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import Any, Final
 
 import torch
@@ -47,6 +47,10 @@ _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
+_nbytes = attrgetter("nbytes")
+_offset = torch.Tensor.storage_offset
+_storage = torch.Tensor.untyped_storage
+_storage_bytes = torch.UntypedStorage.nbytes
 
 _LOOKED_AT: Final = 256
 """So many tensors are looked at property by property, for speed, and stay in the processor's cache meanwhile."""
@@ -67,6 +71,7 @@ class TorchBackend:
             or array.layout is not torch.strided
             or array.is_nested
             or array.is_meta
+            or _lacks_memory(array)
         ):
             what, hint = _why_not(array)
             raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
@@ -191,9 +196,28 @@ def _why_not(array: Any) -> tuple[str, str]:
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
         return f"a tensor of type {cls.__module__}.{cls.__qualname__}", "Store the plain tensors that it is made of."
+    if _lacks_memory(array):
+        return (
+            "a tensor whose storage was freed, or is too short for it,",
+            "Let the engine that manages its memory put its values back first, or leave it out.",
+        )
     if array.dtype is torch.complex128:
         return "a tensor of dtype torch.complex128", "Store torch.view_as_real(...) of it."
     return f"a tensor of dtype {array.dtype}", "Convert it to a type that safetensors has."
+
+
+def _lacks_memory(array: torch.Tensor) -> bool:
+    """Whether a tensor's storage is too short for it, as where an engine has freed it until it is needed again."""
+    try:
+        held_bytes = array.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # Some devices have no storage.
+        return False
+    if held_bytes >= array.nbytes and not array.storage_offset() and array.is_contiguous():
+        return False
+    if not array.numel() or not (array.is_cpu or array.is_cuda):
+        return False
+    last = sum((length - 1) * stride for length, stride in zip(array.shape, array.stride(), strict=True))
+    return (array.storage_offset() + last + 1) * array.itemsize > held_bytes
 
 
 def _note_change(array: torch.Tensor) -> None:
@@ -209,6 +233,10 @@ def _try_columns(
     if not _PLAIN_TYPES.issuperset(map(type, arrays)) or not all(map(_is_cpu, arrays)):
         return None
     if not all(map(_is_contiguous, arrays)) or any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)):
+        return None
+    if any(map(gt, map(_nbytes, arrays), map(_storage_bytes, map(_storage, arrays)))):
+        return None
+    if any(map(_offset, arrays)) and any(map(_lacks_memory, arrays)):
         return None
     addresses, dtypes, shapes = list(map(_address, arrays)), list(map(_dtype, arrays)), list(map(_shape, arrays))
     names = [DTYPES.get(dtype, "") for dtype in dtypes]
