@@ -6,6 +6,9 @@ WORKERS ?= 3
 # The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
 BENCH_VENV ?= .venv-bench
 PEERS ?= all
+ifneq ($(and $(filter bench,$(MAKECMDGOALS)),$(filter-out 1 1,$(words $(PEERS)) $(words $(filter all light,$(PEERS))))),)
+$(error PEERS is "all" or "light", not "$(PEERS)")
+endif
 RAY_VENV ?= .venv-ray
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 # For instance: make bench BENCH="--only model --peer holdfast"

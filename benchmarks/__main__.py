@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,14 @@ from benchmarks.many_saves import compare_many_saves
 from benchmarks.peers import PEERS
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
-from benchmarks.results import Results, merge, read_results, write_results
+from benchmarks.results import (
+    Results,
+    UnreadableResultsError,
+    find_misfit,
+    merge,
+    read_results,
+    write_results,
+)
 from benchmarks.rounds import compare_saves, compare_training
 from benchmarks.scratch import open_scratch
 from benchmarks.small import measure_small
@@ -59,7 +67,8 @@ def main(
 ) -> None:
     """Compares holdfast with other ways of saving, and with the machine's own limits.
 
-    What is left out stays as an earlier run has measured it, so that a whole comparison can be made in pieces.
+    What is left out stays as an earlier run has measured it, so that a whole comparison can be made in pieces. Figures
+    of another scale, machine or version do not go together: give a quick look an --out of its own, or begin --anew.
     """
     if rounds < 1 or not 0 < scale <= 1:
         raise click.UsageError("--rounds is at least 1, --scale more than 0 and at most 1")
@@ -68,17 +77,44 @@ def main(
     path = out / RESULTS_NAME
     if render and not path.exists():
         raise click.UsageError(f"nothing has been measured yet: {path} is not there")
+    for place in (out, docs):
+        if place is not None:
+            # Before anything is measured: all that time would be lost.
+            _make_directory(place)
     if not render:
         # An end that is asked for politely still ends the processes and removes the files.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        before = read_results(path) if path.exists() and not anew else None
+        before = _read(path) if path.exists() and not anew else None
+        misfit = find_misfit(before, describe_machine(out), scale) if before is not None else ""
+        if misfit:
+            raise click.UsageError(
+                f"{path} holds figures that would be lost: {misfit}. Give another directory with --out, or --anew to "
+                "forget them."
+            )
         _measure(scale, rounds, parts or PARTS, peers, out, before, begun_at)
-    results = read_results(path)
+    results = _read(path)
     place = docs or (_DOCS if _is_whole(results) else out)
-    place.mkdir(parents=True, exist_ok=True)
     (place / "benchmarks.md").write_text(render_report(results, "benchmarks.svg"))
     (place / "benchmarks.svg").write_text(render_picture(results))
     click.echo(f"{place / 'benchmarks.md'} after {time.monotonic() - begun_at:.0f} s")
+
+
+def _make_directory(place: Path) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise click.UsageError(f"{place} is a file, not a directory") from None
+    except OSError as error:
+        raise click.UsageError(f"{place} cannot be made: {error.strerror}") from None
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise click.UsageError(f"nothing can be written into {place}")
+
+
+def _read(path: Path) -> Results:
+    try:
+        return read_results(path)
+    except UnreadableResultsError as error:
+        raise click.UsageError(f"{error}. Move it away, give another directory with --out, or --anew.") from None
 
 
 def _is_whole(results: Results) -> bool:

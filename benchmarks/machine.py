@@ -49,6 +49,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             mine[name] == others[name] for name in mine.keys() & others.keys()
         )
 
+    def differences(self, other: Machine) -> str:
+        """**Pure.** In what `other` is not like this one."""
+        mine, others = self.versions, other.versions
+        pairs = [(key, getattr(self, key), getattr(other, key)) for key in self.__struct_fields__ if key != "versions"]
+        pairs += [(name, mine[name], others[name]) for name in mine if name in others]
+        return ", ".join(
+            f"{key.replace('_', ' ')} {one}, here {another}" for key, one, another in pairs if one != another
+        )
+
     def joined(self, other: Machine) -> Machine:
         """**Pure.** This one, with what is installed there as well."""
         return replace(self, versions={**other.versions, **self.versions})

@@ -71,6 +71,9 @@ def render_picture(results: Results) -> str:
         for column, panel in enumerate(row):
             body += _draw(panel, column * _WIDTH // _COLUMNS, top)
         top += _HEAD + _ROW * max(len(panel.bars) for panel in row) + _GAP
+    if not rows:
+        body.append(f'<text class="note" x="8" y="{top + 16}">Nothing that bars could show was measured.</text>')
+        top += _HEAD
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}" '
         f'role="img" aria-label="Benchmarks: medians as bars">\n<style>{_STYLE}</style>\n'

@@ -32,18 +32,19 @@ _NAMES: Final = {"model": "A model and its optimizer", "small-tensors": "Many sm
 _STEADY: Final = 1.25
 """A machine is steady if its own limits differ by no larger factor between the rounds."""
 
-_HEAD: Final = """# Benchmarks
+_TITLE: Final = """# Benchmarks
 
 Made by `make bench`; not written by hand.
+"""
 
-{targets}
+_HEAD: Final = """{targets}
 {noise}
 
 ![The medians as bars]({picture})
 
 Every contender runs in a process of its own and saves the same tensors, which lie in memory that all processes share;
 JAX and TensorFlow, which hold state in arrays of their own, have their values from there. They take turns within each
-round, and the first round is not counted. What is shown is the median of {rounds} rounds, with the smallest and the
+round, and the first round is not counted. What is shown is the median of {rounds}, with the smallest and the
 largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied
 by two threads (right before and right after each save), written directly or read, with nothing else to do. Times
 drift with the machine; ratios last.
@@ -73,15 +74,11 @@ for CUDA (pinned memory, a copy stream of its own, events in place of synchronis
 
 def render_report(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
-    per_contender: dict[tuple[str, str], int] = {}
-    for entry in results.rounds:
-        if entry.workload in _NAMES and entry.number > 0 and entry.contender != LIMITS:
-            key = (entry.workload, entry.contender)
-            per_contender[key] = per_contender.get(key, 0) + 1
-    counts = sorted(set(per_contender.values())) or [0]
-    rounds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    targets, noise = "\n".join(_targets(results)), _noise(results)
-    parts = [_HEAD.format(targets=targets, noise=noise, picture=picture, rounds=rounds), *_machine(results)]
+    if not any(entry.contender != LIMITS for entry in results.rounds):
+        return "\n".join([_TITLE, "Nothing was measured.\n", *_machine(results), *_failures(results)]).rstrip() + "\n"
+    targets, noise, rounds = "\n".join(_targets(results)), _noise(results), _rounds(results)
+    head = _HEAD.format(targets=targets, noise=noise, picture=picture, rounds=rounds)
+    parts = [_TITLE, head, *_machine(results)]
     for workload in _NAMES:
         parts += _workload(results, workload)
     parts += _training(results)
@@ -90,6 +87,23 @@ def render_report(results: Results, picture: str) -> str:
     parts += _small(results)
     parts += _failures(results)
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _rounds(results: Results) -> str:
+    """How many there are to take the medians of."""
+    saved = any(entry.workload in _NAMES and entry.number > 0 for entry in results.rounds)
+    parts = tuple(_NAMES) if saved else ("training",)
+    per_contender: dict[tuple[str, str], int] = {}
+    for entry in results.rounds:
+        if entry.workload in parts and entry.number > 0 and entry.contender != LIMITS:
+            key = (entry.workload, entry.contender)
+            per_contender[key] = per_contender.get(key, 0) + 1
+    counts = sorted(set(per_contender.values()))
+    if not counts:
+        return "all rounds"
+    if len(counts) == 1:
+        return f"{counts[0]} round{'s' if counts[0] > 1 else ''}"
+    return f"{counts[0]} to {counts[-1]} rounds"
 
 
 def _targets(results: Results) -> Iterator[str]:
@@ -171,11 +185,15 @@ def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator
     counts = {standing.contender: standing.figures["stall"].value.count for standing in found}
     few = [f"{name} {count}" for name, count in counts.items() if count < max(counts.values())]
     if few:
-        yield f"Measured in fewer rounds, because each takes so long: {'; '.join(few)}.\n"
+        yield f"Measured in fewer rounds, as each takes so long or fewer were asked for: {'; '.join(few)}.\n"
     known = {*counts, *results.missing, *(name for part, name, _ in results.failures if part == workload)}
     absent = [name for name in PEERS if name not in known and name != "holdfast, incremental"]
-    if absent:
-        yield f"Left out here, because a round takes minutes or would tell nothing new: {'; '.join(absent)}.\n"
+    chosen = [name for name in absent if workload not in PEERS[name].parts]
+    if chosen:
+        yield f"Left out here, because a round takes minutes or would tell nothing new: {'; '.join(chosen)}.\n"
+    unasked = [name for name in absent if name not in chosen]
+    if unasked:
+        yield f"Not measured so far, as no run was asked to: {'; '.join(unasked)}.\n"
 
 
 def _load_file(standing: Standing) -> Iterator[str]:

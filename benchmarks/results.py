@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -70,24 +71,49 @@ class Results(msgspec.Struct, kw_only=True):
     changing: Changing | None = None
 
 
+class UnreadableResultsError(Exception):
+    """A file does not hold what a run of the benchmarks leaves."""
+
+
 def write_results(results: Results, path: Path) -> None:
-    """Writes them as JSON that people can read."""
+    """Writes them as JSON that people can read; whoever reads meanwhile, or after a crash, finds these or the last."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(results), indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 def read_results(path: Path) -> Results:
-    """Reads them back."""
-    return msgspec.json.decode(path.read_bytes(), type=Results)
+    """Reads them back.
+
+    Raises:
+        UnreadableResultsError: If the file cannot be read, or holds something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableResultsError(f"{path} does not hold results of the benchmarks: {error}") from error
+
+
+def find_misfit(before: Results, machine: Machine, scale: float) -> str:
+    """**Pure.** Why figures of an earlier run do not belong on one page with new ones; empty if they do."""
+    if before.scale != scale:
+        return f"they are of workloads at {before.scale:g} of their size, and these are to be at {scale:g}"
+    if not before.machine.is_like(machine):
+        return f"they were measured elsewhere, or with other versions: {before.machine.differences(machine)}"
+    return ""
 
 
 def merge(before: Results, now: Results) -> Results:
     """**Pure.** What was measured now, and what an earlier run has measured of other contenders or other workloads.
 
-    Figures of another machine or another size do not belong on one page; then the earlier ones are dropped.
+    Args:
+        before: What an earlier run has measured; it fits, by `find_misfit`.
+        now: What was measured now.
     """
-    if before.scale != now.scale or not before.machine.is_like(now.machine):
-        return now
     named = {(entry.workload, entry.contender) for entry in now.rounds if entry.contender != LIMITS}
     named |= {(workload, contender) for workload, contender, _ in now.failures}
 

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,22 @@ import pytest
 from benchmarks import page_cache
 from benchmarks.__main__ import RESULTS_NAME, main
 from benchmarks.frozen import growth_of
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, describe_machine
 from benchmarks.many_saves import compare_many_saves
 from benchmarks.model import Model
 from benchmarks.peers import PEERS, find_missing
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
-from benchmarks.results import Results, Round, Shape, merge, read_results, write_results
+from benchmarks.results import (
+    Results,
+    Round,
+    Shape,
+    UnreadableResultsError,
+    find_misfit,
+    merge,
+    read_results,
+    write_results,
+)
 from benchmarks.scratch import open_scratch
 from benchmarks.small import start_seconds, step_seconds
 from benchmarks.summary import limits_of, ratio_to, standings
@@ -155,6 +165,74 @@ def test_there_is_nothing_to_render_before_a_run(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(main, ["--render", "--out", str(tmp_path)])
     assert outcome.exit_code == 2
     assert "nothing has been measured" in outcome.output
+
+
+def test_what_was_measured_at_another_size_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / RESULTS_NAME
+    write_results(replace(_made_up(), machine=describe_machine(tmp_path)), path)
+    written = path.read_bytes()
+    # Were it not refused, this would take the place of all that is there.
+    quick = [*TINY, "--only", "model", "--peer", "safetensors", "--out", str(tmp_path)]
+    outcome = CliRunner().invoke(main, quick)
+    assert outcome.exit_code == 2
+    assert "holds figures that would be lost: they are of workloads at 1" in outcome.output
+    assert "--anew" in outcome.output
+    assert path.read_bytes() == written
+    assert [entry.name for entry in tmp_path.iterdir()] == [RESULTS_NAME]
+
+
+@pytest.mark.parametrize("held", [b"", b"{}", b'{"a": 1}', b'{"machine": "mine"', b"\xff\xfe", b'{"scale": "\xff"}'])
+def test_a_file_that_holds_no_results_is_an_error_and_stays(tmp_path: Path, held: bytes) -> None:
+    path = tmp_path / RESULTS_NAME
+    path.write_bytes(held)
+    for options in (["--render"], [*TINY, "--only", "model"]):
+        outcome = CliRunner().invoke(main, [*options, "--out", str(tmp_path)])
+        assert outcome.exit_code == 2
+        assert "does not hold results of the benchmarks" in outcome.output
+    assert path.read_bytes() == held
+    with pytest.raises(UnreadableResultsError):
+        read_results(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_into_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for option, place, text in (
+        ("--out", file, "is a file, not a directory"),
+        ("--out", file / "below", "cannot be made: Not a directory"),
+        ("--docs", file, "is a file, not a directory"),
+    ):
+        outcome = CliRunner().invoke(main, [*TINY, "--out", str(tmp_path), option, str(place)])
+        assert outcome.exit_code == 2
+        assert f"{place} {text}" in outcome.output
+    assert file.read_text() == "mine"
+
+
+def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / RESULTS_NAME
+    write_results(_made_up(), path)
+    with path.open("rb") as reader:
+        write_results(Results(machine=MACHINE, scale=0.5), path)
+        # Who has the old file open reads all of it: it was not written over.
+        assert len(json.loads(reader.read())["rounds"]) == len(_made_up().rounds)
+    assert read_results(path).scale == 0.5
+    assert [entry.name for entry in tmp_path.iterdir()] == [RESULTS_NAME]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_knows_two_sets_of_peers() -> None:
+    # Whoever runs the tests may be a make of its own.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "PEERS"}
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-n", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, check=False)
+
+    assert "\n.venv/bin/python -m benchmarks" in f"\n{make('bench', 'PEERS=light').stdout}"
+    assert ".venv-bench/bin/python -m benchmarks" in make("bench").stdout
+    for wrong in ("lite", "", "light all"):
+        assert f'PEERS is "all" or "light", not "{wrong}"' in make("bench", f"PEERS={wrong}").stderr
+    assert make("test", "PEERS=mine").returncode == 0
 
 
 def test_what_is_held_is_counted_after_some_saves(tmp_path: Path) -> None:
@@ -313,8 +391,6 @@ def test_what_was_measured_before_stays_if_it_belongs_together() -> None:
     assert both.missing == {"TensorFlow async": "not installed: tensorflow-cpu"}
     assert list(both.shapes) == ["model", "training"]
     assert both.shapes["training"].size_bytes == 7
-    now.scale = 0.5
-    assert merge(before, now) is now
 
 
 def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
@@ -335,9 +411,11 @@ def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
     assert len([entry for entry in again.rounds if entry.contender == "limits"]) == 6
 
 
-def test_figures_of_another_version_do_not_stay() -> None:
-    before, now = _made_up(), Results(machine=replace(MACHINE, versions={"torch": "3"}), scale=1.0)
-    assert merge(before, now) is now
+def test_figures_of_another_version_or_size_do_not_go_together() -> None:
+    before, other = _made_up(), replace(MACHINE, cores=4, versions={"torch": "3", "jax": "1"})
+    assert find_misfit(before, MACHINE, 1.0) == ""
+    assert "cores 2, here 4, torch 2, here 3" in find_misfit(before, other, 1.0)
+    assert "at 1 of their size, and these are to be at 0.05" in find_misfit(before, MACHINE, 0.05)
     more = Results(machine=replace(MACHINE, versions={"torch": "2", "jax": "1"}), scale=1.0)
     assert merge(before, more).machine.versions == {"torch": "2", "jax": "1"}
     assert merge(more, before).machine.versions == {"torch": "2", "jax": "1"}
@@ -353,6 +431,54 @@ def test_targets_are_held_against_the_medians() -> None:
     assert lost.holds is False
     assert lost.reached.startswith("0.50 of it")
     assert "not measured" in {target.reached for target in find_targets(Results(machine=MACHINE, scale=1.0))}
+
+
+def test_the_best_of_one_peer_is_no_best() -> None:
+    results = _made_up()
+
+    def lose(contender: str, seconds: float) -> None:
+        figures = {"lost": seconds, "step": 1.0, "stall": 0.1}
+        results.rounds += [
+            Round(workload="training", contender=contender, number=number, slice=9, figures=figures)
+            for number in range(1, 10)
+        ]
+
+    lose("holdfast", 0.1)
+    (alone,) = [target for target in find_targets(results) if target.figure == "Training time lost for each save"]
+    assert alone.holds is None
+    assert alone.reached.endswith("; no verdict, as no other peer was measured")
+    lose("torch.save", 3.0)
+    (lost,) = [target for target in find_targets(results) if target.figure == "Training time lost for each save"]
+    assert lost.holds is True
+    assert "no verdict" not in lost.reached
+
+
+def test_the_page_says_why_a_peer_is_not_there() -> None:
+    page = render_report(_made_up(), "picture.svg")
+    # A round of this one is not left out for its time: nobody asked for it.
+    assert "Not measured so far, as no run was asked to: holdfast, overlapped; " in page
+    assert "would tell nothing new" not in page
+    small = _made_up()
+    small.shapes["small-tensors"] = small.shapes["model"]
+    small.rounds += [replace(entry, workload="small-tensors") for entry in small.rounds if entry.workload == "model"]
+    page = render_report(small, "picture.svg").partition("## Many small tensors")[2]
+    assert "would tell nothing new: holdfast, overlapped; holdfast, reserved; DCP sync; " in page
+    assert "as no run was asked to: torch.save; DCP async, thread, cached; torch_checkpointing.\n" in page
+
+
+def test_where_nothing_was_measured_the_page_says_so() -> None:
+    results = Results(machine=MACHINE, scale=1.0, missing={"Orbax async": "not installed: jax"})
+    page = render_report(results, "picture.svg")
+    assert "Nothing was measured." in page
+    assert "median" not in page
+    assert "picture.svg" not in page
+    assert "- Orbax async: not installed: jax" in page
+    assert "Nothing that bars could show was measured." in render_picture(results)
+    figures = {"lost": 1.0, "step": 1.0, "stall": 0.5}
+    results.rounds.append(Round(workload="training", contender="safetensors", number=1, figures=figures))
+    assert "the median of 1 round," in render_report(
+        replace(results, shapes={"training": Shape(title="a loop", size_bytes=1, tensors=0)}), "picture.svg"
+    ).replace("\n", " ")
 
 
 def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:

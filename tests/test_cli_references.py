@@ -55,6 +55,13 @@ def test_list_says_what_refers_to_what(run: Path) -> None:
     ]
 
 
+def test_bench_takes_the_size_of_the_state_and_not_of_what_the_newest_step_wrote(run: Path) -> None:
+    document = call_json("bench", run, "--rounds", "1")
+    third = call_json("list", run)["steps"][-1]
+    assert document["size_of_step"] == 3
+    assert document["size_bytes"] == third["size_bytes"] + TABLE_BYTES + 2400
+
+
 def test_list_on_a_terminal_has_a_column_for_it(run: Path) -> None:
     _, titles, first, second, third = show_on_terminal("list", run, columns=100).text.splitlines()
     assert titles.split() == ["step", "committed", "size", "referred", "workers", "loss"]

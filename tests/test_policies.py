@@ -27,6 +27,7 @@ from holdfast.policies import (
     spare_referred,
 )
 from holdfast.policies.saving import PROBE_STEPS, daly_interval_seconds
+from holdfast.save.pace import Pace, usual_stall_seconds
 
 HOUR = 3600.0
 
@@ -163,6 +164,41 @@ class TestAuto:
 
     def test_daly_ends_at_the_time_between_failures(self) -> None:
         assert daly_interval_seconds(10 * HOUR, HOUR) == HOUR
+
+
+class TestUsualStall:
+    @pytest.mark.parametrize(
+        ("stalls", "usual"),
+        [
+            ((6.0,), 6.0),
+            ((6.0, 1.0), 1.0),
+            ((6.0, 60.0), 6.0),  # The second was the slow one.
+            ((0.5, 1.0, 60.0), 1.0),
+            ((0.5, 60.0, 1.0), 1.0),
+            ((6.0, 1.0, 60.0, 1.1), 1.1),
+            ((6.0, 1.0, 1.1, 1.2, 60.0), 1.1),
+            ((6.0, 1.0, 1.1, 1.2, 1.3, 60.0), 1.2),
+            ((6.0, 3.0, 1.0, 1.0, 1.0, 3.0, 3.0), 1.0),  # Never more than five.
+        ],
+    )
+    def test_of_the_last_few(self, stalls: tuple[float, ...], usual: float) -> None:
+        assert usual_stall_seconds(stalls) == usual
+
+    def test_a_pace_forgets_no_first_one_and_takes_each_save_in_once(self) -> None:
+        pace, told = Pace(), []
+        # What a save has cost is told again after each step until the next one is durable.
+        for step, blocked in enumerate((None, None, 6.0, 6.0, 6.0, 1.0, 1.0, 60.0, 60.0, 60.0, 60.0, 1.1, 1.2)):
+            told.append(pace.moment(step, blocked, 2.0).save_blocked_seconds)
+        assert told == [None, None, 6.0, 6.0, 6.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.1, 1.1]
+        for step, blocked in enumerate((3.0, 3.1, 3.2, 3.3)):
+            usual = pace.moment(100 + step, blocked, 2.0).save_blocked_seconds
+        assert usual == 3.1
+
+    def test_one_slow_save_makes_saves_no_rarer(self) -> None:
+        pace = Pace()
+        moments = [pace.moment(step, blocked, 0.5) for step, blocked in enumerate((0.6, 0.1, 0.11, 60.0), start=1)]
+        assert Auto().chosen(moments[-1]).seconds < 100
+        assert Auto().chosen(measured(60.0)).seconds > 5000
 
 
 class TestCombinedSaves:

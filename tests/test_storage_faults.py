@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.format.names import data_name
 from holdfast.storage import Entry
 from holdfast.storage.direct import PAGE_BYTES
 
@@ -257,7 +258,7 @@ for name in ("first", "second"):
 """,
         *("-P", str(trace.root / "first"), "-e", f"inject={refusal}"),
     )
-    assert printed.startswith(f"INFO {trace.root}: its file system has no direct writes")
+    assert printed.startswith(f"WARNING {trace.root}: its file system takes no direct writes")
     assert len(printed.splitlines()) == 1
 
 
@@ -274,6 +275,32 @@ assert storage.read("file", len(content)) == content
         *("-e", f"inject=fallocate:{refusal}"),
     )
     assert "ftruncate file" in trace.steps()
+
+
+@needs_strace
+def test_no_direct_writes_is_an_event_that_is_said_once(trace: Trace) -> None:
+    """Of two managers of one process, the first tells."""
+    data = [f"{trace.root}/step-00000000{step}.g000{step}/{data_name(0, 1)}" for step in (1, 2)]
+    printed = trace.run(
+        """
+import logging
+import numpy as np
+import holdfast as hf
+from holdfast.events import Warned
+logging.disable()
+told = []
+for step in (1, 2):
+    objects = hf.Checkpoint(weights=np.ones(len(content), np.uint8))
+    with hf.CheckpointManager(storage.url, objects, sinks=[told.append]) as manager:
+        manager.restore()
+        manager.save(step)
+print(*(event for event in told if isinstance(event, Warned)), sep="\\n")
+""",
+        *("-P", data[0], "-P", data[1], "-e", "inject=fcntl:error=EINVAL:when=2"),
+    )
+    assert printed.startswith(f"{trace.root}: its file system takes no direct writes")
+    assert len(printed.splitlines()) == 1
+    assert len([call for call in trace.calls("fcntl") if "INJECTED" in call]) == 2
 
 
 PUBLISH_TWICE = "print(storage.publish('manifest', b'first'), storage.publish('manifest', b'second'), storage.list(''))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES
+from holdfast.storage.failures import storage_error
 from mounts import mounted
 
 PRELUDE = """
@@ -35,6 +37,16 @@ def _run(root: Path, code: str) -> None:
     command = [sys.executable, "-c", PRELUDE + code, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_byte_is_one(tmp_path: Path) -> None:
+    for needed_bytes, words in (
+        (1, "1 byte is needed and "),
+        (0, "0 bytes are needed and "),
+        (2, "2 bytes are needed"),
+    ):
+        error = storage_error(OSError(errno.ENOSPC, "no room"), "write", "file", tmp_path, needed_bytes)
+        assert error.hint.startswith(words)
 
 
 def test_limit_on_the_size_of_files(tmp_path: Path) -> None:

@@ -16,15 +16,14 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.errors import UsageError
-from holdfast.events import Fanout, Sink, Skipped, Sums, Totals
-from holdfast.events.run_journal import RunJournal
-from holdfast.events.sinks import LoggingSink
+from holdfast.events import Sink, Skipped, Sums, Totals
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.agreement import JointAgreement
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save import arguments
+from holdfast.save.audience import open_audience
 from holdfast.save.company import open_company, try_plan_save
 from holdfast.save.driver import Saver
 from holdfast.save.handle import SaveHandle
@@ -35,7 +34,7 @@ from holdfast.save.pace import Pace
 from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured
-from holdfast.storage import LocalStorage, Storage, open_storage
+from holdfast.storage import Storage, open_storage
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 
@@ -128,9 +127,8 @@ class CheckpointManager:
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
         self.company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self.worker = ALONE if self.company is None else self.company.worker
-        # What may fail comes before: from here on the others know of this worker. On a local disk events are kept.
-        journal = [RunJournal(self.url)] if self.worker.is_leader and isinstance(self._storage, LocalStorage) else []
-        self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
+        # What may fail comes before: from here on the others know of this worker.
+        self.emit = open_audience(self._storage, [self._totals, *sinks], keeps_journal=self.worker.is_leader)
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
             self._storage,

@@ -89,7 +89,7 @@ class WorkerTrainingState:
                 is an event, and in the log, all the same.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write, and read at a restore.
+            threads: How many threads write; twice as many read at a restore.
             cluster: The workers of the job, as for `CheckpointManager`.
             liveness_seconds: After how long without a sign of life a worker is taken for dead.
 

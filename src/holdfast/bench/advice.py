@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from holdfast.policies import Auto, SaveMoment, Seconds, Steps
 from holdfast.policies.expectation import ExpectedLosses, expect_losses
 from holdfast.policies.saving import Bound, daly_interval_seconds
+
+AdviceBound: TypeAlias = Bound | Literal["step"]
+
+MOST_SHARE: Final = 0.5
+"""With more than this of the time lost, a job is hardly worth its machine."""
+
+_MOST_OVERHEAD: Final = 0.99
 
 _USUAL_SECONDS: Final = (60.0, 600.0, 3600.0)
 """Intervals that people choose, to compare with."""
@@ -33,18 +40,19 @@ class Advice:
 
     Attributes:
         policy: What to save by.
-        auto: The policy that finds the interval by itself.
+        auto: The policy that finds the interval by itself; it allows saves more than usual where most of the time would
+            be lost otherwise.
         choice: The interval that `policy` comes to.
-        bound: What sets it, as for `Auto`.
+        bound: What sets it, as for `Auto`; or `step`, where a single step takes longer than that.
         optimum_seconds: The interval of Young and Daly, whatever `bound` is.
-        others: Usual intervals, and that one where it was passed over for the overhead, to compare with; those that are
-            too short for a save to become durable are left out.
+        others: Usual intervals, and that one where it was passed over for the overhead, to compare with; those that
+            cannot be are left out: shorter than a step, or too short for a save to become durable. All are whole steps.
     """
 
     policy: Seconds | Steps
     auto: Auto
     choice: Choice
-    bound: Bound
+    bound: AdviceBound
     optimum_seconds: float
     others: tuple[Choice, ...]
 
@@ -59,6 +67,9 @@ def advise(
 ) -> Advice:
     """**Pure.** The interval that `Auto` would choose for these costs, rounded up to a plain number.
 
+    Where most of the time would be lost with it because `Auto` keeps saves to a small share of the time, it is allowed
+    as much as the best interval takes.
+
     Args:
         stall_seconds: How long a save holds training up.
         durable_seconds: From its call until it is durable.
@@ -66,15 +77,11 @@ def advise(
         mtbf_seconds: The mean time between failures.
         step_seconds: How long a step of training takes; None if that is not known.
     """
-    auto = Auto(mtbf_seconds=mtbf_seconds)
-    chosen = auto.chosen(
-        SaveMoment(
-            step=0,
-            step_seconds=step_seconds,
-            save_blocked_seconds=stall_seconds,
-            save_durable_seconds=durable_seconds,
-        )
+    moment = SaveMoment(
+        step=0, step_seconds=step_seconds, save_blocked_seconds=stall_seconds, save_durable_seconds=durable_seconds
     )
+    optimum_seconds = daly_interval_seconds(stall_seconds, mtbf_seconds)
+    shortest_seconds = max(durable_seconds, step_seconds or 0.0)
 
     def choose(interval_seconds: float) -> Choice:
         losses = expect_losses(
@@ -86,17 +93,47 @@ def advise(
         )
         return Choice(interval_seconds, losses)
 
-    policy: Seconds | Steps
-    if step_seconds is None or chosen.steps is None:
-        interval_seconds = plain_figure(chosen.seconds)
-        policy = Seconds(interval_seconds)
-    else:
-        policy = Steps(int(plain_figure(chosen.steps)))
-        interval_seconds = policy.n * step_seconds
-    optimum_seconds = daly_interval_seconds(stall_seconds, mtbf_seconds)
-    compared = {*_USUAL_SECONDS, optimum_seconds} if chosen.bound == "overhead" else {*_USUAL_SECONDS}
-    others = tuple(choose(usual) for usual in sorted(compared) if usual >= durable_seconds)
-    return Advice(policy, auto, choose(interval_seconds), chosen.bound, optimum_seconds, others)
+    def follow(auto: Auto) -> Advice:
+        chosen = auto.chosen(moment)
+        bound: AdviceBound = chosen.bound
+        policy: Seconds | Steps
+        if step_seconds is None or chosen.steps is None:
+            interval_seconds = plain_figure(chosen.seconds)
+            policy = Seconds(interval_seconds)
+        else:
+            steps = int(plain_figure(chosen.steps))
+            fewer_seconds = (steps - 1) * step_seconds
+            affordable_seconds = stall_seconds * (1 / auto.overhead - 1)
+            # Where an interval has few steps, so that nothing was rounded yet, one less may come nearer to the optimum.
+            if (
+                bound == "optimum"
+                and steps == chosen.steps
+                and fewer_seconds >= max(shortest_seconds, affordable_seconds)
+            ):
+                counts = (steps, steps - 1)
+                steps = min(counts, key=lambda count: choose(count * step_seconds).losses.lost_share)
+            policy = Steps(steps)
+            interval_seconds = steps * step_seconds
+            bound = "step" if step_seconds > plain_figure(chosen.seconds) else bound
+        wished = (*_USUAL_SECONDS, optimum_seconds) if bound == "overhead" else _USUAL_SECONDS
+        compared = {_whole_steps_seconds(seconds, step_seconds) for seconds in wished} - {interval_seconds}
+        others = tuple(choose(other) for other in sorted(compared) if other >= shortest_seconds)
+        return Advice(policy, auto, choose(interval_seconds), bound, optimum_seconds, others)
+
+    advice = follow(Auto(mtbf_seconds=mtbf_seconds))
+    if advice.bound != "overhead" or advice.choice.losses.lost_share <= MOST_SHARE:
+        return advice
+    best_seconds = max(optimum_seconds, shortest_seconds)
+    overhead = plain_figure(stall_seconds / (best_seconds + stall_seconds))
+    lifted = follow(Auto(overhead=min(overhead, _MOST_OVERHEAD), mtbf_seconds=mtbf_seconds))
+    return min(advice, lifted, key=lambda each: each.choice.losses.lost_share)
+
+
+def _whole_steps_seconds(seconds: float, step_seconds: float | None) -> float:
+    """What an interval comes to, since saves come between steps."""
+    if step_seconds is None:
+        return seconds
+    return max(math.ceil(seconds / step_seconds - 1e-9), 1) * step_seconds
 
 
 def plain_figure(figure: float) -> float:

@@ -33,14 +33,16 @@ class DiskProbe:
         self._crew = crew
         self._advance = advance
         self._published = 0
+        self._has_spare = False
         self.is_direct = False
 
-    def write(self, image: memoryview, size_bytes: int) -> float:
-        """**Blocks.** Writes a new file until it is durable, and removes it.
+    def write(self, image: memoryview, size_bytes: int, *, keep: bool = False) -> float:
+        """**Blocks.** Writes a new file until it is durable, and removes it, or leaves it for `rewrite`.
 
         Args:
             image: What to write, in whole pages.
             size_bytes: How much of it the file has.
+            keep: Whether to leave it for `rewrite`, where that can be.
 
         Returns:
             The bytes a second.
@@ -57,9 +59,22 @@ class DiskProbe:
         finally:
             writer.abandon()
             seconds = time.perf_counter() - begun_at
-            self._storage.remove(_FILE)
+            self._has_spare = keep and self._storage.spare.try_keep(_FILE, size_bytes)
+            if not self._has_spare:
+                self._storage.remove(_FILE)
         self.is_direct = writer.is_direct
         return size_bytes / seconds
+
+    def rewrite(self, image: memoryview, size_bytes: int) -> float | None:
+        """**Blocks.** Does the same over the bytes of the file that `write` has just left, as a save does over a spare.
+
+        Returns:
+            The bytes a second; None where the file system is none on which that is done.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        return self.write(image, size_bytes) if self._has_spare else None
 
     def read(self, path: Path, image: memoryview) -> float:
         """**Blocks.** Reads as much of a file as the image holds.

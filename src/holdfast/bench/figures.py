@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
-Work: TypeAlias = Literal["first_stall", "stall", "durable", "restore_cold", "restore_warm"]
-"""What a save and a restore make a job wait for."""
+Work: TypeAlias = Literal["first_stall", "stall", "durable", "durable_new", "restore_cold", "restore_warm"]
+"""What a save and a restore make a job wait for.
+
+`durable` is that of a run with a fixed number of checkpoints, whose saves take the space of removed ones where the file
+system allows that; `durable_new` that of one which writes new files.
+"""
 
 WORKS: Final[tuple[Work, ...]] = get_args(Work)
 """All of it, in that order."""
@@ -61,13 +65,15 @@ class Measured:
         copy: Copying into memory that was used before.
         copy_fresh: Copying into memory that was never used.
         digest: Taking the digests.
-        write: Writing a file until it is durable.
+        write: Writing a new file until it is durable.
+        rewrite: The same over the bytes of a file that is there; None where saves do not do that.
         read_cold: Reading a file that the page cache does not hold; None where that cannot be brought about.
         read_warm: Reading a file that it holds.
         publish_seconds: Making a small file appear, for good.
         first_stall_seconds: How long the first save held its caller up.
         stall_seconds: How long every later one did.
-        durable_seconds: From the call of a save until the checkpoint was durable.
+        durable_new_seconds: From the call of a save that writes new files until the checkpoint was durable.
+        durable_again_seconds: The same where it is written into the space of a removed one; None as `rewrite`.
         restore_cold_seconds: A restore from files that the page cache does not hold; None as `read_cold`.
         restore_warm_seconds: A restore from files that it holds.
     """
@@ -78,12 +84,14 @@ class Measured:
     copy_fresh: Series
     digest: Series
     write: Series
+    rewrite: Series | None
     read_cold: Series | None
     read_warm: Series
     publish_seconds: Series
     first_stall_seconds: Series
     stall_seconds: Series
-    durable_seconds: Series
+    durable_new_seconds: Series
+    durable_again_seconds: Series | None
     restore_cold_seconds: Series | None
     restore_warm_seconds: Series
 
@@ -92,7 +100,14 @@ class Measured:
         """Whether the rounds differ so much that something else must have used the machine."""
         return any(
             series.highest > NOISY_SPREAD * series.lowest
-            for series in (self.write, self.read_cold, self.durable_seconds, self.restore_cold_seconds)
+            for series in (
+                self.write,
+                self.rewrite,
+                self.read_cold,
+                self.durable_new_seconds,
+                self.durable_again_seconds,
+                self.restore_cold_seconds,
+            )
             if series is not None
         )
 
@@ -120,10 +135,13 @@ def reckon_costs(measured: Measured, size_bytes: int) -> dict[Work, Cost]:
 
     There is no cold restore where none could be measured.
     """
+    again = (measured.durable_again_seconds, measured.rewrite)
+    new = (measured.durable_new_seconds, measured.write)
     pairs: tuple[tuple[Work, Series | None, Series | None], ...] = (
         ("first_stall", measured.first_stall_seconds, measured.copy_fresh),
         ("stall", measured.stall_seconds, measured.copy),
-        ("durable", measured.durable_seconds, measured.write),
+        ("durable", *(again if None not in again else new)),
+        ("durable_new", *new),
         ("restore_cold", measured.restore_cold_seconds, measured.read_cold),
         ("restore_warm", measured.restore_warm_seconds, measured.read_warm),
     )

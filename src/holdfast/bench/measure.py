@@ -21,7 +21,7 @@ _PILOT_BYTES: Final = (4 << 20, 32 << 20, 256 << 20)
 _PILOT_SECONDS: Final = 0.1
 _QUICK_REPEATS: Final = 3
 _PUBLISH_REPEATS: Final = 5
-_MOVES_A_ROUND: Final = 7
+_MOVES_A_ROUND: Final = 9
 """How often a round writes or reads the whole trial."""
 
 
@@ -142,18 +142,30 @@ class _Rounds:
 
     def _round(self, label: str, state: State, memory: MemoryProbe, trial: Trial) -> None:
         tell = self._watcher.tell
+        # Otherwise the disk would hold three times the trial.
+        trial.drop_spare()
         tell(f"{label}: copying")
         for _ in range(_QUICK_REPEATS):
             self._note("copy", memory.copy())
             self._note("digest", memory.digest())
         tell(f"{label}: writing")
-        self._note("write", self._disk.write(state.image, state.size_bytes))
+        self._note("write", self._disk.write(state.image, state.size_bytes, keep=True))
+        rewrite = self._disk.rewrite(state.image, state.size_bytes)
+        if rewrite is not None:
+            self._note("rewrite", rewrite)
+        else:
+            self._watcher.advance(self._trial_bytes)
         for _ in range(_PUBLISH_REPEATS):
             self._note("publish", self._disk.publish())
         tell(f"{label}: saving")
         stall, durable = trial.save()
         self._note("stall", stall)
-        self._note("durable", durable)
+        self._note("durable_new", durable)
+        self._watcher.advance(self._trial_bytes)
+        if trial.has_spare:
+            stall, durable = trial.save()
+            self._note("stall", stall)
+            self._note("durable_again", durable)
         self._watcher.advance(self._trial_bytes)
         with as_storage_errors("read", "", self._directory):
             files = trial.files
@@ -186,12 +198,14 @@ class _Rounds:
             copy_fresh=samples["copy_fresh"],
             digest=samples["digest"],
             write=samples["write"],
+            rewrite=make_series(self._samples["rewrite"]),
             read_cold=make_series(self._samples["read_cold"]),
             read_warm=samples["read_warm"],
             publish_seconds=samples["publish"],
             first_stall_seconds=samples["first_stall"],
             stall_seconds=samples["stall"],
-            durable_seconds=samples["durable"],
+            durable_new_seconds=samples["durable_new"],
+            durable_again_seconds=make_series(self._samples["durable_again"]),
             restore_cold_seconds=make_series(self._samples["restore_cold"]),
             restore_warm_seconds=samples["restore_warm"],
         )

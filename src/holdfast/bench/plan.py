@@ -14,7 +14,7 @@ SMALLEST_TRIAL_BYTES: Final = 1 << 20
 """A smaller file is written in another way, which says nothing about a large one."""
 
 _WRITE_SECONDS: Final = 0.5
-"""A round writes and reads a trial about seven times; three rounds of this take some fifteen seconds."""
+"""A round writes and reads a trial about nine times; three rounds of this take some twenty seconds."""
 
 _LEAST_TIMED_BYTES: Final = 32 << 20
 _LARGEST_BYTES: Final = 4 << 30

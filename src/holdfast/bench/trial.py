@@ -13,6 +13,7 @@ from holdfast.errors import HoldfastError
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
 from holdfast.storage import LocalStorage
+from holdfast.storage.local_spare import has_spare
 from holdfast.storage.local_writer import LocalWriter
 
 _TIMEOUT_SECONDS: Final = 7 * 86400.0
@@ -71,6 +72,19 @@ class Trial:
             begun_at = time.perf_counter()
             manager.restore()
             return time.perf_counter() - begun_at
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether the next save is written over a file that is there already."""
+        return has_spare(self._directory)
+
+    def drop_spare(self) -> None:
+        """Has the next save write new files, as in a run that keeps all checkpoints or has several workers.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        self._storage.spare.remove()
 
     @property
     def files(self) -> list[Path]:

@@ -73,7 +73,7 @@ def command(
     """Measure what a disk gives, what a save costs, and how often to save.
 
     DIRECTORY is the one that a job saves into, or any other on the same disk. What is written lies in a hidden
-    directory of its own, which is removed at the end; a run that is there is not touched. It takes about 15 seconds.
+    directory of its own, which is removed at the end; a run that is there is not touched. It takes about 20 seconds.
 
     Sizes are written as 500MB, 1.5GB or 2GiB, and times with their unit, as 350ms, 30s, 90min, 24h or 7d.
     """
@@ -100,7 +100,7 @@ def command(
     sys.stdout.flush()
     remarks = Screen(sys.stderr)
     for notice in report.notices:
-        remarks.say(Styled("note: ", NOTABLE), notice.text)
+        remarks.prose(Styled("note: ", NOTABLE), notice.text)
 
 
 def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: float | None) -> BenchReport:

@@ -15,7 +15,7 @@ from holdfast.cli.bench_notices import Notice
 from holdfast.cli.bench_subject import Subject
 from holdfast.cli.screen import Column, Screen, Words
 from holdfast.cli.wording import figure_text
-from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
+from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Auto
 
 _NONE = "-"
 
@@ -56,8 +56,17 @@ class BenchReport:
     @property
     def auto(self) -> str:
         """The policy that finds the interval by itself, as it is written in a program."""
-        is_default = self.mtbf_seconds == DEFAULT_MTBF_SECONDS
-        return "hf.Auto()" if is_default else f"hf.Auto(mtbf_seconds={self.mtbf_seconds:.12g})"
+        auto, arguments = self.advice.auto, []
+        if auto.overhead != Auto().overhead:
+            arguments.append(f"overhead={auto.overhead:.12g}")
+        if auto.mtbf_seconds != DEFAULT_MTBF_SECONDS:
+            arguments.append(f"mtbf_seconds={auto.mtbf_seconds:.12g}")
+        return f"hf.Auto({', '.join(arguments)})"
+
+    @property
+    def uses_space_again(self) -> bool:
+        """Whether a save was written into the space of a removed one."""
+        return self.measured.durable_again_seconds is not None
 
     @property
     def rates(self) -> dict[str, Series | None]:
@@ -68,6 +77,7 @@ class BenchReport:
             "copy_fresh": measured.copy_fresh,
             "digest": measured.digest,
             "write": measured.write,
+            "rewrite": measured.rewrite,
             "read_cold": measured.read_cold,
             "read_warm": measured.read_warm,
         }

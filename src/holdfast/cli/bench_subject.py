@@ -91,12 +91,13 @@ def find_subject(location: str, size_bytes: int | None, trial_bytes: int | None)
 
 
 def _find_newest_size(storage: Storage, catalog: Catalog) -> tuple[int, int] | None:
-    """The newest step of the living line whose manifest can be read, and its size."""
+    """The newest step of the living line whose manifest can be read, and the size of its state, wherever it lies."""
     for name in reversed(catalog.living):
         try:
-            return name.step, max(checkpoint_bytes(read_manifest(storage, name)), 1)
+            manifest = read_manifest(storage, name)
         except (DamageError, NotFoundError):
             continue
+        return name.step, max(checkpoint_bytes(manifest) + manifest.referred_bytes, 1)
     return None
 
 

@@ -12,6 +12,8 @@ from holdfast.cli.wording import legible
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
+_LEAST_WIDTH: Final = 20
+
 PLAIN: Final = ""
 STRONG: Final = "bold"
 FAINT: Final = "dim"
@@ -81,6 +83,18 @@ class Screen:
             line.append(_text(word), _style(word) or None)
         line.rstrip()
         self._console.print(line, soft_wrap=True)
+
+    def prose(self, *words: Words, indent: int = 0) -> None:
+        """Writes a sentence; a terminal that is too narrow for it goes on in the next line with the next word."""
+        if not self.is_terminal:
+            self.say(" " * indent, *words)
+            return
+        from rich.text import Text
+
+        line = Text.assemble(*((_text(word), _style(word)) for word in words))
+        for part in line.wrap(self._console, max(self.width - indent, _LEAST_WIDTH)):
+            part.rstrip()
+            self._console.print(Text(" " * indent) + part, soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Words]], *, indent: int = 0) -> None:
         """Writes a table: a line of titles, unless all are empty, and a line for each row."""

@@ -31,8 +31,10 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
         first_step: The completed steps with which this process began.
         seconds_since_last_save: Since the last save of this process was begun, or since the process began.
         step_seconds: The recent mean length of a step; None before the first.
-        save_blocked_seconds: What one save recently cost the training thread; None before that was measured.
-        save_durable_seconds: From the call of a save until it was durable, recently; None before that.
+        save_blocked_seconds: What one save usually costs the training thread: the median of the last five, so that one
+            slow save changes little. The first, which touches fresh memory, counts only until two others are known.
+            None before any was measured.
+        save_durable_seconds: From the call of the newest durable save until it was that; None before that.
     """
 
     step: int
@@ -170,7 +172,8 @@ class Auto(_Combinable, msgspec.Struct, frozen=True):
     The interval is that of Young and Daly, at which the time spent on saves and the work that failures are
     expected to undo are smallest together. It is lengthened where saves would otherwise block training for more
     than the share `overhead` of the time, and where a save would begin before the last one is durable. As nothing
-    is measured at first, the first save comes after a few steps.
+    is measured at first, the first save comes after a few steps. One slow save does not make saves rare: the cost is
+    the median of the last five, and the first, which touches fresh memory, counts only until two others are known.
     """
 
     overhead: float = 0.01
@@ -214,7 +217,7 @@ class Auto(_Combinable, msgspec.Struct, frozen=True):
     def describe(self, moment: SaveMoment) -> str:
         """**Pure.** What it chose and why, in one line for people."""
         chosen = self.chosen(moment)
-        blocks = f"a save blocks for {moment.save_blocked_seconds or 0:.3g} s"
+        blocks = f"a save usually blocks for {moment.save_blocked_seconds or 0:.3g} s"
         reasons: dict[Bound, str] = {
             "unmeasured": f"no save has been measured yet, {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
             "optimum": f"{blocks} and a failure is expected every {self.mtbf_seconds:.6g} s",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from holdfast.policies import SaveMoment
 
 _WEIGHT: Final = 0.1
 """How much one new measurement counts against all before: recent steps tell more about the next than old ones."""
+
+_STALLS: Final = 5
+"""How many saves tell what the next will cost: one slow one among them changes little."""
 
 
 class Pace:
@@ -20,6 +24,8 @@ class Pace:
         self._saved_at = self._seen_at = time.monotonic()
         self._seen_step: int | None = None
         self._step_seconds: float | None = None
+        self._stalls_seconds: tuple[float, ...] = ()
+        self._usual_stall_seconds: float | None = None
 
     def begin(self, step: int) -> None:
         """Training begins, or begins again, at a step that need not be saved."""
@@ -39,7 +45,8 @@ class Pace:
 
         Args:
             step: How many steps are complete.
-            blocked_seconds: How long the newest save held training up, or None.
+            blocked_seconds: How long the newest save that is durable held training up, or None. Of several in a row,
+                the policy is told what is usual.
             durable_seconds: How long it took to be durable, or None.
         """
         now = time.monotonic()
@@ -54,6 +61,30 @@ class Pace:
             first_step=self._first_step,
             seconds_since_last_save=now - self._saved_at,
             step_seconds=self._step_seconds,
-            save_blocked_seconds=blocked_seconds,
+            save_blocked_seconds=self._note_stall(blocked_seconds),
             save_durable_seconds=durable_seconds,
         )
+
+    def _note_stall(self, newest_seconds: float | None) -> float | None:
+        """Takes in what the newest save has cost, if that is new, and says what one usually costs."""
+        known = self._stalls_seconds
+        # The same save is reported after every step until the next one is durable.
+        if newest_seconds is not None and (not known or newest_seconds != known[-1]):
+            # The first one stays at its place, so that it is known from the others.
+            self._stalls_seconds = (*known[:1], *known[1:][1 - _STALLS :], newest_seconds)
+            self._usual_stall_seconds = usual_stall_seconds(self._stalls_seconds)
+        return self._usual_stall_seconds
+
+
+def usual_stall_seconds(stalls_seconds: Sequence[float]) -> float:
+    """**Pure.** How long a save usually holds training up: the median of the last few, the lower of two in the middle.
+
+    The first save touches fresh memory, which no later one does, and counts only until two others are known: one is not
+    enough, as that may be the slow one.
+
+    Args:
+        stalls_seconds: How long each save has held it up: the very first one, and then the last few; at least one.
+    """
+    later = stalls_seconds[1:]
+    counted = sorted(later[-_STALLS:] if len(later) > 1 else stalls_seconds)
+    return counted[(len(counted) - 1) // 2]

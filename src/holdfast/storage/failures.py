@@ -72,11 +72,15 @@ def as_storage_errors(doing: str, path: str, root: Path, needed_bytes: int | Non
         raise storage_error(error, doing, path, root, needed_bytes) from error
 
 
+def _say_bytes(count: int, what: str) -> str:
+    return f"{count} byte is {what}" if count == 1 else f"{count} bytes are {what}"
+
+
 def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
-    needed = "more room is needed" if needed_bytes is None else f"{needed_bytes} bytes are needed"
+    needed = "more room is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
     try:
         status = os.statvfs(root)
-        free = f"{status.f_bavail * status.f_frsize} bytes are free"
+        free = _say_bytes(status.f_bavail * status.f_frsize, "free")
     except OSError:
         free = "how much is free is not known"
     if code == errno.EFBIG:

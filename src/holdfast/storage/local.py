@@ -32,6 +32,9 @@ _NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLO
 # Without O_NONBLOCK, opening a FIFO that lies in place of a file would wait for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES: Final = 1 << 20
+_without_direct_lock: Final = threading.Lock()
+# Guarded by the lock above: the roots of which this process has said that they have no direct writes.
+_without_direct: Final[set[str]] = set()
 _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
 
@@ -39,6 +42,9 @@ class LocalStorage:
     """**Thread-safe.** A tree of files below one directory; see `Storage` for what each method promises.
 
     The directory is made when something is first written into it. Links in it are never followed.
+
+    Attributes:
+        warn: Told, from any thread, what a person should know; by itself the log.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
@@ -56,6 +62,7 @@ class LocalStorage:
             raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")
         self._root = Path(text).absolute()
         self._wants_direct = direct
+        self.warn: Callable[[str], None] = _log.warning
         # Guards the two fields below.
         self._lock = threading.Lock()
         self._root_lasts = False
@@ -287,10 +294,15 @@ class LocalStorage:
         if try_direct(descriptor):
             return True
         with self._lock:
-            is_first = not self._devices_without_direct
             self._devices_without_direct.add(device)
+        with _without_direct_lock:
+            is_first = self.url not in _without_direct
+            _without_direct.add(self.url)
         if is_first:
-            _log.info("%s: its file system has no direct writes, so writes pass through the page cache", self.url)
+            self.warn(
+                f"{self.url}: its file system takes no direct writes, so what is saved passes through the page cache, "
+                "which takes time of the processor and memory from training"
+            )
         return False
 
     def _open_plain(self, path: str) -> tuple[int, int]:

@@ -1,0 +1,26 @@
+"""Who is told of what a manager does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.events import Fanout, Sink, Warned
+from holdfast.events.run_journal import RunJournal
+from holdfast.events.sinks import LoggingSink
+from holdfast.storage import LocalStorage, Storage
+
+
+def open_audience(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
+    """The log, the sinks, and on a local disk the run's own journal; they also hear what the storage warns of.
+
+    Args:
+        storage: The run.
+        sinks: Functions that are told of each event.
+        keeps_journal: Whether this worker writes the journal.
+    """
+    if not isinstance(storage, LocalStorage):
+        return Fanout([LoggingSink(), *sinks])
+    journal = [RunJournal(storage.url)] if keeps_journal else []
+    audience = Fanout([LoggingSink(), *journal, *sinks])
+    storage.warn = lambda text: audience(Warned(text=text))
+    return audience
