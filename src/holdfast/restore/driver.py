@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import (
@@ -15,6 +15,7 @@ from holdfast.errors import (
     ClusterError,
     DamageError,
     MismatchError,
+    NoCheckpointError,
     NoWholeCheckpointError,
     StorageError,
     UsageError,
@@ -34,6 +35,9 @@ from holdfast.state import Differences, Matching, match_objects
 from holdfast.state.collection import no_collection
 from holdfast.state.leaves import ArraySpec, spec_of
 from holdfast.storage import Storage
+
+_MOST_LOOKS: Final = 30
+"""How often a run is looked at again, since a job that goes on has removed what was found there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,9 @@ def restore_objects(
     a damaged span that is found there sends the whole restore to the next older checkpoint, which overwrites what was
     read. Python state and counters are set last, when every byte has been checked.
 
+    A checkpoint that goes while it is being read was not damaged: a job that goes on has removed it, and committed a
+    newer one before. Then the run is looked at again.
+
     Args:
         storage: Where the run lies.
         objects: The live objects by name.
@@ -112,23 +119,31 @@ def restore_objects(
     catalog = read_catalog(storage)
     for fault in catalog.faults:
         emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
-    candidates = agreement.choose(step, lambda: choose_candidates(catalog, step))
+    candidates = list(agreement.choose(step, lambda: choose_candidates(catalog, step)))
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
-    damages: list[DamageError] = []
+    damages: dict[StepName, DamageError] = {}
     touched = False
-    for name in candidates:
+    looks = 1
+    while candidates:
+        name, *candidates = candidates
         trial = _Trial(storage, name, objects, select, strict, threads, worker, touched)
         try:
             damage = trial.go(agreement)
-        except (StorageError, ApplyError, ClusterError, AbsentError) as error:
+            found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
+        except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
                 error.add_note("Some live arrays hold what was read before: restore again before training on.")
             raise
         touched = trial.touched
+        if found:
+            looks += 1
+            candidates = [other for other in found if other not in damages]
+            emit(Warned(text=f"{name.directory} was removed while it was being restored; what is there now is tried"))
+            continue
         if damage is not None:
-            damages.append(damage)
+            damages[name] = damage
             emit(
                 PassedOver(
                     step=name.step,
@@ -160,11 +175,19 @@ def restore_objects(
             manifest=manifest,
             differences=matching.differences,
             replaced=trial.replaced,
-            passed_over=tuple(damages),
+            passed_over=tuple(damages.values()),
             size_bytes=trial.size_bytes,
             seconds=seconds,
         )
-    raise _no_whole(storage, step, tuple(damages), touched)
+    raise _no_whole(storage, step, tuple(damages.values()), touched)
+
+
+def _look_again(storage: Storage, step: int | None, name: StepName, agreement: Agreement) -> list[StepName]:
+    """**Blocks.** The checkpoints to try, if the one that could not be read is no longer there; empty if it is."""
+    if not agreement.is_gone(storage, name):
+        return []
+    found = agreement.choose(step, lambda: choose_candidates(read_catalog(storage), step))
+    return [] if name in found else list(found)
 
 
 class _Trial:
