@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,12 +28,13 @@ from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
 from holdfast.restore.selection import Selection
 from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step
 from holdfast.state import Differences, Matching, match_objects
 from holdfast.state.collection import no_collection
-from holdfast.state.leaves import ArraySpec, spec_of
+from holdfast.state.leaves import ArraySpec, Target, spec_of
 from holdfast.storage import Storage
 
 _MOST_LOOKS: Final = 30
@@ -108,6 +109,7 @@ def restore_objects(
 
     Raises:
         MismatchError: If the checkpoint does not fit; nothing has been changed.
+        ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
         PeerError: If another worker has failed.
         AbsentError: If another worker does not come, or dies.
         NoCheckpointError: If the step that was asked for does not exist.
@@ -223,7 +225,10 @@ class _Trial:
         self._threads = threads
         self._worker = worker
         self._files = ExitStack()
-        self._read: Callable[[], int]
+        self._read: Callable[[Sequence[Target]], int]
+        # Where one file holds all, what is found while it is read.
+        self._overlapping: list[Target] = []
+        self._seen: list[Target] | None = None
         self.touched = touched
         self.size_bytes = 0
         self.replaced: Mapping[str, Any] = {}
@@ -244,18 +249,42 @@ class _Trial:
             self.matching = _match(opened, self._objects, self._select, self._strict, self.touched, self._worker)
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
-                targets = {target.leaf: target for target in wanted}
-                self._read = lambda: read_parts(parts, targets, threads=self._threads)
+                self._seen = self._overlapping if len(parts) == 1 else None
+                self._read = lambda targets: read_parts(
+                    parts,
+                    {target.leaf: target for target in targets},
+                    threads=self._threads,
+                    overlapping=self._seen,
+                )
             else:
-                orders = assign_parts(storage, opened, wanted, _list_specs(opened))
+                specs = _list_specs(opened)
+                # Before anything live is touched, it is known that all is there.
+                orders = assign_parts(storage, opened, wanted, specs)
                 readers = {part.path: reader for part, reader in parts}
-                self._read = lambda: read_orders(storage, orders, readers, threads=self._threads)
+                self._read = lambda targets: read_orders(
+                    storage,
+                    orders if targets is wanted else assign_parts(storage, opened, targets, specs),
+                    readers,
+                    threads=self._threads,
+                )
 
     def _fill(self) -> None:
         """Reads into live arrays."""
         self.touched = True
+        targets = self.matching.targets
         with _enough_memory(self.opened):
-            self.size_bytes = self._read()
+            self.size_bytes = self._read(targets)
+            if self._seen is None or any(target.copies for target in targets):
+                self._overlapping = find_overlapping_targets(targets)
+            self._seen = None
+            clashes = find_clashes(self._overlapping, self._read) if self._overlapping else []
+        self.matching.differences.wrong_kind.extend(clashes)
+        if clashes and self._strict:
+            raise ApplyError(
+                "live arrays that share memory cannot hold what is stored for each:\n  " + "\n  ".join(clashes[:20]),
+                hint="Let them share it as they did when they were saved, or give each memory of its own; strict=False "
+                "leaves them as they are.",
+            )
 
     def _apply(self) -> None:
         """Sets all else, when every byte has been checked, by all workers."""
