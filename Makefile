@@ -6,17 +6,22 @@ WORKERS ?= 3
 # The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
 BENCH_VENV ?= .venv-bench
 PEERS ?= all
+RAY_VENV ?= .venv-ray
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-.PHONY: demo test check crash bench clean
+.PHONY: demo test test-ray check crash bench clean
 
 demo: .venv/ready
 	$(BIN)/holdfast demo
 
 test: .venv/ready
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# Ray is large, and starts slowly: these tests have an environment of their own.
+test-ray: $(RAY_VENV)/ready
+	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -27,17 +32,21 @@ check: .venv/ready
 crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.crash --kills 5000
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
+	$(BIN)/python -m holdfast.testing.job_crash --kills 300
+	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
+	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-bench build dist src/holdfast.egg-info
+	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
-.venv/ready $(BENCH_VENV)/ready: pyproject.toml constraints.txt
+$(RAY_VENV)/ready: EXTRAS := ray,dev
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)

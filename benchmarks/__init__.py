@@ -4,4 +4,7 @@
 `messages`) to processes of their own (`worker`). Those know one way of saving each (`peers`), on state and training
 loops of one framework each (`state`, `torch_training`, `jax_training`, `tensorflow_training`). What was measured is
 kept (`results`), summed up (`summary`, `targets`) and shown (`report`, `picture`).
+
+`python -m benchmarks.planning` is apart from that: what is planned for a save by very many workers (`planning_job`) and
+by torch's DCP (`planning_dcp`), in one process, and drawn (`planning_picture`).
 """

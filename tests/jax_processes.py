@@ -1,9 +1,11 @@
-"""One of two processes of JAX that save and restore arrays which are divided over both."""
+"""One of the processes of a job of JAX's distributed service, which saves or restores arrays divided over all of them.
+
+Two of them save; any number restores.
+"""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +13,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from holdfast.format.manifest import WorkerRecord
-from holdfast.format.names import StepName
-from holdfast.format.workers import Worker
-from holdfast.save.handoffs import Receipts
-from holdfast.storage import LocalStorage
-from simulated_job import commit_parts, restore_part, save_part
+import holdfast as hf
+
+VALUES = np.arange(72, dtype=np.float32).reshape(6, 12)
+"""Two processes and three can divide it, either way."""
 
 
 def divide(values: Any, *axes: str | None) -> Any:
@@ -24,35 +24,70 @@ def divide(values: Any, *axes: str | None) -> Any:
     return jax.make_array_from_callback(values.shape, placing, lambda index: values[index])
 
 
-def main(address: str, rank: str, directory: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
-    worker = Worker(jax.process_index(), jax.process_count())
-    assert worker == Worker(int(rank), 2)
-    storage = LocalStorage(directory)
-    values = np.arange(32, dtype=np.float32).reshape(4, 8)
-    objects = {"rows": divide(values, "a"), "columns": divide(values, None, "a"), "both": divide(values)}
-    name = StepName(1, 1)
-    receipts = save_part(storage, objects, name, worker)
-    # What the leader has to know of the others comes by way of the shared directory.
-    (record,) = receipts.workers
-    note = Path(directory) / f"receipt-{rank}"
-    note.write_text(f"{record.index_bytes} {record.index_digest} {record.data_bytes}")
-    multihost_utils.sync_global_devices("written")
-    if worker.rank == 0:
-        records = []
-        for number in range(2):
-            index_bytes, digest, data_bytes = (Path(directory) / f"receipt-{number}").read_text().split()
-            records.append(Receipts((WorkerRecord(int(index_bytes), digest, int(data_bytes)),)))
-        commit_parts(storage, records, name)
-    multihost_utils.sync_global_devices("committed")
+def save(directory: str, rank: int) -> None:
+    checkpoint = hf.Checkpoint(
+        rows=divide(VALUES, "a"),
+        columns=divide(VALUES, None, "a"),
+        both=divide(VALUES),
+        own=hf.PerWorker(np.full(3, float(rank))),
+        host=np.full(5, 7.0),
+    )
+    with hf.CheckpointManager(directory, checkpoint, incremental=True, check_replicas=True) as manager:
+        assert manager.worker.world_size == 2
+        assert manager.restore() is None
+        manager.save(1).wait_committed()
+        checkpoint["rows"] = checkpoint["rows"] * 2
+        manager.save(2).wait_committed()
+        assert manager.steps() == (1, 2)
     # Back with the axes exchanged.
-    zeros = np.zeros_like(values)
-    back: dict[str, Any] = {"rows": divide(zeros, None, "a"), "columns": divide(zeros), "both": divide(zeros, "a")}
-    restore_part(storage, back, worker)
-    for array in back.values():
-        for shard in array.addressable_shards:
-            assert np.array_equal(np.asarray(shard.data), values[shard.index])
+    zeros = np.zeros_like(VALUES)
+    back = hf.Checkpoint(
+        rows=divide(zeros, None, "a"),
+        columns=divide(zeros),
+        both=divide(zeros, "a"),
+        own=hf.PerWorker(np.zeros(3)),
+        host=np.zeros(5),
+    )
+    with hf.CheckpointManager(directory, back) as manager:
+        assert manager.restore() is not None
+    check(back, rows=2)
+    assert back["own"].value.tolist() == [rank] * 3
+
+
+def restore(directory: str) -> None:
+    zeros = np.zeros_like(VALUES)
+    checkpoint = hf.Checkpoint(
+        rows=divide(zeros),
+        columns=divide(zeros, "a"),
+        both=divide(zeros, None, "a"),
+        own=hf.PerWorker(np.full(3, -1.0)),
+        host=np.zeros(5),
+    )
+    with hf.CheckpointManager(directory, checkpoint) as manager:
+        restored = manager.restore()
+        assert restored is not None
+        assert restored.step == 2
+        check(checkpoint, rows=2)
+        # There is no telling what that of two is to three.
+        assert checkpoint["own"].value.tolist() == [-1] * 3
+        manager.save(3).wait_committed()
+
+
+def check(checkpoint: hf.Checkpoint, rows: int) -> None:
+    for name, factor in (("rows", rows), ("columns", 1), ("both", 1)):
+        for shard in checkpoint[name].addressable_shards:
+            assert np.array_equal(np.asarray(shard.data), factor * VALUES[shard.index])
+    assert checkpoint["host"].tolist() == [7] * 5
+
+
+def main(address: str, rank: str, count: str, mode: str, directory: str) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=int(count), process_id=int(rank))
+    assert jax.process_count() == int(count)
+    if mode == "save":
+        save(directory, int(rank))
+    else:
+        restore(directory)
     multihost_utils.sync_global_devices("done")
 
 

@@ -1,4 +1,4 @@
-"""A worker of the canonical job; the tests start several, as torchrun does."""
+"""A worker of the canonical job; the tests start several, as torchrun does, or with a directory as their store."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import holdfast as hf
 from epoch_jobs import make_job
-from holdfast.errors import StorageFullError
 from holdfast.jobs import TorchrunSession, Workspace
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
+from holdfast.testing.file_engine import join_in_directory
+
+LIVENESS_SECONDS = 2.0
 
 
 def say(**record: Any) -> None:
@@ -22,49 +25,41 @@ def say(**record: Any) -> None:
     sys.stdout.flush()
 
 
-def train(session: TorchrunSession) -> None:
-    """The job from end to end, without anything being kept."""
-    job = make_job(None)
-    total = job.exit_group.add(lambda workspace: float(workspace["total"][0]))
-    array = job.exit_group.add(lambda workspace: workspace["total"])
-    last = hf.JobRunner(job).train(session)
-    others = [node for node in session.nodes if node != session.node]
-    say(last=last, totals=dict(total.results()), own=array.output_on(session.node).fetch().sum())
-    say(remote=repr(array.output_on(others[0]).fetch()), nodes=session.nodes)
+def open_session() -> TorchrunSession:
+    """The session of the workers that torchrun has started; or of those that meet in the directory JOB_STORE."""
+    store = os.environ.get("JOB_STORE")
+    if store is None:
+        return TorchrunSession()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cluster = join_in_directory(Path(store), rank, world_size, timeout_seconds=60)
+    return TorchrunSession(cluster=cluster, liveness_seconds=LIVENESS_SECONDS)
 
 
 class Place(LocalStorage):
-    """A directory that something befalls while epoch 3 is saved, on worker 1."""
+    """A directory in which worker 1 dies when it writes its part of epoch 3, if that is wanted."""
 
     def __init__(self, root: str, befalls: str) -> None:
         super().__init__(root)
         self._befalls = befalls
 
     def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        if path.startswith("step-000000003.") and "data-00001" in path:
-            if self._befalls == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self._befalls == "full":
-                raise StorageFullError("no room", path=path)
+        if self._befalls == "dies" and path.startswith("step-000000003.") and "data-00001" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().open_writer(path, size_bytes)
 
 
-def keep(session: TorchrunSession, directory: str, epochs: str = "-", befalls: str = "", nodes: str = "") -> None:
-    """The job with its state kept, from one epoch after the other; `-` is wherever it stands."""
-    own = nodes.split(",") if nodes else None
-    for epoch in epochs.split(","):
-        job = make_job(own)
-        total = job.exit_group.add(lambda workspace: float(workspace["total"][0]), on=own)
-        manager = hf.MultiNodeCheckpointManager(Place(directory, befalls), keep=hf.All())
-        runner = hf.JobRunner(job, manager, None if epoch == "-" else int(epoch))
+def keep(session: TorchrunSession, directory: str, befalls: str = "") -> None:
+    """The job with its state kept."""
+    # Whoever is started again by torchrun has had what befalls.
+    befalls = "" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else befalls
+    job = make_job(None)
+    total = job.exit_group.add(lambda workspace: float(workspace["total"][0]))
+    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(Place(directory, befalls)))
+    try:
         last = runner.train(session)
-        result = runner.result
-        reports = getattr(manager.metadata_handler, "reports", {})
-        timed = {action: [dict(one.node_seconds) for one in stats] for action, stats in reports.items()}
-        loaded = runner.load_blobs_from_checkpoints("total", 2, session)
-        value = float(session.workspace().get("total", [0.0])[0])
-        say(last=last, totals=dict(total.results()), resumed=result.resumed_from, failed=result.failed_epochs)
-        say(timed=timed, loaded=loaded, value=value)
+    finally:
+        say(resumed=runner.result.resumed_from)
+    say(last=last, totals=dict(total.results()))
 
 
 def fail(session: TorchrunSession) -> None:
@@ -106,6 +101,6 @@ def die(session: TorchrunSession) -> None:
 
 
 if __name__ == "__main__":
-    with TorchrunSession() as the_session:
-        programs: dict[str, Any] = {"train": train, "keep": keep, "fail": fail, "die": die}
+    with open_session() as the_session:
+        programs: dict[str, Any] = {"keep": keep, "fail": fail, "die": die}
         programs[sys.argv[1]](the_session, *sys.argv[2:])

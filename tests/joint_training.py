@@ -1,6 +1,8 @@
 """One worker of a job that torchrun starts: trains replicas with `hf.resumable`, and dies where it is told to.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/joint_training.py RUN 12 1:7
+
+With `flip` in place of a rank and a step, a bit of one weight of rank 1 flips in the last step but one.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from torch import nn
 import holdfast as hf
 from holdfast.format.digests import digest
 from holdfast.testing.cluster_scenarios import say
+from restarting import join
 
 
 def main(directory: str, total: int, death: str) -> None:
-    dist.init_process_group("gloo")
+    join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(1)
@@ -29,7 +32,8 @@ def main(directory: str, total: int, death: str) -> None:
     torch.manual_seed(rank + 10)
     own = {"seen": torch.zeros(1)}
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker(own)}
-    with hf.resumable(directory, save_every=hf.Steps(3), keep=hf.Latest(2), **objects) as run:
+    options: dict[str, Any] = {"keep": hf.Latest(2), "check_replicas": True, "sinks": [tell_diverged]}
+    with hf.resumable(directory, save_every=hf.Steps(3), **options, **objects) as run:
         say({"rank": rank, "start": start, "begun": run.step})
         for step in run.steps(total):
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * world_size + rank))
@@ -37,11 +41,22 @@ def main(directory: str, total: int, death: str) -> None:
             model(inputs).square().mean().backward()
             optimizer.step()
             own["seen"] += inputs.sum()
+            if death == "flip" and rank == 1 and step == total - 2:
+                with torch.no_grad():
+                    model.module[0].weight.view(torch.int32)[3, 5] ^= 1
             if start == 0 and death == f"{rank}:{step}":
+                # The order in which gradients are added up depends on how many steps a process has done: the bits are
+                # those of an untouched run only if the next start begins with the same step each time.
+                run.manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     state = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.state_dict().values(), own["seen"]])
     say({"rank": rank, "ended": digest(state), "restored": run.restored.step if run.restored else None})
     dist.destroy_process_group()
+
+
+def tell_diverged(event: hf.events.Event) -> None:
+    if isinstance(event, hf.events.Diverged):
+        say({"diverged": event.step, "tensor": event.tensor, "ranks": event.ranks})
 
 
 if __name__ == "__main__":

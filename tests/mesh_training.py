@@ -1,12 +1,16 @@
 """One worker of a training job that `torchrun` starts: trains in some layout and saves, or restores and compares.
 
-torchrun --standalone --nproc-per-node 4 tests/mesh_training.py save 2x2 RUN
+torchrun --standalone --nproc-per-node 4 --max-restarts 1 tests/mesh_training.py train 2x2 RUN 3:7
 torchrun --standalone --nproc-per-node 2 tests/mesh_training.py check fsdp RUN
+
+The first one trains twice: once untouched, and once so that worker 3 (or `all`) is killed in step 7 and all go on from
+the newest checkpoint. Both have to end with the same bits.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast as hf
-from holdfast.catalog import open_generation
-from holdfast.format.names import StepName
-from holdfast.format.workers import Worker
-from holdfast.storage import LocalStorage
-from simulated_job import commit_parts, restore_part, save_part
+from holdfast.testing.cluster_scenarios import say
+from restarting import join
+
+TOTAL = 8
+SAVE_EVERY = 3
 
 
 class Net(nn.Module):
@@ -48,13 +52,12 @@ class Net(nn.Module):
 def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     net: Any = Net()
-    world_size = dist.get_world_size()
     if layout == "fsdp":
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(net.inner, mesh=mesh)
         fully_shard(net, mesh=mesh)
     elif layout in ("2x2", "hsdp"):
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("outer", "inner"))
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
         if layout == "2x2":
             plan = {"inner": ColwiseParallel(use_local_output=True), "outer": RowwiseParallel()}
             parallelize_module(net, mesh["inner"], plan)
@@ -66,12 +69,10 @@ def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        net(torch.randn(4, 6, generator=generator)).square().mean().backward()
-        optimizer.step()
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    net(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+    optimizer.step()
 
 
 def whole(tensor: Any) -> Any:
@@ -89,35 +90,65 @@ def read_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return state
 
 
-def main(mode: str, layout: str, directory: str) -> None:
-    dist.init_process_group("gloo")
-    worker = Worker(dist.get_rank(), dist.get_world_size())
-    storage = LocalStorage(directory)
+def run_job(layout: str, directory: Path, death: str) -> dict[str, Any]:
+    """Trains to the end, or until the death that is given as a rank and a step; all tensors of the end."""
+    rank = dist.get_rank()
     net, optimizer = build(layout)
-    objects = {"model": net, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker({"rank": worker.rank})}
-    if mode == "save":
-        train(net, optimizer, 2)
-        shared: list[Any] = [open_generation(storage) if worker.rank == 0 else None]
-        dist.broadcast_object_list(shared)
-        name = StepName(2, shared[0])
-        receipts: list[Any] = [None] * worker.world_size
-        dist.all_gather_object(receipts, save_part(storage, objects, name, worker))
-        state = read_state(net, optimizer)
-        if worker.rank == 0:
-            commit_parts(storage, receipts, name)
-            save_file(state, Path(directory) / "expected.safetensors")
-        dist.barrier()
+    diverged: list[hf.events.Event] = []
+
+    def listen(event: hf.events.Event) -> None:
+        if isinstance(event, hf.events.Diverged):
+            diverged.append(event)
+
+    objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "own": hf.PerWorker({"rank": rank})}
+    # Without buffers that each worker counts up by itself, all replicas are alike.
+    options: dict[str, Any] = {"keep": hf.All(), "check_replicas": True, "sinks": [listen]}
+    with hf.resumable(directory, save_every=hf.Steps(SAVE_EVERY), rng=hf.RNG(), **options, **objects) as run:
+        say({"rank": rank, "begun": run.step, "start": os.environ["TORCHELASTIC_RESTART_COUNT"]})
+        for step in run.steps(TOTAL):
+            train(net, optimizer, step)
+            if death in (f"{rank}:{step}", f"all:{step}"):
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert not diverged, diverged
+    assert objects["own"].value == {"rank": rank}
+    return read_state(net, optimizer)
+
+
+def check_restored(layout: str, directory: Path, expected: dict[str, Any], has_stepped: bool) -> None:
+    """Restores what another job has saved, and makes sure that it can go on with it."""
+    net, optimizer = build(layout)
+    if has_stepped:
+        train(net, optimizer, 100)
+    objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "own": hf.PerWorker({"rank": dist.get_rank()})}
+    with hf.CheckpointManager(directory, hf.Checkpoint(rng=hf.RNG(), **objects)) as manager:
+        assert manager.restore(TOTAL) is not None
+        compare(read_state(net, optimizer), expected)
+        assert objects["own"].value == {"rank": dist.get_rank()}
+        train(net, optimizer, TOTAL)
+        manager.save(TOTAL + 1).wait_committed()
+
+
+def compare(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    wrong = [name for name in state.keys() | expected.keys() if not same(state.get(name), expected.get(name))]
+    assert not wrong, wrong
+
+
+def main(mode: str, layout: str, directory: str, death: str = "") -> None:
+    join()
+    run, file = Path(directory) / "run", Path(directory) / "expected.safetensors"
+    if mode == "train":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            expected = run_job(layout, Path(directory) / "untouched", "")
+            if dist.get_rank() == 0:
+                save_file(expected, file)
+            dist.barrier()
+            run_job(layout, run, death)
+            raise AssertionError("nobody was killed")
+        compare(run_job(layout, run, ""), load_file(file))
+        say({"ended": dist.get_rank()})
     else:
-        if mode == "check-stepped":
-            train(net, optimizer, 1)
-        restoration = restore_part(storage, objects, worker)
-        state, expected = read_state(net, optimizer), load_file(Path(directory) / "expected.safetensors")
-        wrong = [name for name in state.keys() | expected.keys() if not same(state.get(name), expected.get(name))]
-        assert not wrong, wrong
-        own: Any = objects["own"]
-        if restoration.manifest.world_size == worker.world_size:
-            assert own.value == {"rank": worker.rank}
-        train(net, optimizer, 1)
+        check_restored(layout, run, load_file(file), has_stepped=mode == "check-stepped")
+    dist.barrier()
     dist.destroy_process_group()
     # Without the end that Python would make of this: there torch may take a process group apart with the interpreter's
     # lock held, while a thread of gloo waits for that lock to let go of a tensor, and the process hangs.

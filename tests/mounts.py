@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,3 +26,16 @@ def mounted(directory: Path, *arguments: str) -> Iterator[Path]:
     finally:
         # Lazily: a process that was just killed may hold it for a moment still.
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Writes into a file until there is no room left."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1 << 8, 1):
+            while True:
+                try:
+                    file.write(b"x" * size)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    break

@@ -2,6 +2,9 @@
 
 It stops where it is told to until a line comes on standard input, and says "paused" first, so that a test knows where
 it is. What it has learned depends on every step and on a random generator, and is printed at the end.
+
+It may be one of several workers, which meet in a directory. Then what it has learned is its own; and where the options
+say so, the workers wait for each other in each step, as in a collective.
 """
 
 from __future__ import annotations
@@ -14,18 +17,23 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import holdfast as hf
+from holdfast.cluster import AloneCluster, Cluster
 from holdfast.events import Event
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
+from holdfast.testing.file_engine import join_in_directory
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def say(*words: object) -> None:
@@ -42,10 +50,29 @@ def pause(place: object) -> None:
                 signal.pause()
 
 
+class UnspeakableError(Exception):
+    """An error that cannot be sent anywhere, nor even say what it is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("the loss is no number"),
+    "UnspeakableError": UnspeakableError,
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+}
+
+
 class Learned:
     """What is trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.values = np.zeros(OPTIONS.get("size", 1000))
         self.steps = 0
 
@@ -53,10 +80,22 @@ class Learned:
         # The pause is amid the step, when half of the state has changed.
         self.values += random.random()
         pause(self.steps)
+        if self.steps == OPTIONS.get("raise_in"):
+            raise ERRORS[OPTIONS["error"]]()
         time.sleep(OPTIONS.get("step_seconds", 0.0))
+        if OPTIONS.get("lockstep"):
+            self.meet()
         self.values *= 1.0001
         self.steps += 1
+        if self.steps % 10 == 0:
+            say("step", self.steps)
         return self.steps
+
+    def meet(self) -> None:
+        """Waits until all workers are in this step, as a collective does: for ever, if one of them never comes."""
+        self.cluster.set(f"step/{self.steps}/{RANK}", b"")
+        for rank in range(WORLD_SIZE):
+            self.cluster.wait_get(f"step/{self.steps}/{rank}", 1000)
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": self.values, "steps": self.steps}
@@ -119,10 +158,12 @@ def make_termination() -> hf.TerminationConfig:
     return hf.TerminationConfig(**options)
 
 
-def with_resumable(storage: Any, learned: Learned) -> None:
+def with_resumable(storage: Any, learned: Learned, cluster: Cluster) -> None:
     with hf.resumable(
         storage,
-        learned=learned,
+        learned=hf.PerWorker(learned),
+        cluster=cluster,
+        liveness_seconds=OPTIONS.get("liveness", 15.0),
         rng=hf.RNG(),
         save_every=hf.Steps(OPTIONS.get("every", 1000)),
         keep=hf.All(),
@@ -132,6 +173,8 @@ def with_resumable(storage: Any, learned: Learned) -> None:
         pause("before")
         for _ in run.steps(OPTIONS["total"]):
             learned.step()
+            if learned.steps == OPTIONS.get("return_after"):
+                break
             evaluate(learned, run.checkpointable())
             if run.should_stop():
                 say("should stop")
@@ -139,10 +182,17 @@ def with_resumable(storage: Any, learned: Learned) -> None:
     pause("outside")
 
 
-def with_handler(storage: Any, learned: Learned) -> None:
-    checkpoint = hf.Checkpoint(learned=learned, rng=hf.RNG())
-    save_every = hf.Steps(OPTIONS.get("every", 1000))
-    with hf.CheckpointManager(storage, checkpoint, save_every=save_every, keep=hf.All(), sinks=[tell]) as manager:
+def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
+    checkpoint = hf.Checkpoint(learned=hf.PerWorker(learned), rng=hf.RNG())
+    with hf.CheckpointManager(
+        storage,
+        checkpoint,
+        save_every=hf.Steps(OPTIONS.get("every", 1000)),
+        keep=hf.All(),
+        sinks=[tell],
+        cluster=cluster,
+        liveness_seconds=OPTIONS.get("liveness", 15.0),
+    ) as manager:
         with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
             say("calls", handler.total_run_calls)
             pause("before")
@@ -155,6 +205,8 @@ def with_handler(storage: Any, learned: Learned) -> None:
 
 def loop_run(handler: hf.PreemptionCheckpointHandler, learned: Learned) -> None:
     while handler.total_run_calls < OPTIONS["total"]:
+        if learned.steps == OPTIONS.get("return_after"):
+            return
         assert handler.run(learned.step) == handler.total_run_calls == learned.steps
         evaluate(learned, handler.checkpointable())
 
@@ -182,17 +234,20 @@ LOOPS: dict[str, Callable[[hf.PreemptionCheckpointHandler, Learned], None]] = {
 def main() -> None:
     if "signals_before" in OPTIONS:
         signal.signal(signal.SIGTERM, lambda number, frame: say("mine"))
-    random.seed(1)
+    random.seed(1 + RANK)
+    cluster: Cluster = AloneCluster()
+    if WORLD_SIZE > 1:
+        cluster = join_in_directory(Path(OPTIONS["store"]), RANK, WORLD_SIZE, timeout_seconds=60)
     storage: Any = OPTIONS["directory"]
     if "disk_seconds" in OPTIONS:
         storage = SlowStorage(storage)
-    learned = Learned()
+    learned = Learned(cluster)
     if "file_bytes" in OPTIONS:
         resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
     if OPTIONS.get("loop", "resumable") == "resumable":
-        with_resumable(storage, learned)
+        with_resumable(storage, learned, cluster)
     else:
-        with_handler(storage, learned)
+        with_handler(storage, learned, cluster)
     say("learned", learned.steps, hashlib.sha256(learned.values.tobytes()).hexdigest(), random.random())
 
 

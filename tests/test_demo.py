@@ -36,9 +36,9 @@ def scratch() -> Iterator[Path]:
         yield Path(place)
 
 
-def run_demo(scratch: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_demo(scratch: Path, *arguments: str, part: str = "kills") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", DEMO, *arguments],
+        [sys.executable, "-c", DEMO, "--part", part, *arguments],
         env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -54,29 +55,52 @@ def blocks(page: Path, language: str) -> list[tuple[int, str, str]]:
 
 
 def has_runnable(page: Path) -> bool:
-    return any(words == "run" for _, words, _ in blocks(page, "python"))
+    return any(words in RUN_AS for _, words, _ in blocks(page, "python"))
+
+
+def launched(program: Path, words: str) -> list[str | Path]:
+    """How the program of a page is run."""
+    if words == "run":
+        return [sys.executable, program]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
+
+
+RUN_AS = ("torchrun", "run")
+"""What stands behind the language of a block that is run; on one page these programs come one after the other."""
+
+LEAVE = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
+"""Ends a worker. Where Python makes an end by itself, gloo may hang."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_code_compiles(page: Path) -> None:
     for line, words, body in blocks(page, "python"):
-        assert words in ("", "run"), f"{page}:{line}: what is {words!r}?"
+        assert words in ("", *RUN_AS), f"{page}:{line}: what is {words!r}?"
         compile("\n" * (line - 1) + body, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_runnable(page)], ids=lambda page: page.name)
 def test_runnable_code_runs(page: Path, tmp_path: Path) -> None:
-    """All runnable blocks of a page are one program; its line numbers are the page's."""
-    lines: list[str] = []
-    for line, words, body in blocks(page, "python"):
-        if words == "run":
-            lines += [""] * (line - 1 - len(lines)) + body.splitlines()
-    program = tmp_path / f"{page.stem}.py"
-    program.write_text("\n".join(lines))
-    ended = subprocess.run(
-        [sys.executable, program], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
+    """All runnable blocks of a page are one program, or one for each way to run it; its line numbers are the page's."""
+    for way in RUN_AS:
+        lines: list[str] = []
+        for line, words, body in blocks(page, "python"):
+            if words == way:
+                lines += [""] * (line - 1 - len(lines)) + body.splitlines()
+        if not lines:
+            continue
+        program = tmp_path / f"{page.stem}_{way}.py"
+        program.write_text("\n".join([*lines, LEAVE if way == "torchrun" else ""]))
+        ended = subprocess.run(
+            launched(program, way),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -248,3 +248,14 @@ def test_damage_errors_are_damage(run: Path) -> None:
     index_path(run, 1).unlink()
     with pytest.raises(DamageError, match=r"index-00001-of-00002\.json is missing"):
         open_step(LocalStorage(run), STEP, None)
+
+
+@pytest.mark.parametrize(
+    "node", [{"$": "array", "k": "numpy", "v": "nowhere"}, {"$": "object", "k": 7, "v": 1}, {"$": 3, "v": 1}, {"$x": 1}]
+)
+def test_objects_that_cannot_be_are_not_exported(run: Path, tmp_path: Path, node: Any) -> None:
+    forge(run, 0, objects={"rows": node})
+    for to in ("safetensors", "torch", "dcp"):
+        with pytest.raises(FormatError):
+            hf.export_checkpoint(run, tmp_path / "out", to=to)
+        assert not (tmp_path / "out").exists()

@@ -59,6 +59,8 @@ PUBLIC = [
     "epoch_limiter",
     "errors",
     "events",
+    "export_checkpoint",
+    "import_checkpoint",
     "jobs",
     "preemption",
     "register_codec",
@@ -72,7 +74,14 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpic
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 UNPICKLING = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pd", "read_pickle"), ("importlib", "__import__")}
 
-IMPORT_BY_NAME = {"__init__.py", "cli/main.py", "cluster/opening.py", "state/comparing.py", "state/registry.py"}
+IMPORT_BY_NAME = {
+    "__init__.py",
+    "cli/main.py",
+    "cluster/opening.py",
+    "preemption/rescue.py",
+    "state/comparing.py",
+    "state/registry.py",
+}
 """These import by name, out of fixed tables: of the verbs, and of the integrations."""
 
 QUIET = {"torch", "numpy", "jax", "rich", "click", "asyncio"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import holdfast as hf  # noqa: E402
 from holdfast import errors  # noqa: E402
+from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.format.workers import ALONE, Worker  # noqa: E402
+from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402
+from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.storage.memory import MemoryStorage  # noqa: E402
+from holdfast.testing.processes import Workers, python  # noqa: E402
 from simulated_job import restore_part, save_job  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -139,22 +142,37 @@ def test_what_cannot_be_stored_is_said() -> None:
         capture_objects({"x": jnp.zeros(2, jnp.int4)})
 
 
-@pytest.mark.slow
-def test_two_processes_save_and_restore(tmp_path: Path) -> None:
+def run_processes(count: int, mode: str, directory: Path) -> None:
+    """A job of JAX's distributed service, each process with a device of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "XLA_FLAGS": ""}
-    program = str(ROOT / "tests" / "jax_processes.py")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, program, address, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    with Workers(directory) as workers:
+        for rank in range(count):
+            program = ROOT / "tests" / "jax_processes.py"
+            workers.start(python(program, address, str(rank), str(count), mode, directory / "run"), environment)
+        assert workers.wait(300) == [0] * count, "\n".join(map(workers.report, range(count)))
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
+    run_processes(2, "save", tmp_path)
+    storage = LocalStorage(tmp_path / "run")
+    first, second = read_catalog(storage).living
+    opened = [open_step(storage, name.directory, name) for name in (first, second)]
+    assert not any(verify_data(storage, step) for step in opened)
+    # Of the second step nothing was written but what had changed.
+    assert [reference.name for reference in opened[1].manifest.references] == [first]
+    # Here one process has all of the devices.
+    objects = {name: jax.device_put(jnp.zeros((6, 12)), placing((2, 2), "b")) for name in ("rows", "columns", "both")}
+    checkpoint = hf.Checkpoint(**objects, own=hf.PerWorker(np.zeros(3)), host=np.zeros(5))
+    with hf.CheckpointManager(tmp_path / "run", checkpoint) as manager:
+        restored = manager.restore()
+        assert restored is not None
+        assert restored.step == 2
+    for name, factor in (("rows", 2), ("columns", 1), ("both", 1)):
+        assert np.array_equal(np.asarray(checkpoint[name]), factor * np.arange(72.0).reshape(6, 12))
+    assert checkpoint["host"].tolist() == [7] * 5
+    run_processes(3, "restore", tmp_path)
+    assert read_catalog(storage).living[-1].step == 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from epoch_jobs import TOTALS, FullStorage, make_job, totals_of
+from epoch_jobs import TOTALS, FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.errors import (
     DamageError,
+    FencedError,
     MismatchError,
     NoCheckpointError,
     SaveFailedError,
@@ -181,6 +184,14 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
         hf.JobRunner(job, manager, failures_allowed=-1)
     with pytest.raises(UsageError, match="no Job"):
         hf.JobRunner(make_job, manager)  # type: ignore[arg-type]
+    for wrong in (str(tmp_path), hf.CheckpointManager(tmp_path, hf.Checkpoint())):
+        with pytest.raises(UsageError, match="does not keep the nodes"):
+            hf.JobRunner(job, wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="makes no tasks"):
+        hf.JobRunner(job, manager, upload_task_group_builder=str(tmp_path))  # type: ignore[arg-type]
+    for nothing in (None, ["a"]):
+        with pytest.raises(UsageError, match="is no session"):
+            hf.JobRunner(job, manager).train(nothing)  # type: ignore[arg-type]
     with hf.LocalSession() as session:
         with pytest.raises(UsageError, match="no stop condition"):
             hf.JobRunner(hf.Job(), manager).train(session)
@@ -451,6 +462,23 @@ def test_a_new_object_is_refused_unless_that_is_asked_for(tmp_path: Path) -> Non
         assert hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, strict=False)).train(session) == 4
 
 
+def test_a_run_that_begins_from_nothing_makes_its_objects_anew(tmp_path: Path) -> None:
+    with hf.LocalSession(NODES) as session:
+        own = session.workspace(NODES[1])["own"] = Counter(7)
+        for name in ("a", "b"):
+            assert hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path / name)).train(session) == 4
+            assert totals_of(session) == [145.0] * 3
+        manager = hf.MultiNodeCheckpointManager(tmp_path / "a", begin_anew=True)
+        assert hf.JobRunner(make_job(), manager).train(session) == 4
+        assert hf.JobRunner(make_job()).train(session) == 4
+        assert totals_of(session) == [145.0] * 3
+        assert session.workspace(NODES[1])["own"] is own
+        job = make_job()
+        job.add_object("own", Counter, on=NODES[1])
+        hf.JobRunner(job).train(session)
+        assert session.workspace(NODES[1])["own"] is own, "what was put there by hand is left"
+
+
 def test_begin_anew(tmp_path: Path) -> None:
     train(tmp_path)
     last, totals, result = train(tmp_path, begin_anew=True)
@@ -461,6 +489,17 @@ def test_begin_anew(tmp_path: Path) -> None:
 def test_retention_keeps_what_it_is_told(tmp_path: Path) -> None:
     train(tmp_path, keep=hf.Latest(2))
     assert epochs_of(tmp_path) == (3, 4)
+    place = tmp_path / "resumed"
+    train(place)
+    seen: list[tuple[int, ...]] = []
+    job = make_job(before_epoch=lambda workspace: seen.append(epochs_of(place)) if workspace.node == NODES[0] else None)
+    with hf.LocalSession(NODES) as session:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(place, keep=hf.Latest(1)), 0).train(session)
+    assert seen[1:] == [(0, 1), (0, 2), (0, 3)], "what the run began with is spared while it runs"
+    assert epochs_of(place) == (4,), "and not when it has come to its end"
+    train(tmp_path / "finished")
+    assert train(tmp_path / "finished", keep=hf.Latest(2))[2].saves_committed == 0
+    assert epochs_of(tmp_path / "finished") == (3, 4), "also one that trains nothing more"
 
 
 def test_saving_by_hand(tmp_path: Path) -> None:
@@ -476,9 +515,89 @@ def test_saving_by_hand(tmp_path: Path) -> None:
         assert totals_of(session) == [7.0, 145.0, 145.0]
 
 
-def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:
-    import threading
+def test_a_job_may_be_run_again_on_other_nodes(tmp_path: Path) -> None:
+    job = hf.Job()
+    job.init_group.add(lambda workspace: workspace.update(count=0), name="begin")
+    job.epoch_group.add(lambda workspace: workspace.update(count=workspace.epoch), name="count")
+    hf.epoch_limiter(job, 2)
+    for nodes in (["a", "b"], ["c"]):
+        with hf.LocalSession(nodes) as session:
+            runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / nodes[0]))
+            assert runner.train(session) == 2
+            assert [session.workspace(node)["count"] for node in nodes] == [2] * len(nodes)
 
+
+def test_a_job_is_run_once_at_a_time() -> None:
+    job = hf.Job()
+
+    @job.epoch_group
+    def run_it_again(workspace: Workspace) -> None:
+        with hf.LocalSession() as other:
+            hf.JobRunner(job).train(other)
+
+    hf.epoch_limiter(job, 1)
+    with hf.LocalSession() as session:
+        for _ in range(2):
+            with pytest.raises(TaskFailedError, match="being run already"):
+                hf.JobRunner(job).train(session)
+
+
+def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:
+    job = make_job()
+    made: list[Counter] = []
+
+    def make() -> Counter:
+        made.append(Counter())
+        return Counter(1 // (2 - len(made)))
+
+    job.add_object("model", make)
+    with hf.LocalSession(NODES) as session, pytest.raises(TaskFailedError, match="make model on trainer_1") as raised:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    assert raised.value.group == "objects"
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert len(made) == 2, "one after the other, so that chance is the same"
+
+
+def test_nothing_is_left_when_a_session_is_closed(tmp_path: Path) -> None:
+    before = count_threads()
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session:
+        runner.train(session)
+        runner.load_blobs_from_checkpoints("total", 2, session)
+        assert runner.save_checkpoints(5, session)
+        assert runner.save_checkpoints(6, session)
+    wait_for_threads(before)
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_of_two_jobs_in_one_directory_the_newer_one_counts(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def start_another(workspace: Workspace) -> None:
+        if workspace.node == NODES[0] and workspace.epoch == 2:
+            seen.append(train(tmp_path, keep=hf.Latest(2)))
+
+    runner = hf.JobRunner(make_job(before_epoch=start_another), hf.MultiNodeCheckpointManager(tmp_path))
+    with hf.LocalSession(NODES) as session, pytest.raises(SaveFailedError) as raised:
+        runner.train(session)
+    assert isinstance(raised.value.__cause__, FencedError)
+    assert (runner.result.last_epoch, runner.result.last_saved_epoch) == (2, 1)
+    ((last, totals, result),) = seen
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 1)
+    assert epochs_of(tmp_path) == (3, 4)
+
+
+def test_an_epoch_whose_manifest_is_gone_is_none(tmp_path: Path) -> None:
+    train(tmp_path)
+    next(tmp_path.glob("step-000000004.*/manifest.json")).unlink()
+    with pytest.raises(NoCheckpointError, match="epoch 4"):
+        train(tmp_path, 4)
+    last, totals, result = train(tmp_path)
+    assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 3)
+    assert len(list(tmp_path.glob("step-*"))) == 5, "what was left of it has been tidied up"
+
+
+def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:
     barrier = threading.Barrier(2)
     results: dict[str, tuple[int, list[float]]] = {}
 
@@ -584,33 +703,19 @@ with hf.LocalSession(["trainer_0", "trainer_1", "trainer_2"]) as session:
 """
 
 
-def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
+def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
     moments = random.Random(11)
-    ended = ""
-    kills = 0
-    while kills < 20:
-        program = subprocess.Popen(
-            [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
-        )
-        assert program.stdout is not None
-        assert program.stdout.readline() == "begun\n"
-        try:
-            ended, _ = program.communicate(timeout=moments.uniform(0.0, 0.04))
-        except subprocess.TimeoutExpired:
-            program.kill()
-            program.communicate()
-            kills += 1
-        else:
-            assert ended == "ended 145.0 145.0 145.0\n"
-            break
-        assert len(epochs_of(tmp_path)) <= 3, "two that are kept, and one that has just been committed"
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    ).stdout
-    assert ended.splitlines()[-1] == "ended 145.0 145.0 145.0"
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    for kill in [True] * 6 + [False]:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "begun\n"
+            if kill:
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(moments.uniform(0.0, 0.06))
+                program.kill()
+            rest = program.stdout.read()
+        assert rest == "ended 145.0 145.0 145.0\n" or (kill and rest == "")
+        assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)
     assert len(list(tmp_path.glob("step-*"))) == 2

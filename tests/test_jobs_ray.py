@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import holdfast as hf
 from epoch_jobs import make_job, totals_of
 from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Committed, Event, NodesTimed
-from holdfast.jobs import Task, Workspace
+from holdfast.jobs import Task, UploadTo, Workspace
+from mounts import fill, mounted
 
 ray = pytest.importorskip("ray")
 
 NODES = ["trainer_0", "trainer_1", "trainer_2"]
+ALL = dict.fromkeys(NODES, 145.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,23 +33,40 @@ def ray_here() -> Iterator[None]:
     source = Path(hf.__file__).parent.parent
     path = os.pathsep.join([str(source), str(Path(__file__).parent)])
     environment = {"env_vars": {"PYTHONPATH": path}}
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
 
 
-class Deadly:
-    """An object whose node dies when its state is read for the epoch that it is set to, but once only."""
+@pytest.fixture(scope="module")
+def session() -> Iterator[hf.RaySession]:
+    """Three nodes that several tests share: to start actors takes the longest."""
+    with hf.RaySession(NODES) as session:
+        yield session
 
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+
+class Deadly:
+    """An object whose node is killed amid the save of the epoch that it is set to, but once only."""
+
+    def __init__(self, run: str, moment: str) -> None:
+        self.run = Path(run)
+        self.moment = moment
         self.is_due = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self.is_due and not Path(self.marker).exists():
-            Path(self.marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        marker = self.run.with_name("died")
+        if self.is_due and not marker.exists():
+            marker.touch()
+            if self.moment == "writing":
+                threading.Thread(target=self._wait_for_file, daemon=True).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         return {}
+
+    def _wait_for_file(self) -> None:
+        while not list(self.run.glob("step-000000003.*/data-*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
@@ -54,20 +76,23 @@ def add_total(job: hf.Job) -> Task:
     return job.exit_group.add(lambda workspace: float(workspace["total"][0]))
 
 
-def test_the_canonical_job_from_scratch_and_from_each_epoch(tmp_path: Path) -> None:
+def epochs_of(place: Path) -> tuple[int, ...]:
+    return hf.MultiNodeCheckpointManager(place).epochs()
+
+
+def test_the_canonical_job_from_scratch_and_from_each_epoch(session: hf.RaySession, tmp_path: Path) -> None:
     events: list[Event] = []
-    with hf.RaySession(NODES) as session:
-        for epoch in (None, 0, 1, 2, 3, 4):
-            job = make_job(NODES)
-            total = add_total(job)
-            runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, sinks=[events.append]), epoch)
-            assert runner.train(session) == 4
-            assert total.results() == dict.fromkeys(NODES, 145.0)
-            assert runner.result.resumed_from == epoch
-        assert runner.load_blobs_from_checkpoints("total", 2, session) == dict.fromkeys(NODES, ("total",))
-        loaded = Task(lambda workspace: float(workspace["total"][0]))
-        session.run(loaded)
-        assert loaded.results() == dict.fromkeys(NODES, 115.0)
+    for epoch in (None, 0, 1, 2, 3, 4):
+        job = make_job(NODES)
+        total = add_total(job)
+        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, sinks=[events.append]), epoch)
+        assert runner.train(session) == 4
+        assert total.results() == ALL
+        assert runner.result.resumed_from == epoch
+    assert runner.load_blobs_from_checkpoints("total", 2, session) == dict.fromkeys(NODES, ("total",))
+    loaded = Task(lambda workspace: float(workspace["total"][0]))
+    session.run(loaded)
+    assert loaded.results() == dict.fromkeys(NODES, 115.0)
     timed = [event for event in events if isinstance(event, NodesTimed)]
     assert all(set(event.node_seconds) == set(NODES) for event in timed)
     assert sum(isinstance(event, Committed) for event in events) == 5 + 4 + 3 + 2 + 1, "each is told of once"
@@ -77,24 +102,81 @@ def test_the_canonical_job_from_scratch_and_from_each_epoch(tmp_path: Path) -> N
         assert totals_of(local) == [145.0] * 3
 
 
-def test_a_node_killed_while_an_epoch_is_saved_is_replaced(tmp_path: Path) -> None:
-    marker = str(tmp_path / "died")
+def set_name(name: str, workspace: Workspace) -> None:
+    workspace["name"] = name
+
+
+def test_managers_of_one_session_do_not_mix(session: hf.RaySession, tmp_path: Path) -> None:
+    runners = {name: hf.JobRunner(make_job(NODES), hf.MultiNodeCheckpointManager(tmp_path / name)) for name in "ab"}
+    for name, runner in runners.items():
+        assert runner.train(session) == 4
+        session.run(Task(partial(set_name, name)))
+        assert runner.save_checkpoints(5, session)
+    value = Task(lambda workspace: workspace["name"])
+    for name in "abab":
+        runners[name].load_blobs_from_checkpoints("name", 5, session)
+        session.run(value)
+        assert set(value.results().values()) == {name}
+
+
+def test_two_jobs_in_one_process_do_not_mix(session: hf.RaySession, tmp_path: Path) -> None:
+    results: dict[str, Any] = {}
+
+    def run(name: str, own: hf.RaySession) -> None:
+        job = make_job(NODES)
+        job.init_group.add(partial(set_name, name), name="name")
+        names = job.exit_group.add(lambda workspace: workspace["name"])
+        total = add_total(job)
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / name)).train(own)
+        results[name] = set(names.results().values()), dict(total.results())
+
+    with hf.RaySession(NODES) as other:
+        threads = [threading.Thread(target=run, args=pair) for pair in (("a", session), ("b", other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert results == {"a": ({"a"}, ALL), "b": ({"b"}, ALL)}
+
+
+def test_a_disk_that_is_full_for_one_epoch(session: hf.RaySession, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as disk:
+
+        def make_room(workspace: Workspace) -> None:
+            if workspace.node == NODES[0]:
+                (disk / "filler").unlink(missing_ok=True)
+                if workspace.epoch == 2:
+                    fill(disk)
+
+        job = make_job(NODES, before_epoch=make_room)
+        total = add_total(job)
+        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(disk / "run", keep=hf.Latest(2)))
+        assert runner.train(session) == 4
+        assert total.results() == ALL
+        assert (runner.result.failed_epochs, runner.result.last_saved_epoch) == ((2,), 4)
+        assert epochs_of(disk / "run") == (3, 4)
+
+
+@pytest.mark.parametrize("moment", ["reading the state", "writing"])
+def test_a_node_killed_while_an_epoch_is_saved_is_replaced(tmp_path: Path, moment: str) -> None:
+    run = tmp_path / "run"
     job = make_job(NODES)
-    job.add_object("deadly", lambda: Deadly(marker), on="trainer_1")
+    job.add_object("deadly", lambda: Deadly(str(run), moment), on="trainer_1")
+    job.init_group.add(lambda workspace: workspace.update(large=np.zeros(4_000_000)), on=NODES)
 
     @job.epoch_group(on="trainer_1")
     def set_it(workspace: Workspace) -> None:
         workspace["deadly"].is_due = workspace.epoch == 3
 
     total = add_total(job)
-    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / "run", keep=hf.Latest(2)))
+    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(run, keep=hf.Latest(2)))
     with hf.RaySession(NODES) as session:
         assert runner.train(session) == 4
-    assert Path(marker).exists()
-    assert total.results() == dict.fromkeys(NODES, 145.0)
+    assert (tmp_path / "died").exists()
+    assert total.results() == ALL
     assert (runner.result.replacements, runner.result.resumed_from) == (1, 2)
-    assert hf.MultiNodeCheckpointManager(tmp_path / "run").epochs() == (3, 4)
-    assert all((step / "manifest.json").exists() for step in (tmp_path / "run").glob("step-*")), "nothing partial"
+    assert epochs_of(run) == (3, 4)
+    assert len(list(run.glob("step-*"))) == 2, "nothing partial is left"
 
 
 def test_a_node_is_not_replaced_for_ever(tmp_path: Path) -> None:
@@ -107,7 +189,7 @@ def test_a_node_is_not_replaced_for_ever(tmp_path: Path) -> None:
     job.epoch_group.add(die)
     hf.epoch_limiter(job, 3)
     runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path))
-    with hf.RaySession(NODES, replacements_allowed=1) as session, pytest.raises(NodeLostError) as raised:
+    with hf.RaySession(NODES[:2], replacements_allowed=1) as session, pytest.raises(NodeLostError) as raised:
         runner.train(session)
     assert raised.value.nodes == ("trainer_1",)
     assert (runner.result.replacements, runner.result.last_saved_epoch) == (1, 1)
@@ -115,22 +197,94 @@ def test_a_node_is_not_replaced_for_ever(tmp_path: Path) -> None:
         hf.JobRunner(job).train(session)
 
 
-def test_a_task_that_fails_says_where() -> None:
+def test_a_task_that_fails_says_where(session: hf.RaySession) -> None:
     def fail(workspace: Workspace) -> None:
         if workspace.node == "trainer_1":
             raise ZeroDivisionError("no more")
 
-    with hf.RaySession(NODES) as session, pytest.raises(TaskFailedError, match="no more") as raised:
+    with pytest.raises(TaskFailedError, match="no more") as raised:
         session.run(Task(fail))
     assert (raised.value.task, raised.value.node) == ("fail", "trainer_1")
     assert "in fail" in raised.value.__notes__[0]
 
 
-def test_checkpoints_have_to_lie_where_all_nodes_see_them(tmp_path: Path) -> None:
-    with hf.RaySession(NODES) as session, pytest.raises(UsageError, match="cannot be seen"):
+def test_a_node_that_is_still_at_work_when_another_failed_is_ended(tmp_path: Path) -> None:
+    def work(workspace: Workspace) -> None:
+        if workspace.node == "trainer_1":
+            raise ZeroDivisionError("no more")
+        time.sleep(600)
+
+    job = hf.Job()
+    job.epoch_group.add(work)
+    hf.epoch_limiter(job, 1)
+    with hf.RaySession(NODES[:2], grace_seconds=0.1) as session, pytest.raises(TaskFailedError) as raised:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
+    assert any("trainer_0 is still at work" in note for note in raised.value.__notes__)
+    assert epochs_of(tmp_path) == (0,)
+
+
+class Stubborn:
+    """An object that cannot be made, or whose state cannot be had."""
+
+    def __init__(self, which: str) -> None:
+        if which == "made":
+            raise ZeroDivisionError("cannot be made")
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroDivisionError("has no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_fails_outside_of_tasks_says_where(tmp_path: Path) -> None:
+    with hf.RaySession(NODES[:2]) as session:
+        for which, kind, text in (
+            ("made", TaskFailedError, "make stubborn on trainer_1"),
+            ("state", UsageError, "trainer_1: .*ZeroDivisionError.*has no state"),
+        ):
+            job = make_job(NODES[:2])
+            job.add_object("stubborn", partial(Stubborn, which), on="trainer_1")
+            with pytest.raises(kind, match=text):
+                hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / which)).train(session)
+
+
+def test_the_last_epoch_is_uploaded(session: hf.RaySession, tmp_path: Path) -> None:
+    manager = hf.MultiNodeCheckpointManager(tmp_path / "run")
+    runner = hf.JobRunner(make_job(NODES), manager, upload_task_group_builder=UploadTo(tmp_path / "there"))
+    assert runner.train(session) == 4
+    assert epochs_of(tmp_path / "there") == (4,)
+
+
+def test_a_manager_outlives_its_session(tmp_path: Path) -> None:
+    manager = hf.MultiNodeCheckpointManager(tmp_path)
+    for epoch in (None, 2):
+        runner = hf.JobRunner(make_job(["a"]), manager, epoch)
+        with hf.RaySession("a") as session:
+            assert runner.train(session) == 4
+            runner.load_blobs_from_checkpoints("total", 2, session)
+    manager.close()
+
+
+def test_what_cannot_travel_is_said(session: hf.RaySession) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="cannot be sent to its node"):
+        session.run(Task(lambda workspace: lock.locked()))
+    with pytest.raises(UsageError, match=r"trainer_\d cannot send back"):
+        session.run(Task(lambda workspace: threading.Lock()))
+    fine = Task(lambda workspace: workspace.node)
+    session.run(fine)
+    assert set(fine.results()) == set(NODES)
+
+
+def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be seen"):
         hf.JobRunner(make_job(NODES), hf.MultiNodeCheckpointManager("memory://here")).train(session)
-
-
-def test_too_much_asked_of_ray_is_said() -> None:
     with pytest.raises(NodeLostError, match="no place for a, b"):
-        hf.RaySession(["a", "b"], actor_options={"num_gpus": 99}, start_seconds=2)
+        hf.RaySession(["a", "b"], actor_options={"num_gpus": 99}, start_seconds=1)
+    for nodes in ([], ["a/b"], None):
+        with pytest.raises(UsageError):
+            hf.RaySession(nodes)  # type: ignore[arg-type]
+    for options in ({"actor_options": 3}, {"replacements_allowed": "3"}):
+        with pytest.raises(UsageError):
+            hf.RaySession(NODES, **options)

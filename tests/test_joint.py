@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cluster import AloneCluster, Cluster
+from holdfast.cluster.joined import JoinedCluster
 from holdfast.errors import (
     AbsentError,
     FencedError,
@@ -396,6 +398,78 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
     assert part_is_there.is_set()
     check_whole(tmp_path)
     assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [1]
+
+
+class Link(MemoryEngine):
+    """One worker's way to a store, which can be cut without that of the others."""
+
+    def __init__(self, store: MemoryEngine) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._pass()
+        self._store.set(key, value)
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        self._pass()
+        return self._store.set_once(key, value)
+
+    def try_get(self, key: str) -> bytes | None:
+        self._pass()
+        return self._store.try_get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        self._pass()
+        return self._store.add(key, amount)
+
+    def delete(self, key: str) -> None:
+        self._pass()
+        self._store.delete(key)
+
+
+def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path) -> None:
+    """It does not wait for what the others have ended and forgotten; and then all are together again."""
+    store = MemoryEngine()
+    links = [Link(store), Link(store)]
+    cut, given_up, late, together = Meeting(2), Meeting(2), Meeting(2), Meeting(2)
+
+    def work(rank: int) -> None:
+        cluster = JoinedCluster(
+            links[rank].connect, rank, 2, host="this process", prefix=str(tmp_path), node=f"node-{rank}"
+        )
+        manager = Toy(rank).manager(tmp_path, cluster, failures_allowed=999, timeout_seconds=3600.0)
+        manager.save(1).wait_committed(PATIENCE_SECONDS)
+        manager.wait()
+        if rank == 1:
+            links[1].cut()
+            cut.wait()
+            given_up.wait()
+            links[1].mend()
+            cause = cause_of(manager.save(2))
+            assert isinstance(cause, PeerError)
+            assert (cause.rank, cause.kind) == (1, "AbsentError")
+        else:
+            cut.wait()
+            cause = cause_of(manager.save(2))
+            assert isinstance(cause, PeerError)
+            assert (cause.rank, cause.text) == (1, "has not been heard of for 1 s")
+            manager.wait()
+            given_up.wait()
+        late.wait()
+        # Until it has been heard of again, saves may fail.
+        step = 2
+        while manager.latest_step() != step:
+            step += 1
+            manager.save(step).wait_ended(PATIENCE_SECONDS)
+            together.wait()
+        manager.close()
+        cluster.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work, rank) for rank in range(2)]:
+            done.result(PATIENCE_SECONDS)
+    assert not [key for key in store.keys if "/save/" in key]
 
 
 def test_a_worker_that_does_not_restore_is_named(tmp_path: Path) -> None:

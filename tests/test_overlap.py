@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import holdfast as hf
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError
 from holdfast.events import Event, Held
+from holdfast.save.buffer import HostBuffer
 from holdfast.save.overlap import StepHold
+from holdfast.save.stage import Stager
+from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage
+from holdfast.storage.crew import Crew
 from holdfast.storage.memory import MemoryWriter
 
 
@@ -144,7 +150,7 @@ def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends(
     assert adapter is not None
     assert hold.try_hold(job.optimizer, adapter)
     before = job.values()
-    hold.begin(7)
+    hold.begin(7, lambda: None)
     at_the_step = threading.Event()
     job.optimizer.register_step_pre_hook(lambda *_: at_the_step.set())  # Comes behind the one that waits.
     trainer = threading.Thread(target=job.optimizer.step)
@@ -166,7 +172,7 @@ def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() ->
     adapter = adapter_of(job.optimizer)
     assert adapter is not None
     hold.try_hold(job.optimizer, adapter)
-    hold.begin(7)
+    hold.begin(7, lambda: None)
     before = job.values()
     with pytest.raises(DeadlineError, match="step 7"):
         job.optimizer.step()
@@ -204,6 +210,115 @@ def test_what_changes_under_the_copy_is_never_committed_and_copied_at_once_from_
         assert manager.latest_step() is None
         manager.save(2).wait_committed(60)
         assert manager.latest_step() == 2
+
+
+class OneCall:
+    """A thread within a single call that ends when the test says so, and counts its change only then."""
+
+    SIZE_BYTES = 8 << 20  # More than a socket takes before somebody reads.
+
+    def __init__(self, hold: StepHold) -> None:
+        self.changes = 0
+        self.harmless = False
+        self.near, self.far = socket.socketpair()
+        self.thread = threading.Thread(target=self.run, args=(hold,))
+        self.thread.start()
+        assert self.far.recv(1)  # From here on it is in the call.
+
+    def run(self, hold: StepHold) -> None:
+        hold.begin(7, self.check)
+        self.near.sendall(bytes(self.SIZE_BYTES))
+        self.changes += 1
+
+    def check(self) -> None:
+        if self.changes and not self.harmless:
+            raise ChangedError("it changed", leaves=("w",))
+
+    def end(self) -> None:
+        left_bytes = self.SIZE_BYTES - 1
+        while left_bytes:
+            left_bytes -= len(self.far.recv(1 << 20))
+        self.thread.join(60)
+        self.near.close()
+        self.far.close()
+
+
+def test_nothing_is_certain_while_training_is_in_the_call_that_it_was_in_when_the_copy_ended() -> None:
+    hold = StepHold(0.05, lambda step, seconds: None)
+    call = OneCall(hold)
+    hold.copy(lambda: hold.release([]))
+    with pytest.raises(DeadlineError, match="in one call"):
+        hold.make_sure()
+    call.end()
+    with pytest.raises(ChangedError):
+        hold.make_sure()
+    assert hold.unsteady == {"w"}
+
+
+def test_a_call_that_changes_nothing_holds_the_save_up_until_it_ends() -> None:
+    hold = StepHold(60.0, lambda step, seconds: None)
+    call = OneCall(hold)
+    call.harmless = True
+    hold.copy(lambda: hold.release([]))
+    sure = threading.Thread(target=hold.make_sure)
+    sure.start()
+    call.end()
+    sure.join(60)
+    assert not sure.is_alive()
+
+
+def test_a_wait_for_the_save_is_no_call_that_could_change_anything(tmp_path: Path) -> None:
+    job = Job()
+    job.train()
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, timeout_seconds=60) as manager:
+        for step in range(1, 4):
+            manager.save(step).wait_committed()
+    assert_same(restored(tmp_path, 3), job.values())
+
+
+def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(tmp_path: Path) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(20_000, 128, max_norm=1.0)
+            self.other = nn.Linear(1024, 1024)
+
+    live = Rows()
+    optimizer = torch.optim.SGD(live.parameters())
+    everywhere = torch.arange(20_000)
+    for number in range(4):
+        directory = tmp_path / str(number)
+        checkpoint = hf.Checkpoint(model=live, optimizer=optimizer)
+        with hf.CheckpointManager(directory, checkpoint, overlap_copy=True, failures_allowed=1) as manager:
+            with torch.no_grad():
+                live.rows.weight.normal_(0, 3)
+            expected = live.rows.weight.detach().clone()
+            handle = manager.save(1)
+            live.rows(everywhere)
+            handle.wait_ended()
+            manager.save(2)  # So that a failure of the first one is forgiven.
+        if handle.committed:
+            again = Rows()
+            with hf.CheckpointManager(directory, hf.Checkpoint(model=again)) as manager:
+                manager.restore(1)
+            assert torch.equal(again.rows.weight, expected)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_arrays_that_are_given_other_memory_are_copied_from_the_one_that_they_had(strided: bool) -> None:
+    first = torch.arange(300_000.0).reshape(500, 600)
+    tensor = torch.nn.Parameter(first.t() if strided else first)
+    expected = tensor.detach().clone()
+    captured = replace(capture_objects({"w": tensor}), held=frozenset({0}))
+    staging = Stager(HostBuffer()).stage(captured, 1)
+    tensor.data = torch.zeros(3)
+    del first
+    crew = Crew(1, "copy")
+    staging.copy_now(crew)
+    staging.copy_later(crew, lambda transfers: None)
+    place = staging.snapshot.layout.places[0]
+    stored = torch.frombuffer(bytearray(staging.snapshot.image[place.begin : place.end]), dtype=torch.float32)
+    assert torch.equal(stored.reshape(expected.shape), expected)
 
 
 def test_frozen_parameters_and_those_of_no_optimizer_are_copied_before_save_returns(tmp_path: Path) -> None:
@@ -252,7 +367,7 @@ def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
 
 def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
     hold = StepHold(0.01, lambda step, seconds: None)
-    hold.begin(1)
+    hold.begin(1, lambda: None)
     child = os.fork()
     if child == 0:
         try:

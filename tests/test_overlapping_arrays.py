@@ -11,6 +11,9 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import ApplyError
+from holdfast.restore.overlaps import find_overlapping_targets
+from holdfast.state.leaves import Target, spec_of
+from holdfast.state.registry import backend_of
 from holdfast.storage import MemoryStorage
 from holdfast.testing.memory_engine import run_workers
 
@@ -121,6 +124,17 @@ def test_arrays_that_several_workers_have_written(tmp_path: Path) -> None:
     run_workers(2, lambda cluster: save(tmp_path / "other", apart(halves), cluster=cluster))
     restore(tmp_path / "other", halves)
     assert halves["b"].tolist() == [10] * 5
+
+
+def test_boxes_of_one_leaf_are_not_read_again() -> None:
+    array, other = np.zeros((4, 6)), np.zeros(3)
+    backend = backend_of(array)
+    assert backend is not None
+    boxes = [Target("a", spec_of("F64", (4, 3)), array[:, at : at + 3], backend, offsets=(0, at)) for at in (0, 3)]
+    alone = Target("b", spec_of("F64", (3,)), other, backend, address=backend.address(other))
+    assert find_overlapping_targets([*boxes, alone]) == []
+    within = Target("c", spec_of("F64", (6,)), array[1], backend, address=backend.address(array[1]))
+    assert len(find_overlapping_targets([*boxes, alone, within])) == 3
 
 
 def test_tensors_and_arrays_of_one_memory() -> None:

@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,58 +20,9 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.storage import LocalStorage
+from preemption_jobs import TOTAL, Job
 
-JOB = Path(__file__).with_name("preemptible_job.py")
 LOOPS = ["resumable", "run", "steps", "own"]
-TOTAL = 9
-
-
-class Job:
-    """One process of the job."""
-
-    def __init__(self, directory: Path, **options: Any) -> None:
-        self.directory = directory
-        options = {"directory": str(directory), "total": TOTAL, **options}
-        self.process = subprocess.Popen(
-            [sys.executable, str(JOB), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.said: list[str] = []
-        self.errors = ""
-
-    def wait_for(self, word: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line.strip())
-            if line.startswith(word):
-                return
-        raise AssertionError(f"it never said {word!r}: {self.end()}\n{self.errors}")
-
-    def send(self, *numbers: int) -> None:
-        for number in numbers:
-            self.process.send_signal(number)
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def wait_for_error(self, text: str) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors += line
-            if text in line:
-                return
-        raise AssertionError(f"it never wrote {text!r}: {self.errors}")
-
-    def end(self) -> int:
-        said, errors = self.process.communicate(timeout=60)
-        self.said += said.splitlines()
-        self.errors += errors
-        return self.process.returncode
 
 
 @pytest.fixture

@@ -1,60 +1,68 @@
-"""What workers hold alike is compared behind training, and what differs is named, with the ranks."""
+"""What workers hold alike, looked at behind training: other leaves fail the save, and other values are told of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.catalog import read_catalog
 from holdfast.cluster.protocol import Cluster
+from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.workers import Worker
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.handoffs import Snapshot
-from holdfast.save.replicas import Divergence, compare_replicas, digest_replicas
-from holdfast.save.stage import Stager
+from holdfast.save.replicas import Detail, Divergence, Group, Suspect, find_suspects, name_difference, name_divergences
 from holdfast.state import capture_objects
-from holdfast.state.leaves import Captured
-from holdfast.storage.crew import Crew
-from holdfast.testing.memory_engine import run_workers
+from holdfast.storage import LocalStorage
+from holdfast.testing.memory_engine import MemoryEngine, run_workers
+from holdfast.testing.processes import Workers, python
 
-SECONDS = 30.0
-
-
-def stage(captured: Captured, crew: Crew) -> Snapshot:
-    staging = Stager(HostBuffer()).stage(captured, 1)
-    staging.copy_now(crew)
-    return staging.snapshot
-
-
-def compare(jobs: list[dict[str, Any]]) -> list[Divergence]:
-    """What all workers together have to tell."""
-
-    def work(cluster: Cluster) -> list[Divergence]:
-        crew = Crew(1, "save")
-        worker = Worker(cluster.rank, cluster.world_size)
-        captured = capture_objects(jobs[cluster.rank], worker=worker, check_replicas=True)
-        witnesses = stage(captured.witnesses, crew) if captured.witnesses is not None else None
-        digests = digest_replicas(captured.replicas, stage(captured, crew), witnesses, crew)
-        return compare_replicas(cluster, "replicas/1", digests, SECONDS)
-
-    return [found for own in run_workers(len(jobs), work) for found in own]
+HERE = Path(__file__).parent
+PATIENCE_SECONDS = 60.0
 
 
 def make_job(rank: int) -> dict[str, Any]:
+    pair = rank // 2
     return {
         "small": np.arange(4.0),
         "large": np.arange(300_000, dtype=np.float32),
         "own": hf.PerWorker(np.array([rank])),
         "shard": hf.Shard(np.full(2, rank), (8,), (2 * rank,)),
-        "pairs": hf.Shard(np.full(3, rank // 2), (6,), (3 * (rank // 2),), holders=(rank // 2 * 2, rank // 2 * 2 + 1)),
+        "pairs": hf.Shard(np.full(3, pair), (6,), (3 * pair,), holders=(pair * 2, pair * 2 + 1)),
     }
 
 
-def test_what_is_alike_says_nothing() -> None:
-    assert compare([make_job(rank) for rank in range(4)]) == []
+def make_manager(place: Path, job: dict[str, Any], cluster: Cluster, **options: Any) -> hf.CheckpointManager:
+    return hf.CheckpointManager(
+        place, hf.Checkpoint(**job), cluster=cluster, threads=2, timeout_seconds=PATIENCE_SECONDS, **options
+    )
+
+
+# Values.
+
+
+def compare(place: Path, jobs: list[dict[str, Any]], **options: Any) -> list[list[Diverged]]:
+    """Saves twice; what each worker is told."""
+    engine = MemoryEngine()
+
+    def work(cluster: Cluster) -> list[Diverged]:
+        told: list[hf.events.Event] = []
+        with make_manager(place, jobs[cluster.rank], cluster, sinks=[told.append], **options) as manager:
+            for step in (1, 2):
+                manager.save(step).wait_committed()
+        return [event for event in told if isinstance(event, Diverged)]
+
+    found = run_workers(len(jobs), work, engine)
+    assert not [key for key in engine.keys if "/save/" in key]
+    return found
+
+
+def test_what_is_alike_says_nothing(tmp_path: Path) -> None:
+    assert compare(tmp_path, [make_job(rank) for rank in range(4)], check_replicas=True) == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -64,31 +72,101 @@ def test_what_is_alike_says_nothing() -> None:
         ("small", 2, 3, ((0, 1, 3), (2,))),
         ("large", 1, 0, ((0, 2, 3), (1,))),
         ("large", 3, 299_999, ((0, 1, 2), (3,))),
+        # Of which the leader holds nothing.
         ("pairs", 3, 1, ((2,), (3,))),
     ],
 )
-def test_what_differs_is_named(leaf: str, rank: int, place: int, ranks: Any) -> None:
+@pytest.mark.parametrize("incremental", [False, True])
+def test_what_differs_is_named(tmp_path: Path, leaf: str, rank: int, place: int, ranks: Any, incremental: bool) -> None:
     jobs = [make_job(rank) for rank in range(4)]
     array = jobs[rank][leaf]
     (array if isinstance(array, np.ndarray) else array.tensor)[place] += 1
-    assert compare(jobs) == [Divergence(leaf, ranks)]
+    told = compare(tmp_path, jobs, check_replicas=True, incremental=incremental)
+    assert [[(event.step, event.tensor, event.ranks) for event in one] for one in told] == [
+        [(1, leaf, ranks), (2, leaf, ranks)], [], [], []
+    ]  # fmt: skip
+    assert told[0][0].generation == 1
 
 
-def test_several_differences_are_named_once_each() -> None:
+def test_several_differences_are_named_once_each(tmp_path: Path) -> None:
     jobs = [make_job(rank) for rank in range(3)]
     for job in jobs:
-        del job["pairs"]
+        del job["pairs"], job["shard"]
     jobs[0]["small"][0], jobs[1]["small"][0], jobs[2]["large"][[0, -1]] = 5, 6, 9
-    found = {one.leaf: one.ranks for one in compare(jobs)}
+    told = compare(tmp_path, jobs, check_replicas=True)[0]
+    found = {event.tensor: event.ranks for event in told}
     assert found == {"small": ((0,), (1,), (2,)), "large": ((0, 1), (2,))}
+    assert len(told) == 4
 
 
-def test_nothing_more_is_copied_where_it_is_not_asked_for() -> None:
+def test_nobody_compares_unless_asked(tmp_path: Path) -> None:
+    jobs = [make_job(rank) for rank in range(4)]
+    jobs[1]["large"][7] = 0
+    assert compare(tmp_path, jobs) == [[]] * 4
     captured = capture_objects(make_job(1), worker=Worker(1, 4))
     assert captured.witnesses is None
-    assert captured.replicas == ()
-    alone = capture_objects({"x": np.zeros(3)}, check_replicas=True)
-    assert alone.witnesses is None
+    assert not any(replica.parts for replica in captured.replicas)
+    assert capture_objects({"x": np.zeros(3)}, check_replicas=True).witnesses is None
+    with hf.CheckpointManager(tmp_path / "alone", hf.Checkpoint(x=np.zeros(3)), check_replicas=True) as manager:
+        manager.save(1)
+
+
+def test_values_are_those_of_the_moment_of_the_save(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> list[hf.events.Event]:
+        told: list[hf.events.Event] = []
+        job = {"w": np.zeros(300_000)}
+        with make_manager(tmp_path, job, cluster, check_replicas=True, sinks=[told.append]) as manager:
+            for step in range(1, 6):
+                job["w"][:] = step
+                handle = manager.save(step)
+                job["w"][:] = cluster.rank
+                handle.wait_committed()
+        return [event for event in told if isinstance(event, Diverged)]
+
+    assert run_workers(3, work) == [[], [], []]
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_what_is_copied_while_training_goes_on(tmp_path: Path, flipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Replica:
+        def __init__(self) -> None:
+            # All of the small one is written by rank 0, and of the large one parts by each.
+            self.model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600))
+            for number, parameter in enumerate(self.model.parameters()):
+                torch.nn.init.constant_(parameter, 0.001 * number)
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    jobs = [Replica() for _ in range(3)]
+    # The first object of a library has its integration imported, which is no matter for threads.
+    capture_objects({"model": jobs[0].model, "optimizer": jobs[0].optimizer})
+    if flipped:
+        with torch.no_grad():
+            jobs[1].model[1].weight[599, 599] += 1
+
+    def work(cluster: Cluster) -> list[tuple[str, Any]]:
+        told: list[hf.events.Event] = []
+        job = jobs[cluster.rank]
+        objects = {"model": job.model, "optimizer": job.optimizer}
+        with make_manager(
+            tmp_path, objects, cluster, overlap_copy=True, check_replicas=True, sinks=[told.append]
+        ) as manager:
+            for step in range(1, 5):
+                job.optimizer.zero_grad()
+                for parameter in job.model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.1 * step)
+                job.optimizer.step()
+                manager.save(step)
+        assert not [event for event in told if isinstance(event, hf.events.Failed)]
+        return [(event.tensor, event.ranks) for event in told if isinstance(event, Diverged)]
+
+    assert run_workers(3, work) == [[("model/1.weight", ((0, 2), (1,)))] * 4 if flipped else [], [], []]
+
+
+def test_what_is_no_switch(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="check_replicas=1 is neither"):
+        hf.CheckpointManager(tmp_path, hf.Checkpoint(x=1), check_replicas=1)  # type: ignore[arg-type]
 
 
 def test_the_event_is_legible() -> None:
@@ -96,4 +174,124 @@ def test_the_event_is_legible() -> None:
     assert str(event) == (
         "step 5: model/w should be the same with all workers, and differs: "
         "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more from rank 0"
+    )
+
+
+def test_one_bit_that_flips_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        for rank in range(3):
+            command = python(HERE / "joint_worker.py", tmp_path / "run", tmp_path / "store", "flip")
+            workers.start(command, {"RANK": str(rank), "WORLD_SIZE": "3"})
+        assert workers.wait(PATIENCE_SECONDS) == [0, 0, 0], "\n".join(map(workers.report, range(3)))
+        told = [[record for record in workers.records(rank) if "diverged" in record] for rank in range(3)]
+    assert told == [[{"diverged": 3, "tensor": "shared", "ranks": [[0, 1], [2]]}], [], []]
+    # The run's own journal has it too.
+    journal = hf.events.read_events(tmp_path / "run" / "events.jsonl")
+    assert [event.step for event in journal if isinstance(event, Diverged)] == [3]
+
+
+# Leaves.
+
+
+def add(**leaves: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda job: job.update(leaves)
+
+
+UNLIKE: list[tuple[int, Callable[[dict[str, Any]], object], int, str]] = [
+    # Small ones are written by rank 0, which has none.
+    (2, add(extra=np.zeros(3)), 2, "it holds extra (F64 [3]), which ranks 0, 1 and 3 lack"),
+    # Of a large one, some parts are written.
+    (1, add(extra=np.zeros(400_000)), 1, "it holds extra (F64 [400000]), which ranks 0, 2 and 3 lack"),
+    (0, add(extra=np.zeros(3)), 0, "it holds extra (F64 [3]), which ranks 1, 2 and 3 lack"),
+    (3, lambda job: job.pop("large"), 3, "it lacks large (F32 [300000]), which ranks 0, 1 and 2 hold"),
+    (0, lambda job: job.pop("small"), 0, "it lacks small (F64 [4]), which ranks 1, 2 and 3 hold"),
+    (1, add(small=np.zeros(5)), 1, "its small is F64 [5], and with ranks 0, 2 and 3 it is F64 [4]"),
+    (2, add(small=np.zeros(4, np.float32)), 2, "its small is F32 [4], and with ranks 0, 1 and 3 it is F64 [4]"),
+    (3, lambda job: job.pop("pairs"), 3, "it lacks pairs ([3:6] of I64 [6]), which rank 2 holds"),
+]
+
+
+@pytest.mark.parametrize(("rank", "change", "guilty", "text"), UNLIKE)
+def test_leaves_that_differ_fail_the_save_on_all(
+    tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], object], guilty: int, text: str
+) -> None:
+    engine = MemoryEngine()
+
+    def work(cluster: Cluster) -> None:
+        job = make_job(cluster.rank)
+        if cluster.rank == rank:
+            change(job)
+        manager = make_manager(tmp_path, job, cluster)
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, PeerError)
+        assert (cause.rank, cause.kind) == (guilty, "UsageError")
+        assert cause.text == text
+        assert "hf.PerWorker" in cause.hint
+        # Mended, it goes on.
+        manager.wait()
+        checkpoint = manager.checkpoint
+        for name, value in make_job(cluster.rank).items():
+            checkpoint[name] = value
+        if "extra" in job:
+            del checkpoint["extra"]
+        manager.save(2).wait_committed(PATIENCE_SECONDS)
+        manager.close()
+
+    run_workers(4, work, engine)
+    catalog = read_catalog(LocalStorage(tmp_path))
+    assert [name.step for name in catalog.committed] == [2]
+    assert not catalog.unfinished
+    assert not [key for key in engine.keys if "/save/" in key]
+
+
+def test_very_many_leaves_differ(tmp_path: Path) -> None:
+    """More than fit into one value of the store; three are named."""
+
+    def work(cluster: Cluster) -> None:
+        count = 30_000 if cluster.rank else 1
+        job = {"tree": {f"a leaf whose name is by no means short {n:08d}": np.zeros(1) for n in range(count)}}
+        manager = make_manager(tmp_path, job, cluster)
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, PeerError)
+        assert cause.rank == 1
+        assert cause.text.startswith("it holds tree/a leaf whose name is by no means short 00000001 (F64 [1]), which")
+        assert cause.text.endswith("; and 29996 leaves more")
+        manager.abandon()
+
+    run_workers(2, work)
+
+
+def group(values: str = "", *, size: int = 3, names: str = "n") -> Group:
+    return Group("h", size, 2, names, values)
+
+
+def test_who_is_suspected() -> None:
+    assert find_suspects([[group("v")], [group("v")], [group("v")]]) == []
+    # One that does not compare.
+    assert find_suspects([[group("v")], [group("v")], [group()]]) == []
+    assert find_suspects([[group("v")], [group("w")], [group("v")]]) == [Suspect("h", ((0, 2), (1,)), True)]
+    assert find_suspects([[group()], [group(names="m")], [group()]]) == [Suspect("h", ((0, 2), (1,)), False)]
+    assert find_suspects([[group()], [], [group()]]) == [Suspect("h", ((0, 2),), False)]
+
+
+def test_what_is_not_known_is_not_named() -> None:
+    suspect = Suspect("h", ((0, 2), (1,)), False)
+    held = Detail((0, 1, 2), {"x": [("F32 [3]", "a")]})
+    assert name_difference(suspect, {}) == (1, "its leaves are not those of the others")
+    assert name_difference(suspect, {0: held}) == (1, "its leaves are not those of ranks 0 and 2")
+    assert name_divergences(suspect, {0: held}) == []
+    other = Detail((0, 1, 2), {"x": [("F32 [3]", "b")]})
+    assert name_divergences(suspect, {0: held, 1: other}) == [Divergence("x", ((0, 2), (1,)))]
+
+
+def test_others_that_differ_alike_are_named_too() -> None:
+    held, none = Detail(tuple(range(5)), {"x": [("F32 [3]", "")]}), Detail(tuple(range(5)), {})
+    suspect = Suspect("h", ((0, 1, 2), (3, 4)), False)
+    assert name_difference(suspect, {0: held, 3: none}) == (
+        3,
+        "it lacks x (F32 [3]), which ranks 0, 1 and 2 hold; the same goes for rank 4",
     )

@@ -260,3 +260,32 @@ def test_a_gap_is_named() -> None:
         restore_objects(
             storage, {"x": np.zeros(6)}, step=None, select=None, strict=True, threads=1, emit=lambda event: None
         )
+
+
+class CountingStorage(MemoryStorage):
+    """Notes which indexes are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexes: list[str] = []
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        if "/index-" in path:
+            self.indexes.append(path)
+        return super().read(path, limit_bytes)
+
+
+@pytest.mark.parametrize("after", [16, 24, 48])
+def test_another_number_of_workers_reads_few_indexes(after: int) -> None:
+    storage, before = CountingStorage(), 32
+    rows = np.arange(96.0 * 2).reshape(96, 2)
+    each = 96 // before
+    save_job(storage, [{"rows": hf.Shard(rows[each * one :][:each], rows.shape, (each * one, 0))} for one in range(32)])
+    each = 96 // after
+    for rank in range(after):
+        storage.indexes.clear()
+        shard = hf.Shard(np.zeros((each, 2)), rows.shape, (each * rank, 0))
+        restore_part(storage, {"rows": shard}, Worker(rank, after))
+        assert np.array_equal(shard.tensor, rows[each * rank :][:each])
+        # Its own, those that hold its rows, and one or two beside them.
+        assert len(storage.indexes) <= 1 + before // after + 3

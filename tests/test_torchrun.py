@@ -1,45 +1,72 @@
-"""Real jobs of several workers: FSDP2, meshes of two dimensions and replicas, saved in one layout, back in another."""
+"""Real jobs of several workers under torchrun: FSDP2, meshes of two dimensions, replicas; killed, and gone on with."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+import holdfast as hf  # noqa: E402
+from holdfast.catalog import read_catalog  # noqa: E402
+from holdfast.restore.verify import open_step, verify_data  # noqa: E402
+from holdfast.storage import LocalStorage  # noqa: E402
+from holdfast.testing.processes import Workers, python  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "mesh_training.py"
+PATIENCE_SECONDS = 600.0
+
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(workers: int, mode: str, layout: str, directory: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    ended = subprocess.run(
-        [*launch, str(PROGRAM), mode, layout, str(directory)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def torchrun(workers: Workers, count: int, *arguments: str | Path, restarts: int = 0) -> int:
+    launch = python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+    number = workers.start([*launch, f"--max-restarts={restarts}", PROGRAM, *arguments], ENVIRONMENT)
+    assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
+    return number
 
 
-SAVED = {
-    "fsdp": (2, [(2, "check", "fsdp"), (4, "check", "hsdp"), (1, "check", "plain"), (2, "check-stepped", "ddp")]),
-    "2x2": (4, [(4, "check-stepped", "2x2"), (3, "check", "fsdp"), (1, "check", "plain")]),
-    "hsdp": (4, [(4, "check", "2x2"), (2, "check-stepped", "fsdp")]),
-    "ddp": (3, [(2, "check", "fsdp"), (3, "check-stepped", "fsdp"), (1, "check", "plain")]),
+# How many workers train in a layout, who of them is killed in step 7, and who restores that then.
+TRAINED = {
+    "fsdp": (2, "0:7", [(4, "check", "hsdp"), (2, "check-stepped", "ddp")]),
+    "2x2": (4, "3:7", [(4, "check-stepped", "2x2"), (3, "check", "fsdp")]),
+    "hsdp": (4, "all:7", [(4, "check", "2x2"), (4, "check-stepped", "fsdp")]),
+    "ddp": (3, "1:7", [(2, "check", "fsdp"), (3, "check-stepped", "fsdp")]),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", SAVED)
-def test_what_one_job_saves_another_restores(layout: str, tmp_path: Path) -> None:
-    workers, checks = SAVED[layout]
-    torchrun(workers, "save", layout, tmp_path)
-    for others, mode, other in checks:
-        torchrun(others, mode, other, tmp_path)
+@pytest.mark.parametrize("layout", TRAINED)
+def test_a_job_is_killed_and_goes_on_as_any_other(layout: str, tmp_path: Path) -> None:
+    count, death, checks = TRAINED[layout]
+    with Workers(tmp_path) as workers:
+        number = torchrun(workers, count, "train", layout, tmp_path, death, restarts=1)
+        records = workers.records(number)
+        assert sorted(record["ended"] for record in records if "ended" in record) == list(range(count))
+        # The save of step 6 may have been in flight.
+        begun = {record["begun"] for record in records if record.get("start") == "1"}
+        assert begun in ({3}, {6})
+        storage = LocalStorage(tmp_path / "run")
+        for name in read_catalog(storage).committed:
+            assert not verify_data(storage, open_step(storage, name.directory, name))
+        for others, mode, other in checks:
+            torchrun(workers, others, mode, other, tmp_path)
+    check_alone(tmp_path)
+
+
+def check_alone(directory: Path) -> None:
+    """One process goes on with it, without any process group."""
+    from mesh_training import TOTAL, build, compare, read_state, train
+
+    net, optimizer = build("plain")
+    objects = {"model": net, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker({"rank": -1})}
+    with hf.CheckpointManager(directory / "run", hf.Checkpoint(**objects)) as manager:
+        assert manager.restore(TOTAL) is not None
+        compare(read_state(net, optimizer), load_file(directory / "expected.safetensors"))
+        train(net, optimizer, TOTAL)

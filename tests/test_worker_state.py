@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,31 @@ def test_a_backup_within_an_epoch_is_exact_with_the_data(tmp_path: Path) -> None
         before = train_batches(place, stop_at)
         random.seed(99)
         assert before + train_batches(place) == untouched
+
+
+def test_a_backup_within_an_epoch_is_exact_with_a_loader_of_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+
+    def train(place: Path, stop_at: int | None = None) -> list[list[int]]:
+        loader = hf.ResumableDataLoader(list(range(10)), batch_size=3, seed=5)
+        seen: list[list[int]] = []
+        with hf.WorkerTrainingState(hf.Checkpoint(loader=loader), place) as state:
+            state.restore()
+            first, done = state.maybe_load_initial_counters_from_ckpt(4, 0, "train", epochs=2)
+            for epoch in range(first, 2):
+                loader.set_epoch(epoch)
+                for batch, rows in enumerate(loader, done):
+                    seen.append(rows.tolist())
+                    state.back_up(epoch, batch).wait_committed()
+                    if len(seen) == stop_at:
+                        return seen
+                done = 0
+        return seen
+
+    untouched = train(tmp_path / "untouched")
+    assert sorted(chain(*untouched[:4])) == sorted(chain(*untouched[4:])) == list(range(10))
+    for stop_at in (1, 3, 4, 6):
+        assert train(tmp_path / str(stop_at), stop_at) + train(tmp_path / str(stop_at)) == untouched
 
 
 def test_a_backup_at_the_last_batch_goes_on_with_the_next_epoch(tmp_path: Path) -> None:

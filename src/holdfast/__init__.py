@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from holdfast import jobs
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.interchange.export import export_checkpoint
+    from holdfast.interchange.intake import import_checkpoint
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.preemption.handler import PreemptionCheckpointHandler
-    from holdfast.worker_state import Backup, WorkerTrainingState
+    from holdfast.restore.backup import Backup
+    from holdfast.worker_state import WorkerTrainingState
 
 __version__ = "0.1.0"
 
@@ -65,6 +68,8 @@ __all__ = [
     "epoch_limiter",
     "errors",
     "events",
+    "export_checkpoint",
+    "import_checkpoint",
     "jobs",
     "preemption",
     "register_codec",
@@ -74,7 +79,7 @@ __all__ = [
 
 
 _HOMES: Final = {
-    "Backup": "holdfast.worker_state",
+    "Backup": "holdfast.restore.backup",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
     "LocalSession": "holdfast.jobs",
@@ -86,6 +91,8 @@ _HOMES: Final = {
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",
     "epoch_limiter": "holdfast.jobs",
+    "export_checkpoint": "holdfast.interchange.export",
+    "import_checkpoint": "holdfast.interchange.intake",
 }
 """What is imported when it is asked for: it needs a framework, or is not what most programs use."""
 

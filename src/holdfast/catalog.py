@@ -131,18 +131,23 @@ def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepNa
     unfinished: list[StepName] = []
     # Older ones first: where one of two is removed once the other is committed, the other is seen.
     for name in sorted(name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))):
-        names = {inner.name for inner in storage.list(name.directory) if not inner.is_directory}
-        (committed if MANIFEST_NAME in names else unfinished).append(name)
+        (committed if is_committed(storage, name) else unfinished).append(name)
     return committed, unfinished
 
 
 def is_committed(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Whether a step has a manifest at this moment.
+    """**Blocks.** Whether a step has a manifest. To list the directory would be a look at each file of each worker.
 
     Raises:
         StorageError: If the place cannot be read.
     """
-    return any(entry.name == MANIFEST_NAME for entry in storage.list(name.directory))
+    try:
+        storage.open_reader(name.manifest_path).close()
+    except NotFoundError:
+        return False
+    except (DamageError, StorageError):  # Something lies there; what is wrong with it is for whoever reads it to say.
+        return any(one.name == MANIFEST_NAME and not one.is_directory for one in storage.list(name.directory))
+    return True
 
 
 def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatError]]:

@@ -224,13 +224,17 @@ class PeerError(ClusterError):
         rank: Which worker.
         kind: The name of the error's type there.
         text: What the error says.
+        traceback: Where it was raised there, as Python prints it; empty if that is not known. It is a note as well.
     """
 
-    def __init__(self, message: str, *, rank: int, kind: str, text: str, hint: str = "") -> None:
+    def __init__(self, message: str, *, rank: int, kind: str, text: str, traceback: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.rank = rank
         self.kind = kind
         self.text = text
+        self.traceback = traceback
+        if traceback:
+            self.add_note(f"On rank {rank}:\n{traceback}")
 
 
 class DeadlineError(HoldfastError, TimeoutError):

@@ -48,7 +48,7 @@ class CheckpointManager:
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
         restored: The newest restore of all that is kept; None before one.
-        worker: Which worker of how many this one is.
+        worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
     """
 
@@ -71,6 +71,7 @@ class CheckpointManager:
         reserve_bytes: int | Literal["auto"] | None = None,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
+        check_replicas: bool = False,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
@@ -83,14 +84,13 @@ class CheckpointManager:
             save_every: When `save_if_due` saves; None for never.
             keep: What to keep after each commit; None for everything.
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-            failures_allowed: How many saves in a row may fail before an error is raised; each is an event at once, and
-                the last save of a job is never allowed to fail silently.
+            failures_allowed: How many saves in a row may fail before an error is raised; the last of a job never may.
             begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
             incremental: True to write only arrays that have changed, and refer to the steps where the others lie, which
                 stay then, whatever `keep` says.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
-                file system can (ext4, XFS); until the manager is closed, the run takes one data file more. False if
-                others read files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
+                file system can; until the manager is closed, the run takes one data file more. False if others read
+                files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
@@ -101,6 +101,8 @@ class CheckpointManager:
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
+            check_replicas: True to compare at each save what several workers hold alike, for which each of them copies
+                all of it; a difference is an event.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -113,8 +115,8 @@ class CheckpointManager:
             raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
         arguments.check_policies(save_every, keep)
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
-        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes)
-        arguments.check_liveness(liveness_seconds)
+        arguments.check_switches(check_replicas=check_replicas)
+        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         arguments.check_directory(self._storage)
@@ -125,8 +127,8 @@ class CheckpointManager:
         self._totals = Totals()
         living = () if begin_anew else read_catalog(self._storage).living
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
-        self._company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-        self.worker = ALONE if self._company is None else self._company.worker
+        self.company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self.worker = ALONE if self.company is None else self.company.worker
         # What may fail comes before: from here on the others know of this worker. On a local disk events are kept.
         journal = [RunJournal(self.url)] if self.worker.is_leader and isinstance(self._storage, LocalStorage) else []
         self.emit = Fanout([LoggingSink(), self._totals, *journal, *sinks])
@@ -140,16 +142,16 @@ class CheckpointManager:
             overlap_copy=overlap_copy,
             incremental=incremental,
             reuse_space=reuse_space,
+            check_replicas=check_replicas,
             timeout_seconds=timeout_seconds,
-            company=self._company,
+            company=self.company,
         )
         self._origin = Origin(base=living[-1] if living else None)
         self._living, self._newest_asked = {name.step for name in living}, -1
         self._process = os.getpid()
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
-        # Held where that is cleared: another thread may wait for a save while this one begins the next.
-        self._settling = threading.Lock()
+        self._settling = threading.Lock()  # Held where that is cleared: another thread may wait for a save too.
         self._closed = False
         if reserved_bytes is not None:
             self._saver.prepare(reserved_bytes)
@@ -208,8 +210,7 @@ class CheckpointManager:
             StepExistsError: If the step is committed already.
             UsageError: If the step is older than the newest, or an argument is wrong.
             UnsupportedValueError: If an object has state that cannot be stored.
-            SaveFailedError: If an earlier save failed and nobody has been told yet. This save goes on all the same; its
-                handle is the error's `next_save`.
+            SaveFailedError: If an earlier save failed and nobody was told yet. This one, its `next_save`, goes on.
             DeadlineError: If the save before does not end in time.
         """
         return self._save(step, metrics, metadata, replace=replace)
@@ -227,7 +228,7 @@ class CheckpointManager:
         """
         if self._save_every is None:
             return None
-        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self._company)
+        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self.company)
         if reason is None or step in self._living:
             return None
         return self._save(step, metrics, metadata, reason=reason)
@@ -264,7 +265,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=None if self._company is None else JointAgreement(self._company.peers),
+            agreement=None if self.company is None else JointAgreement(self.company.peers),
         )
         if restoration is None:
             return None
@@ -312,8 +313,8 @@ class CheckpointManager:
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
-        if self._company is not None:
-            self._company.close()
+        if self.company is not None:
+            self.company.close()
         raise_newest(self._reports.take(last=True), None)
 
     def abandon(self) -> None:
@@ -322,8 +323,8 @@ class CheckpointManager:
         self._in_flight = None
         self._saver.abandon()
         self._reports.abandon()
-        if self._company is not None:
-            self._company.leave()
+        if self.company is not None:
+            self.company.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -348,13 +349,13 @@ class CheckpointManager:
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
         handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
-        exchange = None if self._company is None else self._company.begin(step)
+        exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:
             return self._begin(order, handle, captured, replace=replace)
         except BaseException as error:
-            if self._company is not None and exchange is not None and self._in_flight is not handle:
-                self._company.tell(exchange, error)
+            if self.company is not None and exchange is not None and self._in_flight is not handle:
+                self.company.tell(exchange, error)
                 # The others take this step for tried; what is due next must be the same here.
                 self._pace.saved(step)
             raise
@@ -365,8 +366,8 @@ class CheckpointManager:
             reason = f"the save of step {busy.step} is still in flight"
             handle.mark_skipped(reason)
             self._saver.emit_soon(Skipped(step=step, reason=reason))
-            if self._company is not None and order.exchange is not None:
-                self._company.leave_out(order.exchange, reason)
+            if self.company is not None and order.exchange is not None:
+                self.company.leave_out(order.exchange, reason)
                 self._pace.saved(step)
             return handle
         self._settle(None)
@@ -395,6 +396,5 @@ class CheckpointManager:
         handle.wait_ended(timeout_seconds)
         with self._settling:
             if self._in_flight is handle:
-                if handle.committed:
-                    self._living.add(handle.step)
+                self._living |= {handle.step} if handle.committed else set()
                 self._in_flight = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from types import TracebackType
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
@@ -18,9 +16,11 @@ from holdfast.errors import HoldfastError, SaveFailedError, UsageError
 from holdfast.events import Sink
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
-from holdfast.preemption.guard import Checkpointable, Guard
-from holdfast.preemption.termination import TerminationConfig, hear_interrupts
+from holdfast.preemption.guard import Checkpointable
+from holdfast.preemption.guards import make_guard
+from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.driver import Restoration
+from holdfast.save import arguments
 from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 
@@ -43,6 +43,7 @@ def resumable(
     reserve_bytes: int | Literal["auto"] | None = None,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
     liveness_seconds: float = LIVENESS_SECONDS,
+    check_replicas: bool = False,
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     **objects: object,
 ) -> Run:
@@ -75,9 +76,9 @@ def resumable(
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
         liveness_seconds: After how long without a sign of life a worker is taken for dead.
+        check_replicas: True to compare, at each save, what several workers hold alike; a difference is an event.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
-            place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. In a job of several workers "auto" is
-            as "off": they do not agree on a step to stop at yet.
+            place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
         **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
             `CheckpointManager` take any.
 
@@ -87,8 +88,8 @@ def resumable(
         AbsentError: If other workers of the job do not come.
         ClusterError: If the job's store does not answer.
     """
-    _check_names(objects)
-    termination = _make_termination(preemption)
+    arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
+    termination = make_termination(preemption)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
@@ -110,38 +111,9 @@ def resumable(
         reserve_bytes=reserve_bytes,
         cluster=cluster,
         liveness_seconds=liveness_seconds,
+        check_replicas=check_replicas,
     )
-    if termination is None:
-        termination = TerminationConfig() if manager.worker.is_alone else hear_interrupts()
     return Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
-
-
-def _make_termination(preemption: object) -> TerminationConfig | None:
-    if isinstance(preemption, TerminationConfig):
-        return preemption
-    if preemption == "auto":
-        return None
-    if preemption == "off":
-        return hear_interrupts()
-    raise UsageError(f"preemption={preemption!r}", hint='It is "auto", "off" or a TerminationConfig.')
-
-
-_OPTIONS: Final = tuple(inspect.signature(resumable).parameters)[:-1]
-
-
-def _check_names(objects: Mapping[str, object]) -> None:
-    """Every name that is no option's is taken for an object's, so a misspelt option must not become one."""
-    for name, value in objects.items():
-        if hasattr(value, "decide_save") or hasattr(value, "choose_kept"):
-            raise UsageError(
-                f"{name}={value!r} is a policy, and {name!r} is no option of resumable",
-                hint="Policies are given as save_every= and keep=.",
-            )
-        for option in get_close_matches(name, _OPTIONS, 1, 0.8):
-            raise UsageError(
-                f"{name!r} is no option of resumable, and too like {option!r} to be an object's name",
-                hint=f"Write {option}=, or give the object another name.",
-            )
 
 
 class Run:
@@ -172,7 +144,7 @@ class Run:
         self._stop = False
         self._entered = False
         self._process = os.getpid()
-        self._guard = Guard(manager, termination or TerminationConfig(), self._keep)
+        self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
@@ -187,6 +159,7 @@ class Run:
         Raises:
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
             SystemExit: When the job was asked to leave, once the step before is complete and saved.
+            PeerError: If another worker of the job has failed.
         """
         self._check_entered()
         if not hasattr(total, "__index__"):
@@ -206,6 +179,7 @@ class Run:
         self._check_entered()
         self._note_behind(self._guard.begin_steps())
         self.step += 1
+        self._guard.is_tentative = True
         self._guard.pass_boundary(self.step)
         self._save_if_due()
 
@@ -267,7 +241,8 @@ class Run:
         try:
             if not self._begin_anew:
                 self.restored = self.manager.restore(strict=self._strict)
-        except BaseException:
+        except BaseException as error:
+            self._guard.fail(error)
             self._guard.close()
             raise
         if self.restored is not None:
@@ -286,13 +261,9 @@ class Run:
         hearing.patient = True
         try:
             if error is None:
-                self._finish_step()
-                self._guard.pass_boundary(self.step)
-                self._save_last()
-                self.manager.close()
-            elif not self._guard.leaving and not hearing.gave_up:
-                # The step that failed may have changed half of the state: only what was saved before counts.
-                self.manager.__exit__(kind, error, trace)
+                self._end_well()
+            else:
+                self._end_badly(error)
         finally:
             if hearing.gave_up:
                 # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
@@ -303,15 +274,34 @@ class Run:
                     self.manager.close()
             self._guard.close()
 
+    def _end_well(self) -> None:
+        try:
+            self._finish_step()
+            self._guard.pass_last(self.step, is_over=True)
+            self._save_last()
+            self.manager.close()
+        except Exception as error:
+            self._end_badly(error)
+            raise
+
+    def _end_badly(self, error: BaseException) -> None:
+        """The step that failed may have changed half of the state: only what was saved before counts."""
+        cause = self._guard.fail(error)
+        if not self._guard.leaving and not self._guard.hearing.gave_up:
+            self.manager.__exit__(type(error), error, error.__traceback__)
+        if cause is not None:
+            raise cause from error
+
     def _next_step(self, total: int) -> int:
         self._note_behind(self._guard.begin_steps())
         self._finish_step()
-        self._guard.pass_boundary(self.step)
         if self._stop or self.step >= total:
+            self._guard.pass_last(self.step)
             self._save_last()
             self._guard.hearing.patient = False
             self._guard.rest(self.step, saved=self._saved[1] if self._saved else None)
             raise StopIteration
+        self._guard.pass_boundary(self.step)
         self._save_if_due()
         self._in_step = True
         return self.step
@@ -325,7 +315,7 @@ class Run:
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError(
-                "the run has not been entered, so nothing is restored yet", hint="Write: with resumable(...) as run:"
+                "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )
 
     def _finish_step(self) -> None:

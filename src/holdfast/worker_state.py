@@ -5,59 +5,45 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import DamageError, NotFoundError, SaveFailedError, StorageError, UsageError
+from holdfast.cluster import Cluster
+from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.errors import (
+    ClosedError,
+    DamageError,
+    DeadlineError,
+    NotFoundError,
+    SaveFailedError,
+    StorageError,
+    UsageError,
+)
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.manifest import Manifest
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Latest, RetentionPolicy
-from holdfast.restore.driver import Restoration
-from holdfast.save.clear import clear_run
+from holdfast.restore.backup import Backup, make_note, read_note
+from holdfast.save import arguments
 from holdfast.save.handle import SaveHandle
+from holdfast.save.together import Together
 from holdfast.storage import Storage, open_storage
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
 
 _MODES: Final = ("train", "test", "predict")
-_NOTE: Final = "backup"
-
-
-@dataclass(frozen=True, slots=True)
-class Backup:
-    """How far training had come when it was backed up.
-
-    Attributes:
-        epoch: The epoch, counted from 0.
-        batch: The last batch of it that was complete, counted from 0; None if the whole epoch was.
-        restoration: What was restored, or None for a backup that this process has made.
-    """
-
-    epoch: int
-    batch: int | None = None
-    restoration: Restoration | None = None
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch in which training goes on."""
-        return self.epoch + (self.batch is None)
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch}" + ("" if self.batch is None else f", batch {self.batch}")
 
 
 class WorkerTrainingState:
     """Backs up a training after each epoch, or within one, and brings it back when the program is started again.
 
     The epoch is kept with the state, in one commit. Use it from one thread, the one that trains; with `with`, leaving
-    the block waits for the backup in flight.
+    the block waits for the backup in flight. In a job of several workers each makes one, and all call the same methods
+    at the same places: all of them write the one backup, and the leader deletes it when all have come to the end.
 
     Example:
         ```python
@@ -84,8 +70,12 @@ class WorkerTrainingState:
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 3,
+        cluster: Cluster | Literal["auto", "alone"] = "auto",
+        liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first backup.
+
+        In a job of several workers this waits for the others.
 
         Args:
             checkpoint: The objects to back up. Name what gives the batches too (a `ResumableDataLoader`, a
@@ -100,10 +90,14 @@ class WorkerTrainingState:
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of each wait.
             threads: How many threads write, and read at a restore.
+            cluster: The workers of the job, as for `CheckpointManager`.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead.
 
         Raises:
             UsageError: If an argument is wrong.
             StorageError: If the directory cannot be looked at.
+            AbsentError: If other workers of the job do not come.
+            ClusterError: If the job's store does not answer.
         """
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
@@ -115,10 +109,17 @@ class WorkerTrainingState:
             "sinks": self._sinks,
             "timeout_seconds": timeout_seconds,
             "threads": threads,
+            "liveness_seconds": liveness_seconds,
         }
-        self._manager: CheckpointManager | None = CheckpointManager(
-            self._storage, checkpoint, begin_anew=begin_anew, **self._options
-        )
+        arguments.check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
+        self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self._manager: CheckpointManager | None = None
+        self._closed = False
+        try:
+            self._manager = self._make_manager(begin_anew=begin_anew)
+        except BaseException:
+            self._together.close()
+            raise
         catalog = read_catalog(self._storage)
         self._generation = catalog.generation
         self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
@@ -167,11 +168,10 @@ class WorkerTrainingState:
                 f"{self._storage.url} has a backup that was not restored; this one would take its place",
                 hint="Call restore() before training, or begin_anew=True to begin from nothing.",
             )
-        note = {_NOTE: {"epoch": backup.epoch, "batch": backup.batch}}
         manager = self._open()
         self._step += 1
         try:
-            handle = manager.save(self._step, metrics=metrics, metadata=note)
+            handle = manager.save(self._step, metrics=metrics, metadata=make_note(backup))
         except SaveFailedError as failure:
             if failure.next_save is not None:
                 self._note_begun(failure.next_save, backup)
@@ -205,7 +205,7 @@ class WorkerTrainingState:
             return None
         self._generation = max(self._generation, restoration.name.generation)
         self._step = max(self._step, restoration.step)
-        epoch, batch = _read_note(restoration.manifest, self._storage.url)
+        epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
         self._kept_for = f"training has not gone beyond the backup of {self._saved}, which it began from"
         return self._saved
@@ -217,22 +217,28 @@ class WorkerTrainingState:
         hundred bytes that keeps a late writer from putting a backup there afterwards. A backup beyond which this run
         has not trained, since it is one of a later epoch than the run asks for, is kept, and that is said.
 
+        Of several workers the leader removes them, when all have called this: until then one may still need them.
+
         Returns:
-            True if there is no backup any more, False if it was kept.
+            True if there is no backup any more, False if it was kept; the same on all workers.
 
         Raises:
             FencedError: If another job backs up there by now; nothing was removed.
             StorageError: If the place fails.
-            DeadlineError: If the backup in flight does not end in time.
+            DeadlineError: If the backup in flight does not end in time, or another worker does not come or dies.
+            PeerError: If the leader has met with one of these.
+            ClusterError: If the job's store does not answer.
         """
-        if self._kept_for:
-            self._emit(Warned(text=f"{self._storage.url}: the backup is kept: {self._kept_for}"))
+        self._check_open()
+        kept_for = self._together.agree_to_clear(self._kept_for)
+        if kept_for:
+            self._emit(Warned(text=f"{self._storage.url}: the backup is kept: {kept_for}"))
             return False
         if self._manager is not None:
             # A backup that failed was an event; now that all are to go, it matters no more.
             with suppress(SaveFailedError, StorageError):
                 self._manager.close()
-        clearing = clear_run(self._storage, self._generation)
+        clearing = self._together.clear(self._storage, self._generation)
         self._generation = clearing.generation or self._generation
         self._manager = None
         self._in_flight = None
@@ -308,8 +314,9 @@ class WorkerTrainingState:
             SaveFailedError: If the last backup failed: then the end of training is not kept.
             DeadlineError: If the backup does not end in time.
         """
-        if self._manager is not None:
-            self._manager.close(timeout_seconds)
+        with self._leaving():
+            if self._manager is not None:
+                self._manager.close(timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -317,13 +324,41 @@ class WorkerTrainingState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._manager is not None:
-            self._manager.__exit__(kind, error, trace)
+        with self._leaving():
+            if self._manager is not None:
+                self._manager.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Says goodbye to the other workers when the body has ended, unless it is to be tried again."""
+        try:
+            yield
+        except DeadlineError:
+            raise
+        except BaseException:
+            self._leave()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._together.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the state of {self._storage.url} is closed", hint="Make a new one.")
 
     def _open(self) -> CheckpointManager:
+        self._check_open()
         if self._manager is None:
-            self._manager = CheckpointManager(self._storage, self.checkpoint, begin_anew=True, **self._options)
+            # The backups of the run before are deleted.
+            self._manager = self._make_manager(begin_anew=True)
         return self._manager
+
+    def _make_manager(self, *, begin_anew: bool) -> CheckpointManager:
+        return CheckpointManager(
+            self._storage, self.checkpoint, begin_anew=begin_anew, cluster=self._together.cluster, **self._options
+        )
 
     def _settle(self) -> Backup | None:
         """Waits for the backup in flight, so that what counts as saved is known."""
@@ -352,19 +387,7 @@ class WorkerTrainingState:
                 manifest = read_manifest(self._storage, newest)
             except (DamageError, NotFoundError):
                 return  # Restoring passes it over, or fails with more to say.
-            _read_note(manifest, self._storage.url)
-
-
-def _read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
-    note = manifest.metadata.get(_NOTE)
-    epoch = note.get("epoch") if isinstance(note, dict) else None
-    batch = note.get("batch") if isinstance(note, dict) else None
-    if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
-        raise UsageError(
-            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
-            hint="Give backups a directory of their own.",
-        )
-    return epoch, batch
+            read_note(manifest, self._storage.url)
 
 
 def _check_count(name: str, value: int) -> int:

@@ -1,4 +1,4 @@
-"""`holdfast demo`: a training run that is killed again and again, and ends bit-identical."""
+"""`holdfast demo`: training that is killed again and again, or asked to leave, and ends bit-identical."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _EXIT_INTERRUPTED: Final = 130
 _STEPS: Final = (160, 24)
 _KILLS: Final = (5, 2)
 _STEPS_FOR_A_KILL: Final = 4
+_PAIR_STEPS: Final = (400, 120)
+_PARTS: Final = ("kills", "workers")
 
 
 @click.command("demo")
@@ -40,6 +42,7 @@ _STEPS_FOR_A_KILL: Final = 4
     help="Where the run, logs and evidence go, and stay; empty or yet to be made.  [default: a temporary one]",
 )
 @click.option("--keep", is_flag=True, help="Keeps the temporary directory.")
+@click.option("--part", type=click.Choice(_PARTS), help="One part alone.  [default: both]")
 @click.option("--quick", is_flag=True, help=f"{_STEPS[1]} small steps and {_KILLS[1]} kills, for a first look.")
 def command(
     seed: int,
@@ -48,12 +51,14 @@ def command(
     forget: tuple[str, ...],
     directory: Path | None,
     keep: bool,
+    part: str | None,
     quick: bool,
 ) -> None:
     """Trains a small GPT twice: once untouched, once killed with SIGKILL again and again, in the middle of writes too.
 
-    At the end it proves that both are the same, bit by bit. It exits with 0 only if they are, and takes about one and a
-    half minutes on two cores.
+    At the end it proves that both are the same, bit by bit. A second part does so with two workers under torchrun, of
+    which one gets SIGTERM: both stop at one step, and go on from there. It exits with 0 only if all is the same, and
+    takes less than two minutes on two cores.
     """
     kills = kills or _KILLS[quick]
     steps = steps or _STEPS[quick]
@@ -65,7 +70,9 @@ def command(
         raise click.ClickException("the demo trains with torch, which is not installed: pip install 'holdfast[torch]'")
     try:
         with ending_on(signal.SIGTERM), _place(directory, keep) as files:
-            passed = _run(seed, kills, steps, forget, quick, files)
+            passed = part == "workers" or _run(seed, kills, steps, forget, quick, files)
+            if part != "kills":
+                passed = _run_pair(_PAIR_STEPS[quick], seed, files) and passed
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(_EXIT_INTERRUPTED)
@@ -95,6 +102,21 @@ def _run(seed: int, kills: int, steps: int, forget: tuple[str, ...], quick: bool
         raise click.ClickException(str(error)) from error
     show_summary(console, outcome, read_figures(outcome))
     return not outcome.objections
+
+
+def _run_pair(steps: int, seed: int, files: Path) -> bool:
+    from rich.console import Console
+
+    from holdfast.demo.pair import run_pair
+    from holdfast.demo.process import DemoError
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    try:
+        return run_pair(steps, seed, files, console)
+    except DemoError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @contextmanager

@@ -18,11 +18,16 @@ VERBS: Final = {
     "show": "Show what one checkpoint holds.",
     "verify": "Read every byte and say whether it is what was written.",
     "prune": "Remove steps that are no longer wanted, and what unfinished saves left.",
+    "export": "Write a checkpoint as safetensors, for torch.load, or for torch.distributed.checkpoint.",
+    "import": "Make a checkpoint of such files.",
     "bench": "Measure what a disk gives, what a save costs, and how often to save.",
     "demo": "Train a small model, kill it again and again, and compare.",
 }
 """Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help
 is quick, and no verb pays for what another needs."""
+
+_MODULES: Final = {"import": "importing"}
+"""Where a verb is no name for a module."""
 
 _TRACEBACK_VARIABLE: Final = "HOLDFAST_TRACEBACK"
 
@@ -34,7 +39,7 @@ class Verbs(click.Group):
         """The verb of that name, or None."""
         if cmd_name not in VERBS:
             return None
-        found = importlib.import_module(f"holdfast.cli.{cmd_name}").command
+        found = importlib.import_module(f"holdfast.cli.{_MODULES.get(cmd_name, cmd_name)}").command
         assert isinstance(found, click.Command)
         return found
 

@@ -47,12 +47,14 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: The name of the error's type.
         text: What the error says.
         hint: What to do about it.
+        traceback: Where it was raised, as Python prints it; empty if that does not matter.
     """
 
     rank: int
     kind: str
     text: str
     hint: str = ""
+    traceback: str = ""
 
     @classmethod
     def of(cls, rank: int, kind: str, text: str, hint: str = "") -> Failure:
@@ -72,6 +74,7 @@ class Peers:
         cluster: The workers.
         rank: This one.
         world_size: How many there are.
+        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
         warn: Told, in words, of a wait that takes long.
     """
@@ -89,12 +92,13 @@ class Peers:
         self.world_size = cluster.world_size
         self.timeout_seconds = timeout_seconds
         self.warn: Callable[[str], object] = lambda text: None
-        self._liveness_seconds = liveness_seconds
+        self.liveness_seconds = liveness_seconds
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
         interval_seconds = liveness_seconds / (_BEATS if cluster.world_size <= _MANY else _FEW_BEATS)
         self._heartbeat = Heartbeat(cluster, interval_seconds, liveness_seconds, name=self.key("heartbeat"))
         self._meetings = 0
+        self._accords = 0
 
     @property
     def is_leader(self) -> bool:
@@ -106,9 +110,19 @@ class Peers:
         """The workers that are lost or have left, as far as is known."""
         return frozenset((*self._heartbeat.lost, *self._heartbeat.gone))
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """The workers that have not been heard of for too long."""
+        return frozenset(self._heartbeat.lost)
+
     def key(self, *parts: object) -> str:
         """A key of these alone."""
         return "/".join([self._scope, *map(str, parts)])
+
+    def number_accord(self) -> int:
+        """A number for one more accord about leaving; each worker makes as many, in the same order."""
+        self._accords += 1
+        return self._accords
 
     def confer(self, record: bytes, decide: Callable[[list[bytes]], bytes], purpose: str) -> bytes:
         """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.rendezvous.confer`.
@@ -176,7 +190,7 @@ class Peers:
     def describe(self, error: BaseException) -> Failure:
         """What to tell the others of an error of this worker, or of one that it has heard of."""
         if isinstance(error, PeerError):
-            return Failure(error.rank, error.kind, error.text, error.hint)
+            return Failure(error.rank, error.kind, error.text, error.hint, error.traceback)
         text = error.message if isinstance(error, HoldfastError) else str(error)
         hint = error.hint if isinstance(error, HoldfastError) else ""
         return Failure.of(self.rank, type(error).__name__, text, hint)
@@ -190,6 +204,7 @@ class Peers:
             rank=failure.rank,
             kind=failure.kind,
             text=failure.text,
+            traceback=failure.traceback,
             hint=failure.hint,
         )
 
@@ -214,7 +229,7 @@ class Peers:
             ClusterError: If the store does not answer.
         """
         for absent, what in (
-            (self._heartbeat.lost, f"not been heard of for {self._liveness_seconds:g} s"),
+            (self._heartbeat.lost, f"not been heard of for {self.liveness_seconds:g} s"),
             (self._heartbeat.gone, "left the job"),
         ):
             named = sorted(set(absent) & set(ranks))

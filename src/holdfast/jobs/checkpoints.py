@@ -23,6 +23,7 @@ from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving
 from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.session import Session
+from holdfast.jobs.tidying import tidy_run
 from holdfast.manager import DEFAULT_TIMEOUT_SECONDS
 from holdfast.policies import All, RetentionPolicy
 from holdfast.save.arguments import check_policies, check_step, check_switches
@@ -293,6 +294,11 @@ class MultiNodeCheckpointManager:
         if node not in stored:
             return None
         return f"{self.url}/{data_path(name, find_place(self._storage, name, node, stored))}"
+
+    def tidy(self) -> None:
+        """**Blocks.** Removes, when a job has come to its end, what its policy does not keep; see `tidy_run`."""
+        if self._session is not None and self._session.is_master:
+            tidy_run(self._storage, self._options.keep, self._emit)
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.

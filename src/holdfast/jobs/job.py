@@ -88,7 +88,9 @@ class Job:
         self.epoch_group = epoch_group if epoch_group is not None else TaskGroup("epoch")
         self.download_group = download_group if download_group is not None else TaskGroup("download")
         self.exit_group = exit_group if exit_group is not None else TaskGroup("exit")
-        self._nodes_to_checkpoint = check_place(nodes_to_checkpoint) if nodes_to_checkpoint else None
+        self._nodes_to_checkpoint = (
+            check_place(nodes_to_checkpoint, "nodes_to_checkpoint") if nodes_to_checkpoint else None
+        )
         self._objects: list[ObjectMaker] = []
         self._stop_outputs: list[TaskOutput] = []
         self._stop_group = TaskGroup("stop conditions")
@@ -114,7 +116,8 @@ class Job:
 
         It is made on each node before the init tasks, and also when the job goes on from a checkpoint, since code makes
         objects and a checkpoint only gives them back their state. Where the workspace has something of that name
-        already, it is left.
+        already, it is left; but what was made for an earlier run in the same session is made anew when a job begins
+        from nothing.
 
         Args:
             name: Its name in the workspace.
@@ -177,8 +180,11 @@ class Job:
     def named_nodes(self) -> tuple[str, ...]:
         """All nodes that something of the job names, each once, in order."""
         named = [node for maker in self._objects for node in maker.on or ()]
-        for group in (self.init_group, self.epoch_group, self._stop_group, self.download_group, self.exit_group):
+        for group in (self.init_group, self.epoch_group, self.download_group, self.exit_group):
             named += group.named_nodes()
+        # What was put on the first node of a session may be put on that of another one.
+        own = [task for task in self._stop_group if task not in self._first_node_only]
+        named += [node for task in own for node in task.on or ()]
         return tuple(dict.fromkeys((*named, *(self._nodes_to_checkpoint or ()))))
 
     @property

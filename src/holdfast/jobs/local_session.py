@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import KeeperOptions
 from holdfast.jobs.local_keeper import LocalKeeper
 from holdfast.jobs.session import Placed, Session
-from holdfast.jobs.task import check_place
+from holdfast.jobs.task import TaskGroup, check_place
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.workspace import Workspace
 
@@ -38,7 +37,7 @@ class LocalSession(Session):
         Raises:
             UsageError: If a name cannot be one.
         """
-        super().__init__(check_place(nodes) if nodes is not None else None)
+        super().__init__(check_place(nodes, "nodes"))
         self._grace_seconds = grace_seconds
         self._workspaces: dict[str, Workspace] = {}
 
@@ -56,13 +55,10 @@ class LocalSession(Session):
             self._workspaces[name] = Workspace(name)
         return self._workspaces[name]
 
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """Makes the objects that nodes have not yet."""
-        for maker in makers:
-            for node in self.nodes if maker.on is None else maker.on:
-                workspace = self.workspace(node)
-                if maker.name not in workspace:
-                    workspace[maker.name] = maker.make()
+    def run_making(self, group: TaskGroup) -> None:
+        """**Blocks.** Runs a task that makes an object, on one node after the other, so that chance is the same."""
+        for node in self.nodes:
+            self.run(group, only=[node])
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
         """**Blocks.** Runs tasks at the same time; see `Session`."""
@@ -71,7 +67,7 @@ class LocalSession(Session):
             workspace.begin_epoch(workspace.epoch if epoch is None else epoch)
         return run_here(group, placed, self._workspaces, self._grace_seconds)
 
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> LocalKeeper:
+    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> LocalKeeper:
         """What saves and restores the workspaces of some nodes, all in one file."""
         return LocalKeeper([self.workspace(node) for node in nodes], options)
 

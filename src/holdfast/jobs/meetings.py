@@ -7,12 +7,12 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.cluster import Cluster
-from holdfast.cluster.heartbeat import INTERVAL_SECONDS, TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
 from holdfast.cluster.rendezvous import LEADER, gather, make_absent_error
 from holdfast.errors import AbsentError, HoldfastError
 
@@ -23,6 +23,11 @@ _LOOK_SECONDS: Final = 0.5
 _PAUSE_SECONDS: Final = 0.005
 _FAREWELL_SECONDS: Final = 5.0
 _INTERRUPT_SECONDS: Final = 1.0
+_BEATS: Final = 15
+_TEXT_BYTES: Final = 10_000
+
+_numbers: dict[tuple[str, int], int] = {}
+"""How many sessions each worker of a cluster has had in this process, so that no two have the same keys."""
 
 
 class PeerFailedError(HoldfastError):
@@ -32,14 +37,19 @@ class PeerFailedError(HoldfastError):
 class Meetings:
     """Meetings without a deadline, as epochs last as long as they do: who is dead or has left is noticed instead."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        interval_seconds: float = INTERVAL_SECONDS,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> None:
+    def __init__(self, cluster: Cluster, liveness_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Begins to give signs of life.
+
+        Args:
+            cluster: The workers. Each makes as many of these, in the same order.
+            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+        """
         self.cluster = cluster
-        self._heartbeat = Heartbeat(cluster, interval_seconds, timeout_seconds, name="job/heartbeat")
+        number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
+        self._scope = f"job-{number}"
+        self._heartbeat = Heartbeat(
+            cluster, liveness_seconds / _BEATS, liveness_seconds, name=f"{self._scope}/heartbeat"
+        )
         self._number = 0
 
     def begin(self) -> None:
@@ -50,7 +60,7 @@ class Meetings:
         """Tells the others at once that this worker's part has failed."""
         # Where the store does not answer, the others notice that by themselves.
         with suppress(HoldfastError):
-            self.cluster.set(self._key("failed"), text.encode()[:10_000])
+            self.cluster.set(self._key("failed"), _encode(text))
 
     def meet(self, record: bytes, patience_seconds: float | None = None) -> list[bytes]:
         """**Collective.** **Blocks.** The records of all workers, by rank, once all have come.
@@ -67,7 +77,7 @@ class Meetings:
         try:
             records = gather(self.cluster, self._key("met"), record, timeout_seconds, check=self._heartbeat.check)
         except AbsentError as error:
-            raise make_absent_error(self.cluster, error.ranks, "died, or left, amid the job's work") from error
+            raise self._explain(error) from error
         if self.cluster.rank == LEADER:
             self.cluster.delete(self._key("failed"))
         return records
@@ -88,7 +98,7 @@ class Meetings:
         if self.cluster.world_size == 1 or not in_main or not callable(signal.getsignal(signal.SIGINT)):
             yield
             return
-        watch = _Watch(self.cluster, self._heartbeat, self._key("failed"))
+        watch = _Watch(self.cluster, self._check, self._key("failed"))
         _thread.start_new_thread(watch.run, ())
         try:
             try:
@@ -105,25 +115,51 @@ class Meetings:
                 raise  # That was a person.
             raise watch.trouble from None
 
-    def close(self, *, in_peace: bool) -> None:
-        """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well."""
-        if in_peace and self.cluster.rank == LEADER:
+    def close(self, trouble: str = "") -> None:
+        """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well.
+
+        Args:
+            trouble: Why this worker leaves, to be told to those who still wait for it; empty if all went well.
+        """
+        if trouble:
+            with suppress(HoldfastError):
+                self.cluster.set(self._key_of_trouble(self.cluster.rank), _encode(trouble))
+        elif self.cluster.rank == LEADER:
             end_at = time.monotonic() + _FAREWELL_SECONDS
             others = set(range(1, self.cluster.world_size))
             while time.monotonic() < end_at and not others <= {*self._heartbeat.gone, *self._heartbeat.lost}:
                 time.sleep(_PAUSE_SECONDS)
         self._heartbeat.stop()
 
+    def _check(self) -> None:
+        try:
+            self._heartbeat.check()
+        except AbsentError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: AbsentError) -> AbsentError:
+        """The same in words that say why, where those who left have told."""
+        told = []
+        for rank in error.ranks:
+            with suppress(HoldfastError):
+                text = self.cluster.try_get(self._key_of_trouble(rank))
+                told += [] if text is None else [text.decode(errors="replace")]
+        what = "left the job: " + "; ".join(told) if told else "died, or left, amid the job's work"
+        return make_absent_error(self.cluster, error.ranks, what)
+
     def _key(self, part: str) -> str:
-        return f"job/{self._number}/{part}"
+        return f"{self._scope}/{self._number}/{part}"
+
+    def _key_of_trouble(self, rank: int) -> str:
+        return f"{self._scope}/trouble/{rank}"
 
 
 class _Watch:
     """Looks at the others from a thread of its own, and interrupts the main thread once if there is trouble."""
 
-    def __init__(self, cluster: Cluster, heartbeat: Heartbeat, failed_key: str) -> None:
+    def __init__(self, cluster: Cluster, check: Callable[[], object], failed_key: str) -> None:
         self._cluster = cluster
-        self._heartbeat = heartbeat
+        self._check = check
         self._failed_key = failed_key
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         # Guards that no interrupt comes once the work has ended.
@@ -135,7 +171,7 @@ class _Watch:
         trouble: HoldfastError | None = None
         while trouble is None and self._is_on():
             try:
-                self._heartbeat.check()
+                self._check()
                 text = self._cluster.try_get(self._failed_key)
                 trouble = None if text is None else PeerFailedError(text.decode(errors="replace"))
             except HoldfastError as error:
@@ -162,3 +198,7 @@ class _Watch:
         except queue.Empty:
             return True
         return False
+
+
+def _encode(text: str) -> bytes:
+    return text.encode(errors="replace")[:_TEXT_BYTES]

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
+from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Fanout, Staged, Written
 from holdfast.events.sinks import LoggingSink
@@ -26,7 +27,15 @@ class NodeKeeper:
     A node whose state is not kept takes part with nothing, since a step is committed when all workers have written.
     """
 
-    def __init__(self, workspace: Workspace, *, is_kept: bool, cluster: Cluster, options: KeeperOptions) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        *,
+        is_kept: bool,
+        cluster: Cluster,
+        options: KeeperOptions,
+        liveness_seconds: float = LIVENESS_SECONDS,
+    ) -> None:
         """**Collective.** Makes the manager.
 
         Args:
@@ -34,6 +43,7 @@ class NodeKeeper:
             is_kept: Whether its state is kept.
             cluster: The workers, each of which is a node.
             options: How to save and restore.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead.
         """
         self._workspace = workspace
         self._is_kept = is_kept
@@ -52,6 +62,7 @@ class NodeKeeper:
             timeout_seconds=options.timeout_seconds,
             threads=options.threads,
             cluster=cluster,
+            liveness_seconds=liveness_seconds,
         )
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> None:

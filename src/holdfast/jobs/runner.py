@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from holdfast.errors import FencedError, HoldfastError, NodeLostError, SaveFailedError, UsageError
+from holdfast.errors import FencedError, NodeLostError, SaveFailedError, UsageError
 from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
 from holdfast.jobs.keeper import Saving
 from holdfast.jobs.result import JobResult
-from holdfast.jobs.session import Session
+from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
 
 _STOPPED: Final = "stopped"
+
+# Guards the runs that go on in this process.
+_lock = threading.Lock()
+_runs: dict[Job, object] = {}
 
 
 class JobRunner:
@@ -59,6 +65,16 @@ class JobRunner:
         """
         if not isinstance(job, Job):
             raise UsageError(f"{job!r} is no Job")
+        if not isinstance(checkpoint_manager, MultiNodeCheckpointManager | None):
+            raise UsageError(
+                f"{checkpoint_manager!r} does not keep the nodes of a job",
+                hint="Use MultiNodeCheckpointManager(directory).",
+            )
+        if not isinstance(upload_task_group_builder, UploadTaskGroupBuilder | None):
+            raise UsageError(
+                f"{upload_task_group_builder!r} makes no tasks",
+                hint="Derive from UploadTaskGroupBuilder, or use UploadTo.",
+            )
         if isinstance(failures_allowed, bool) or not isinstance(failures_allowed, int) or failures_allowed < 0:
             raise UsageError(f"failures_allowed={failures_allowed!r} is not a whole number from 0 on")
         for name, value in (
@@ -106,16 +122,19 @@ class JobRunner:
             SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
                 one has.
         """
-        self._check(session)
-        self._result, self._outputs = JobResult(), []
-        self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
-        try:
-            epoch = self._train(session)
-            self._close()
-        except BaseException as error:
-            self._close_after(error)
-            raise
+        with _running_alone(self._job):
+            self._check(session)
+            self._result = JobResult()
+            self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
+            try:
+                epoch = self._train(session)
+                self._close()
+            except BaseException as error:
+                self._close_after(error)
+                raise
         self._raise_what_was_left()
+        if self._manager is not None:
+            self._manager.tidy()
         return epoch
 
     def save_checkpoints(self, epoch: int, session: Session) -> bool:
@@ -162,7 +181,7 @@ class JobRunner:
                 "the job has no stop condition, so it would never end",
                 hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
             )
-        session.check_open()
+        _check_session(session)
         session.bind(job.named_nodes())
         job.freeze(session.nodes)
 
@@ -206,16 +225,14 @@ class JobRunner:
 
     def _close_after(self, error: BaseException) -> None:
         """Waits for a save in flight; what ended the job matters more than what comes of that."""
-        try:
+        with telling_behind(error):
             self._close()
-        except HoldfastError as failure:
-            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
         """The manager, made ready for a session that is not in a run."""
         if self._manager is None:
             raise UsageError("there is no checkpoint manager", hint="Give the runner a checkpoint_manager.")
-        session.check_open()
+        _check_session(session)
         session.bind(self._job.named_nodes())
         nodes = self._job.nodes_to_checkpoint(session.nodes)
         if not self._manager.is_ready_for(session, nodes):
@@ -226,14 +243,15 @@ class JobRunner:
     def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
         """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
         job, manager = self._job, self._manager
+        self._outputs = []
         if manager is None:
-            session.make_objects(job.objects)
+            session.make_objects(job.objects, anew=True)
             self._run(session, job.init_group, 0)
             return 0, False
         manager.init(session, job.nodes_to_checkpoint(session.nodes), goes_on=goes_on)
         asked_for = None if goes_on else self._resume_from_epoch
         resume_from = manager.choose_epoch(asked_for)
-        session.make_objects(job.objects)
+        session.make_objects(job.objects, anew=resume_from is None)
         if resume_from is None:
             self._run(session, job.init_group, 0)
             self._save(0)
@@ -325,3 +343,29 @@ class JobRunner:
         for other in failures[1:]:
             failures[0].add_note(f"{type(other).__name__} as well: {other}")
         raise failures[0]
+
+
+def _check_session(session: object) -> None:
+    if not isinstance(session, Session):
+        raise UsageError(f"{session!r} is no session", hint="Such are LocalSession, TorchrunSession and RaySession.")
+    session.check_open()
+
+
+@contextmanager
+def _running_alone(job: Job) -> Iterator[None]:
+    """Makes sure that a job is run once at a time, as its tasks have one place for what they return.
+
+    Raises:
+        UsageError: If it is being run already.
+    """
+    run = object()
+    try:
+        with _lock:
+            stands = _runs.setdefault(job, run)
+        if stands is not run:
+            raise UsageError("the job is being run already", hint="Make a job of its own for each run.")
+        yield
+    finally:
+        with _lock:
+            if _runs.get(job) is run:
+                del _runs[job]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.errors import ClosedError, NodeLostError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, NodeLostError, UsageError
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.task import Task, TaskGroup, check_place
+from holdfast.jobs.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,18 @@ class Placed:
 
     task: Task
     node: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """A task that makes an object where it is not there yet."""
+
+    maker: ObjectMaker
+    anew: bool
+
+    def __call__(self, workspace: Workspace) -> None:
+        if self.maker.name not in workspace or (self.anew and workspace.was_made(self.maker.name)):
+            workspace.note_made(self.maker.name, self.maker.make())
 
 
 class Session(ABC):
@@ -32,8 +46,9 @@ class Session(ABC):
     is_master: bool = True
 
     def __init__(self, nodes: Sequence[str] | None) -> None:
-        self._nodes = check_place(nodes) if nodes is not None else None
+        self._nodes = check_place(nodes, "nodes")
         self._closed = False
+        self._keepers: list[Keeper] = []
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -84,6 +99,26 @@ class Session(ABC):
         for task in group.tasks:
             task.note_results({one.node: outputs[one] for one in placed if one.task is task})
 
+    def make_objects(self, makers: Sequence[ObjectMaker], *, anew: bool = False) -> None:
+        """**Blocks.** Makes the objects that nodes are to have and have not yet, one after the other.
+
+        Args:
+            makers: The objects.
+            anew: Whether those that were made like this before are made again.
+
+        Raises:
+            TaskFailedError: If one cannot be made.
+            NodeLostError: If a node is gone.
+        """
+        for maker in makers:
+            group = TaskGroup("objects")
+            group.add(_Make(maker, anew), on=maker.on, name=f"make {maker.name}")
+            self.run_making(group)
+
+    def run_making(self, group: TaskGroup) -> None:
+        """**Blocks.** Runs a task that makes an object, on all of its nodes."""
+        self.run(group)
+
     def agree(self, value: Any) -> Any:
         """What the master gives for `value`, in every process of the session; plain JSON."""
         return value
@@ -113,17 +148,29 @@ class Session(ABC):
             TaskFailedError: If one raised an error.
         """
 
-    @abstractmethod
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """**Blocks.** Makes the objects that nodes are to have and have not yet."""
+    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+        """What saves and restores the workspaces of some nodes. It is closed with the session, if not before.
+
+        Raises:
+            StorageError: If the place cannot be looked at.
+        """
+        keeper = self.make_keeper(nodes, options)
+        self._keepers.append(keeper)
+        return keeper
 
     @abstractmethod
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """What saves and restores the workspaces of some nodes."""
 
     def close(self) -> None:
-        """Ends the session; its workspaces are gone. Harmless twice."""
+        """**Blocks.** Waits for saves in flight, and ends the session; its workspaces are gone. Harmless twice.
+
+        Raises:
+            SaveFailedError: If a save failed and nobody was told.
+        """
         self._closed = True
+        while self._keepers:
+            self._keepers.pop().close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,4 +178,16 @@ class Session(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with telling_behind(error):
+            self.close()
+
+
+@contextmanager
+def telling_behind(error: BaseException | None) -> Iterator[None]:
+    """Notes what fails at the end of a block on the error that has ended the block, which matters more."""
+    try:
+        yield
+    except HoldfastError as failure:
+        if error is None:
+            raise
+        error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")

@@ -223,8 +223,12 @@ class TaskGroup:
         return f"TaskGroup({self.name}: {', '.join(task.name for task in self._tasks) or 'empty'})"
 
 
-def check_place(on: Place) -> tuple[str, ...] | None:
+def check_place(on: Place, argument: str = "on") -> tuple[str, ...] | None:
     """**Pure.** The nodes of a place, each once; None for all.
+
+    Args:
+        on: The place.
+        argument: What errors call it.
 
     Raises:
         UsageError: If it names none, or what cannot be a node.
@@ -233,5 +237,5 @@ def check_place(on: Place) -> tuple[str, ...] | None:
         return None
     names: Any = (on,) if isinstance(on, str) else on
     if not isinstance(names, Iterable) or not names:
-        raise UsageError(f"on={on!r} names no node", hint="Give a name, several names, or None for all.")
+        raise UsageError(f"{argument}={on!r} names no node", hint="Give a name, or several names.")
     return tuple(dict.fromkeys(check_name("a node", name) for name in names))

@@ -11,18 +11,19 @@ import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.cluster.opening import Choice
+from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.errors import HoldfastError, TaskFailedError, UsageError
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
-from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.meetings import Meetings, PeerFailedError
 from holdfast.jobs.node_keeper import NodeKeeper
-from holdfast.jobs.session import Placed, Session
+from holdfast.jobs.session import Placed, Session, telling_behind
 from holdfast.jobs.task import check_place
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.worker_keeper import WorkerKeeper
 from holdfast.jobs.workspace import Workspace
+from holdfast.save.arguments import check_liveness
 
 _MOST_BYTES: Final = 1 << 16
 """An output that is longer stays where it is."""
@@ -91,6 +92,7 @@ class TorchrunSession(Session):
         *,
         cluster: Choice = "auto",
         grace_seconds: float = GRACE_SECONDS,
+        liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
         """**Collective.** **Blocks.** Waits until all workers have come this far.
 
@@ -98,16 +100,18 @@ class TorchrunSession(Session):
             nodes: The names of the nodes in order of rank; None for `worker_0` and so on.
             cluster: The workers; as a rule found out by itself, from torchrun's environment or torch's process group.
             grace_seconds: How long the others may go on when a task has failed and they cannot be interrupted.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead.
 
         Raises:
-            UsageError: If there are not as many names as workers.
+            UsageError: If there are not as many names as workers, or an argument is wrong.
             AbsentError: If workers are missing; it names them.
             ClusterError: If the store through which they agree does not answer.
         """
+        check_liveness(liveness_seconds)
         self._cluster: Cluster = open_cluster(cluster)
         self._owns_cluster = self._cluster is not cluster
         world_size = self._cluster.world_size
-        names = check_place(nodes) or tuple(f"worker_{rank}" for rank in range(world_size))
+        names = check_place(nodes, "nodes") or tuple(f"worker_{rank}" for rank in range(world_size))
         if len(names) != world_size:
             raise UsageError(
                 f"{len(names)} names for {world_size} workers", hint="Name each worker, in order of rank, or none."
@@ -115,7 +119,8 @@ class TorchrunSession(Session):
         super().__init__(names)
         self.is_master = self._cluster.rank == 0
         self._grace_seconds = grace_seconds
-        self._meetings = Meetings(self._cluster)
+        self._liveness_seconds = liveness_seconds
+        self._meetings = Meetings(self._cluster, liveness_seconds)
         self._workspace = Workspace(names[self._cluster.rank])
 
     @property
@@ -133,12 +138,6 @@ class TorchrunSession(Session):
         if node not in (None, self.node):
             raise UsageError(f"{node} is another worker's node; this one is {self.node}")
         return self._workspace
-
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """Makes the objects that this node has not yet."""
-        for maker in makers:
-            if (maker.on is None or self.node in maker.on) and maker.name not in self._workspace:
-                self._workspace[maker.name] = maker.make()
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
         """**Collective.** **Blocks.** Runs this node's tasks, and meets the others; see `Session`."""
@@ -176,24 +175,34 @@ class TorchrunSession(Session):
         record = msgspec.json.encode(value) if self.is_master else b""
         return msgspec.json.decode(self._meetings.meet(record)[0])
 
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
-        keeper = NodeKeeper(self._workspace, is_kept=self.node in nodes, cluster=self._cluster, options=options)
+        keeper = NodeKeeper(
+            self._workspace,
+            is_kept=self.node in nodes,
+            cluster=self._cluster,
+            options=options,
+            liveness_seconds=self._liveness_seconds,
+        )
         return WorkerKeeper(keeper, self.node, self.nodes, self._meetings)
 
     def close(self) -> None:
         """**Blocks** for moments. Ends the session; its workspaces are gone. Harmless twice."""
-        self._end(in_peace=True)
+        self._end("")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(in_peace=error is None)
+        with telling_behind(error):
+            self._end("" if error is None else f"{type(error).__name__}: {getattr(error, 'message', error)}")
 
-    def _end(self, *, in_peace: bool) -> None:
-        if not self._closed:
+    def _end(self, trouble: str) -> None:
+        if self._closed:
+            return
+        try:
             super().close()
-            self._meetings.close(in_peace=in_peace)
+        finally:
+            self._meetings.close(trouble)
             if self._owns_cluster:
                 self._cluster.close()
 

@@ -18,7 +18,7 @@ from holdfast.jobs.workspace import Workspace
 from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.discard import discard_unfinished
-from holdfast.storage import Storage, open_storage
+from holdfast.storage import LocalStorage, Storage, open_storage
 
 if TYPE_CHECKING:
     from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
@@ -58,22 +58,28 @@ class UploadTo(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
         """One task, which copies."""
         group = TaskGroup("upload")
-        source = checkpoint_manager.storage
+        source = _make_portable(checkpoint_manager.storage)
         node = self._node or checkpoint_manager.nodes[0]
-        group.add(_Upload(source, self._destination, epoch), on=node, name="upload")
+        group.add(_Upload(source, _make_portable(self._destination), epoch), on=node, name="upload")
         return group
 
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    source: Storage
-    destination: Storage
+    source: str | Storage
+    destination: str | Storage
     epoch: int
 
     def __call__(self, workspace: Workspace) -> str:
-        name = read_catalog(self.source).find(self.epoch)
-        copy_step(self.source, self.destination, name)
-        return f"{self.destination.url}/{name.directory}"
+        source, destination = open_storage(self.source), open_storage(self.destination)
+        name = read_catalog(source).find(self.epoch)
+        copy_step(source, destination, name)
+        return f"{destination.url}/{name.directory}"
+
+
+def _make_portable(storage: Storage) -> str | Storage:
+    """**Pure.** What can be sent to another process, for a directory; the storage itself if it is none."""
+    return storage.url if type(storage) is LocalStorage else storage
 
 
 def copy_step(source: Storage, destination: Storage, name: StepName) -> None:

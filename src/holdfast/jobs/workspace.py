@@ -31,12 +31,13 @@ class Workspace(MutableMapping[str, Any]):
         node: The node's name.
     """
 
-    __slots__ = ("_epoch", "_values", "node")
+    __slots__ = ("_epoch", "_made", "_values", "node")
 
     def __init__(self, node: str = "local") -> None:
         self.node = check_name("a node", node)
         self._epoch = 0
         self._values: dict[str, Any] = {}
+        self._made: dict[str, Any] = {}
 
     @property
     def epoch(self) -> int:
@@ -46,6 +47,14 @@ class Workspace(MutableMapping[str, Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Called by the session before tasks run."""
         self._epoch = epoch
+
+    def note_made(self, name: str, value: Any) -> None:
+        """Called by the session: names an object that was made for a job."""
+        self[name] = self._made[name] = value
+
+    def was_made(self, name: str) -> bool:
+        """Whether what has that name was made for a job; otherwise a task or the user has put it there."""
+        return name in self._made and self._values.get(name) is self._made[name]
 
     def replace(self, values: dict[str, Any], *, whole: bool) -> None:
         """Called by a restore: sets values, and if they are the `whole` of it, drops all others."""

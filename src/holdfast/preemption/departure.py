@@ -9,12 +9,14 @@ from typing import Any, Final, Protocol
 
 from holdfast.errors import DeadlineError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Leaving
+from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.company import Company
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
-_ATTEMPTS: Final = 2
+ATTEMPTS: Final = 2
 """How often the last save is tried: what failed once may have been a hiccup of the storage."""
 
 _LEAST_SECONDS: Final = 1.0
@@ -23,6 +25,9 @@ _LEAST_SECONDS: Final = 1.0
 
 class Saves(Protocol):
     """What this package asks of a manager."""
+
+    worker: Worker
+    company: Company | None
 
     @property
     def emit(self) -> Callable[[Event], object]:
@@ -44,6 +49,10 @@ class Saves(Protocol):
 
     def latest_step(self) -> int | None:
         """The newest committed step."""
+        ...
+
+    def abandon(self) -> None:
+        """Closes without waiting."""
         ...
 
 
@@ -84,7 +93,7 @@ class Departure:
             What went wrong; an empty string if nothing did.
         """
         error = ""
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             try:
                 self._settle(end_at)
                 save_fn = self._config.save_fn
@@ -132,7 +141,9 @@ class Departure:
             )
         )
         exit_fn = None if error else self._config.exit_fn
-        _say(self._line(step, error, "calling exit_fn" if exit_fn else f"leaving with exit code {code}", advice))
+        worker = self._manager.worker
+        who = "" if worker.is_alone else f"rank {worker.rank}: "
+        _say(who + self._line(step, error, "calling exit_fn" if exit_fn else f"leaving with exit code {code}", advice))
         if not error:
             self._told()
         if exit_fn is None:

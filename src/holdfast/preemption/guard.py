@@ -42,6 +42,7 @@ class Guard:
     Attributes:
         hearing: What was heard.
         leaving: Whether the exit has begun.
+        is_tentative: Whether nobody can know between two steps that another one comes: the loop is the user's own.
     """
 
     def __init__(self, manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> None:
@@ -55,6 +56,7 @@ class Guard:
         """
         self.hearing = Hearing(config, manager.emit)
         self.leaving = False
+        self.is_tentative = False
         self._manager = manager
         self._save_fn = config.save_fn
         self._keep = keep
@@ -141,36 +143,65 @@ class Guard:
         Raises:
             SystemExit: When it leaves.
         """
-        now = time.monotonic()
-        if self._passed_at is not None and step > self._passed_step:
-            self._step_seconds.append((now - self._passed_at) / (step - self._passed_step))
-        self._passed_at, self._passed_step = now, step
+        self._measure(step)
         if self.hearing.alarmed:
             self._settle(step, arguments, options)
             # What saving took is no step's.
             self._passed_at = time.monotonic()
 
+    def pass_last(self, step: int, *, is_over: bool = False) -> None:
+        """The training thread takes no further step for now: as `pass_boundary`.
+
+        Args:
+            step: How many steps are complete.
+            is_over: Whether it never will.
+
+        Raises:
+            SystemExit: When it leaves.
+        """
+        self.pass_boundary(step)
+
+    def fail(self, error: BaseException) -> HoldfastError | None:
+        """Training is ended by an error.
+
+        Returns:
+            An error to be raised in its stead: that of another worker of which this one comes.
+        """
+        return None
+
     def should_stop(self) -> bool:
         """Whether the loop would leave if a step ended now."""
         return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
 
+    def _measure(self, step: int) -> None:
+        now = time.monotonic()
+        if self._passed_at is not None and step > self._passed_step:
+            self._step_seconds.append((now - self._passed_at) / (step - self._passed_step))
+        self._passed_at, self._passed_step = now, step
+
     def _settle(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        count = self.hearing.count
         outlook = self._outlook()
         verdict = decide(outlook)
         if verdict.action is Action.SAVE:
-            saved = self._save_early(step, arguments, options)
-            # One that was left out, since another is in flight, is tried again after the next step.
-            if saved is None or not saved.skipped:
-                self._note_early(step, outlook.demand, saved)
+            self._save_and_go_on(step, outlook.demand, count, arguments, options)
         elif verdict.action is Action.LEAVE:
             begun_at = time.monotonic()
             self.leaving = True
             if has_time_to_save(outlook) or self._early is None:
-                error = self._departure.save_last(step, _end_at(outlook), arguments, options)
+                error = self._departure.save_last(step, end_at_of(outlook), arguments, options)
             else:
                 error = self._wait_for(self._early, outlook)
                 step = self._early_step if self._early_step is not None else step
             self._leave(step, verdict.reason, error, time.monotonic() - begun_at)
+
+    def _save_and_go_on(
+        self, step: int, demand: Demand, count: int, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        saved = self._save_early(step, arguments, options)
+        # One that was left out, since another is in flight, is tried again after the next step.
+        if saved is None or not saved.skipped:
+            self._note_early(step, demand, saved, count)
 
     def _save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
         """Saves at once; training goes on. A failure is told, and does not end training: the last save is to come."""
@@ -182,24 +213,28 @@ class Guard:
             return None
         return saved if isinstance(saved, SaveHandle) else None
 
-    def _note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None) -> None:
+    def _note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None, count: int) -> None:
         if demand is Demand.SAVE:
-            self._forget()
+            # What was heard meanwhile may ask for more.
+            self._forget(count)
             return
         self._early_step, self._early_demand, self._early = step, demand, saved
         self._early_at = time.monotonic()
 
-    def _leave(self, step: int | None, reason: str, error: str, blocked_seconds: float) -> None:
+    def _leave(
+        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
+    ) -> None:
         """Leaves; if the user's `exit_fn` returns, training goes on, and a later notice works again."""
-        by_hand, advice = self.hearing.is_by_hand(), self.hearing.advice()
+        by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
+        advice, count = self.hearing.advice(), self.hearing.count
         self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
         self.leaving = False
-        self._forget()
+        self._forget(count)
 
-    def _forget(self) -> None:
+    def _forget(self, count: int) -> None:
         self._early = self._early_demand = None
         self._is_late_told = False
-        self.hearing.forget()
+        self.hearing.forget(count)
 
     def _outlook(self, *, is_resting: bool = False) -> Outlook:
         demand, left_seconds = self.hearing.demand()
@@ -216,7 +251,7 @@ class Guard:
 
     def _wait_for(self, saved: SaveHandle, outlook: Outlook) -> str:
         try:
-            self._departure.wait_committed(saved, _end_at(outlook))
+            self._departure.wait_committed(saved, end_at_of(outlook))
         except HoldfastError as failure:
             return failure.message
         return ""
@@ -224,10 +259,17 @@ class Guard:
     def _serve(self) -> None:
         """What the guard's own thread does."""
         while not self._is_closed():
-            self.hearing.listen(_ALERT_SECONDS if self.hearing.alarmed else _CALM_SECONDS)
-            if self.hearing.alarmed and not self.leaving:
-                self._act_behind()
-                self._tell_if_late()
+            self.hearing.listen(_ALERT_SECONDS if self._is_alert() else _CALM_SECONDS)
+            self._attend()
+
+    def _is_alert(self) -> bool:
+        return self.hearing.alarmed
+
+    def _attend(self) -> None:
+        """Does what is to be done beside the training thread."""
+        if self.hearing.alarmed and not self.leaving:
+            self._act_behind()
+            self._tell_if_late()
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -238,6 +280,7 @@ class Guard:
             rest = self._rest
             if rest is None or rest.is_refused or self._closed:
                 return
+            count = self.hearing.count
             outlook = self._outlook(is_resting=True)
             verdict = decide(outlook)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
@@ -251,7 +294,7 @@ class Guard:
             elif verdict.action is Action.SAVE:
                 # What comes after a rest in which there was nothing to be saved is saved when it is there.
                 if rest.mark is not None or outlook.demand is Demand.SAVE:
-                    self._note_early(rest.step, outlook.demand, rest.saved)
+                    self._note_early(rest.step, outlook.demand, rest.saved, count)
             else:
                 self.leaving = True
                 if not error and rest.saved is not None:
@@ -317,7 +360,7 @@ class Checkpointable:
             self._note(saved)
 
 
-def _end_at(outlook: Outlook) -> float | None:
+def end_at_of(outlook: Outlook) -> float | None:
     """When the last save has to be done, by the monotonic clock."""
     left = outlook.left_seconds
     return None if left is None else time.monotonic() + left - MARGIN_SECONDS / 2

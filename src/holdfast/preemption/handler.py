@@ -11,9 +11,9 @@ from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, SaveFailedError, StepExistsError, UsageError
-from holdfast.format.workers import Worker
 from holdfast.preemption.departure import Saves
-from holdfast.preemption.guard import Checkpointable, Guard
+from holdfast.preemption.guard import Checkpointable
+from holdfast.preemption.guards import make_guard
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
 from holdfast.save.exit import end_process
@@ -31,7 +31,6 @@ class Manager(Saves, Protocol):
 
     checkpoint: Checkpoint
     begin_anew: bool
-    worker: Worker
     restored: Restoration | None
 
     def save(
@@ -103,22 +102,18 @@ class PreemptionCheckpointHandler:
             NoWholeCheckpointError: If checkpoints are there but none is whole.
             StorageError: If the place fails.
         """
-        if not manager.worker.is_alone:
-            raise UsageError(
-                f"the job has {manager.worker.world_size} workers, which do not agree on a step to stop at yet",
-                hint='Save by policy, or give the manager cluster="alone" where each worker has a run of its own.',
-            )
         self._manager = manager
         self._process = os.getpid()
         self._closed = False
         self._in_step = False
         self._save_options: dict[str, Any] = {}
-        self._guard = Guard(manager, termination_config or TerminationConfig(), self._keep)
+        self._guard = make_guard(manager, termination_config or TerminationConfig(), self._keep)
         self._guard.rest(None)
         self._guard.open()
         try:
             self._calls, self.restored = _restore(manager, strict)
-        except BaseException:
+        except BaseException as error:
+            self._guard.fail(error)
             self._guard.close()
             raise
         self._begun_at = self._calls.count
@@ -142,9 +137,18 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             SaveFailedError: If saves by policy have failed.
+            PeerError: If another worker has failed: what ends `fn` on one of them, ends all, but for `StopIteration`.
+            ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
         """
         self._pass_boundary()
-        result = fn(*args, **kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            # Of several workers the others hear of it at once, also where it is caught further up.
+            cause = self._guard.fail(error)
+            if cause is not None:
+                raise cause from error
+            raise
         self._calls.count += 1
         return result
 
@@ -179,6 +183,7 @@ class PreemptionCheckpointHandler:
             SaveFailedError: If saves by policy have failed.
         """
         self._calls.count += 1
+        self._guard.is_tentative = True
         self._save_options = kwargs
         self._pass_boundary(*args, **kwargs)
 
@@ -214,11 +219,9 @@ class PreemptionCheckpointHandler:
         self._closed = True
         try:
             self._finish_step()
-            saved = self._guard.begin_steps()
-            if saved is not None:
-                self._note_saved(saved)
+            self._begin_steps()
             if not self._guard.leaving:
-                self._guard.pass_boundary(self._calls.count)
+                self._guard.pass_last(self._calls.count, is_over=True)
         finally:
             self._end()
 
@@ -233,14 +236,20 @@ class PreemptionCheckpointHandler:
         elif os.getpid() == self._process:
             # The step that failed may have changed half of the state: only what was saved before counts.
             self._closed = True
+            cause = self._guard.fail(error)
             self._end()
+            if cause is not None:
+                raise cause from error
 
     def _steps(self, total: int) -> Iterator[int]:
         while True:
             self._finish_step()
-            self._pass_boundary()
             if self._calls.count >= total:
+                self._begin_steps()
+                self._guard.pass_last(self._calls.count)
+                self._save_if_due()
                 return
+            self._pass_boundary()
             self._in_step = True
             yield self._calls.count
 
@@ -249,11 +258,17 @@ class PreemptionCheckpointHandler:
             self._calls.count += 1
             self._in_step = False
 
-    def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
+    def _begin_steps(self) -> None:
         saved = self._guard.begin_steps()
         if saved is not None:
             self._note_saved(saved)
+
+    def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_steps()
         self._guard.pass_boundary(self._calls.count, *args, **kwargs)
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
         handle = self._manager.save_if_due(self._calls.count)
         if handle is not None and not handle.skipped:
             self._note_saved(handle)

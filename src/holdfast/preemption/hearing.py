@@ -63,6 +63,11 @@ class Hearing:
         """What has not been dealt with."""
         return self._heard[self._settled :]
 
+    @property
+    def count(self) -> int:
+        """How many notices were heard, those that have been dealt with included."""
+        return len(self._heard)
+
     def open(self) -> None:
         """Begins to listen; waits for nothing.
 
@@ -96,7 +101,7 @@ class Hearing:
                 return False
         self._heard.append(Heard(notice, time.monotonic()))
         self.alarmed = True
-        if notice.by_hand:
+        if notice.by_hand and notice.insists:
             # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.
             os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
         self._bell.ring()
@@ -115,12 +120,15 @@ class Hearing:
         """How the job is started again, for people; or an empty string."""
         return next((each.notice.advice for each in self.pending if each.notice.advice), "")
 
-    def forget(self) -> None:
-        """What was heard until now has been dealt with."""
+    def forget(self, count: int) -> None:
+        """So many notices, counted from the beginning, have been dealt with."""
         # In this order: what is heard meanwhile is found, or rings the alarm again.
         self.alarmed = False
-        self._settled = len(self._heard)
+        self._settled = count
         self._rung.clear()
+        if self.pending:
+            self.alarmed = True
+            self._bell.ring()
 
     def note_leaving(self) -> None:
         """**Blocks.** Tells the sources that all is saved and the process leaves."""

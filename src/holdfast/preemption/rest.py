@@ -29,6 +29,19 @@ class Rest(msgspec.Struct):
         """Whether the state was found changed."""
         return bool(self.changed)
 
+    def find_change(self) -> str:
+        """**Blocks** as long as a look at all arrays takes. What keeps the state from being saved, noted in `changed`.
+
+        An empty string if nothing does, or it is saved already.
+        """
+        if self.mark is None or (self.saved is not None and not self.saved.failed):
+            return ""
+        changed = self.mark.changed
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
+        return self.changed
+
     def save(self) -> str:
         """**Blocks** while the state is copied, unless it is saved already.
 
@@ -38,10 +51,7 @@ class Rest(msgspec.Struct):
         if self.mark is None or self.step is None or (self.saved is not None and not self.saved.failed):
             return ""
         try:
-            changed = self.mark.changed
-            if changed:
-                more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-                self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
+            if self.find_change():
                 return self.changed
             self.saved = self.mark.save(self.step)
         except HoldfastError as failure:

@@ -77,8 +77,18 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sources if watcher is None else [*sources, Watcher(watcher)]
 
 
-def hear_interrupts() -> TerminationConfig:
-    """One that hears Ctrl-C alone."""
-    # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
-    is_main = threading.current_thread() is threading.main_thread()
-    return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])
+def make_termination(preemption: object) -> TerminationConfig:
+    """What the argument of that name stands for.
+
+    Raises:
+        UsageError: If it stands for nothing.
+    """
+    if isinstance(preemption, TerminationConfig):
+        return preemption
+    if preemption == "auto":
+        return TerminationConfig()
+    if preemption == "off":
+        # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
+        is_main = threading.current_thread() is threading.main_thread()
+        return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])
+    raise UsageError(f"preemption={preemption!r}", hint='It is "auto", "off" or a TerminationConfig.')

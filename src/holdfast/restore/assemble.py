@@ -32,7 +32,7 @@ def assign_parts(
     """**Blocks.** Finds out what is to be read of which file, before anything is.
 
     The index that was read already comes first: with the workers as they were, it has all that they alone held. Then
-    come those that it names, and only if something is missing still, the others in order of rank.
+    come those that it names, and only if something is missing still, the others, the likeliest first.
 
     Args:
         storage: Where the step lies.
@@ -58,7 +58,7 @@ def assign_parts(
     for index in opened.indexes:
         take(index)
     known = {index.rank for index in opened.indexes}
-    for rank in _list_ranks(opened.indexes, assignment.list_missing(), manifest.world_size):
+    for rank in _list_ranks(opened.indexes, assignment, manifest.world_size):
         if assignment.is_complete:
             break
         if rank not in known:
@@ -74,11 +74,17 @@ def assign_parts(
     return orders
 
 
-def _list_ranks(indexes: Sequence[Index], missing: set[str], world_size: int) -> Iterator[int]:
-    """The workers whose indexes to look into, the likeliest first."""
+def _list_ranks(indexes: Sequence[Index], assignment: Assignment, world_size: int) -> Iterator[int]:
+    """The workers whose indexes to look into, the likeliest first.
+
+    They are those that are named, and then those around the place at which something is missing: were all read from the
+    first on, a job of many workers would read more of indexes than of its state.
+    """
+    missing = assignment.list_missing()
     hinted = {rank for index in indexes for leaf in index.elsewhere if leaf.name in missing for rank in leaf.ranks}
     yield from sorted(hinted)
-    yield from range(world_size)
+    guess = int(assignment.guess_place() * world_size)
+    yield from sorted(range(world_size), key=lambda rank: abs(rank - guess))
 
 
 def read_orders(

@@ -21,9 +21,22 @@ _BATCH_BYTES: Final = 1 << 28
 
 
 def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
-    """**Pure.** The targets that may have something of the memory of another one, or of its copies."""
+    """**Pure.** The targets that may have something of the memory of another one, or of its copies.
+
+    Boxes of one leaf do not count: they may interleave, but have no element in common.
+    """
     owners, begins, ends = _lay_out(targets)
-    found = {id(owners[number]): owners[number] for number in sorted(find_overlapping(begins, ends))}
+    clusters: list[list[Target]] = []
+    reach = 0
+    for number in sorted(find_overlapping(begins, ends), key=begins.__getitem__):
+        if not clusters or begins[number] >= reach:
+            clusters.append([])
+        clusters[-1].append(owners[number])
+        reach = max(reach, ends[number])
+    found: dict[int, Target] = {}
+    for cluster in clusters:
+        if len({target.leaf for target in cluster}) > 1 or any(target.copies for target in cluster):
+            found.update((id(target), target) for target in cluster)
     return list(found.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from holdfast.errors import ClosedError, StepExistsError, UsageError
@@ -114,20 +114,9 @@ def check_switches(**switches: object) -> None:
             raise UsageError(f"{name}={value!r} is neither True nor False")
 
 
-def check_liveness(seconds: object) -> None:
-    """**Pure.** How long a worker may be silent.
-
-    Raises:
-        UsageError: If it is no length of time.
-    """
-    if not isinstance(seconds, int | float) or not LEAST_LIVENESS_SECONDS <= seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"liveness_seconds={seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
-            hint="A worker gives fifteen signs of life in that time.",
-        )
-
-
-def check_numbers(failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object) -> None:
+def check_numbers(
+    failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object, liveness_seconds: object
+) -> None:
     """**Pure.** Counts and times.
 
     Raises:
@@ -138,9 +127,44 @@ def check_numbers(failures_allowed: object, timeout_seconds: object, threads: ob
             raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
     if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
+    check_liveness(liveness_seconds)
     is_size = isinstance(reserve_bytes, int) and not isinstance(reserve_bytes, bool) and reserve_bytes >= 0
     if reserve_bytes not in (None, "auto") and not is_size:
         raise UsageError(f"reserve_bytes={reserve_bytes!r} is no number of bytes", hint='Or it is "auto", or None.')
+
+
+def check_liveness(seconds: object) -> None:
+    """**Pure.** After how long without a sign of life a worker is taken for dead.
+
+    Raises:
+        UsageError: If it is no such time.
+    """
+    if not isinstance(seconds, int | float) or not LEAST_LIVENESS_SECONDS <= seconds <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"liveness_seconds={seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
+            hint="A worker gives fifteen signs of life in that time.",
+        )
+
+
+def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:
+    """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
+
+    Raises:
+        UsageError: If one is too like an option's, or its value is one.
+    """
+    from difflib import get_close_matches
+
+    for name, value in objects.items():
+        if hasattr(value, "decide_save") or hasattr(value, "choose_kept"):
+            raise UsageError(
+                f"{name}={value!r} is a policy, and {name!r} is no option of resumable",
+                hint="Policies are given as save_every= and keep=.",
+            )
+        for option in get_close_matches(name, options, 1, 0.8):
+            raise UsageError(
+                f"{name!r} is no option of resumable, and too like {option!r} to be an object's name",
+                hint=f"Write {option}=, or give the object another name.",
+            )
 
 
 def check_directory(storage: Storage) -> None:

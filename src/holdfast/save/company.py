@@ -115,6 +115,8 @@ class Company:
             plan = self._plan
             if plan is not None and plan.step <= moment.step:
                 self._plan = None
+                if moment.last_saved_step == moment.step:
+                    return None  # All have saved it meanwhile, for another reason.
                 self._watched = self._key_of_missed(plan.number) if self.peers.is_leader else ""
                 return plan.reason
             if plan is not None or not self.peers.is_leader:
@@ -134,6 +136,10 @@ class Company:
         with self._lock:
             watched, self._watched = self._watched, ""
         return Exchange(self.peers, self._places.take(step), watched)
+
+    def send(self, errand: Callable[[], object]) -> None:
+        """Has something said to the others soon, by a thread that may wait for the store."""
+        self._courier.send(errand)
 
     def tell(self, exchange: Exchange, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
@@ -190,6 +196,8 @@ class Company:
             if plan.epoch == self._places.epoch and not is_missed:
                 self._plan = plan
         if is_missed:
+            # Otherwise those who were there would seem to be as far as this worker is when it saves next.
+            self._places.pass_by()
             reason = f"rank {self.peers.rank} was at step {step} when it heard of a save at step {plan.step}"
             self.peers.cluster.set(self._key_of_missed(plan.number), reason.encode())
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import msgspec
-from msgspec.structs import replace
 
-from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, SaveFailedError
+from holdfast.errors import HoldfastError, OutOfMemoryError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
@@ -33,7 +32,7 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
 from holdfast.save.order import SaveOrder
-from holdfast.save.overlap import StepHold
+from holdfast.save.overlap import StepHold, keep_steady
 from holdfast.save.places import LeftOutError
 from holdfast.save.prepare import Preparation
 from holdfast.save.reports import SaveReports
@@ -76,6 +75,7 @@ class Saver:
         timeout_seconds: float,
         incremental: bool,
         reuse_space: bool,
+        check_replicas: bool = False,
         company: Company | None = None,
     ) -> None:
         self._storage = storage
@@ -84,10 +84,11 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        self._joint = None if company is None else JointLine(line, storage, company.peers, company.left_behind)
+        self._joint = None if company is None else JointLine(line, storage, company, emit)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker
+        self._check_replicas = check_replicas
         self._emit = emit
         self._threads = threads
         self._buffer = HostBuffer()
@@ -96,8 +97,6 @@ class Saver:
         self._captures = Captures()
         self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
         self._held_seconds = 0.0
-        # Leaves that changed although they were held: from then on they are copied at once.
-        self._unsteady: set[str] = set()
         self._reports = reports
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._crew: Crew | None = None
@@ -135,16 +134,9 @@ class Saver:
         Raises:
             UnsupportedValueError: If something cannot be stored.
         """
-        if self._hold is None:
-            return capture_objects(objects, self._captures, worker=self._worker)
-        captured = capture_objects(objects, self._captures, self._hold.try_hold, self._worker)
-        steady = (
-            place
-            for place in captured.held
-            if captured.names[place] not in self._unsteady
-            and captured.backends[place].version(captured.arrays[place]) is not None
-        )
-        return replace(captured, held=frozenset(steady))
+        hold = None if self._hold is None else self._hold.try_hold
+        captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
+        return captured if self._hold is None else keep_steady(captured, self._hold.unsteady)
 
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.
@@ -188,10 +180,10 @@ class Saver:
             return error
         staging.copy_now(crew)
         self._held_seconds = 0.0
-        if not captured.held:
+        if not captured.has_held:
             handle.mark_staged()
         elif self._hold is not None:
-            self._hold.begin(order.step)
+            self._hold.begin(order.step, staging.check_unchanged)
         return staging
 
     def restart_clock(self) -> None:
@@ -276,12 +268,8 @@ class Saver:
 
     def _copy_later(self, work: _Work, staging: Staging) -> None:
         """Copies what is held, and lets go of it."""
-        if staging.captured.held:
-            try:
-                staging.copy_later(work.crew, self._let_go)
-            except ChangedError as error:
-                self._unsteady.update(error.leaves)
-                raise
+        if self._hold is not None and staging.captured.has_held:
+            self._hold.copy(partial(staging.copy_later, work.crew, self._let_go))
             work.handle.mark_staged()
 
     def _let_go(self, transfers: list[Transfer]) -> None:
@@ -310,6 +298,8 @@ class Saver:
                     size_bytes=receipts.size_bytes,
                 )
             )
+            if self._hold is not None and staging.captured.has_held:
+                self._hold.make_sure()
             self._line.commit(receipts, name, order.metrics, order.metadata)
         except BaseException:
             if self._joint is None:

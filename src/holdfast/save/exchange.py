@@ -8,11 +8,14 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
-from holdfast.errors import FencedError, HoldfastError, UsageError
+from holdfast.errors import AbsentError, FencedError, HoldfastError, UsageError
+from holdfast.save.inquiry import Inquiry
 from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
+from holdfast.save.replicas import Holding
 
 _T = TypeVar("_T")
 
@@ -32,6 +35,7 @@ class Exchange:
     Attributes:
         place: Which save it is.
         was_missed: True once the leader has found that another worker had heard of it too late.
+        inquiry: What the leader asks where workers do not hold the same.
     """
 
     def __init__(self, peers: Peers, position: Position, watched: str = "") -> None:
@@ -47,10 +51,13 @@ class Exchange:
         self._watched = watched
         self.place = position.place
         self.was_missed = False
+        self.inquiry = Inquiry(peers, self._key)
+        # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
+        self._is_over = False
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
-        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(self._position))
+        self._announce(self._position)
 
     def put_name(self, record: NameRecord) -> None:
         """The leader says where to write."""
@@ -65,8 +72,12 @@ class Exchange:
         """
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
-    def hand_in(self, record: PartRecord) -> None:
+    def hand_in(self, record: PartRecord, holding: Holding) -> None:
         """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
+
+        Args:
+            record: What to say.
+            holding: What to say of what it holds together with others, if it is asked.
 
         Raises:
             PeerError: If another worker has failed, or the leader is gone or has not committed in time.
@@ -75,7 +86,7 @@ class Exchange:
         """
         self._put(f"part/{self._peers.rank}", record)
         what = f"commit step {self.place.step}"
-        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what))
+        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what, holding=holding))
 
     def collect_parts(self) -> list[PartRecord]:
         """**Blocks.** What all workers but the leader have made to last, in order of rank.
@@ -122,6 +133,8 @@ class Exchange:
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
+        if self._is_over:
+            return
         end = EndRecord(failure=self._peers.describe(error))
         with suppress(HoldfastError):
             if self._decide(end).is_well and self._peers.is_leader:
@@ -130,6 +143,8 @@ class Exchange:
 
     def leave(self) -> None:
         """Says that this worker has done with the save, whatever came of it. Does what can be done."""
+        if self._is_over:
+            return
         with suppress(HoldfastError):
             self._peers.cluster.set(self._key(f"left/{self._peers.rank}"), b"")
 
@@ -137,11 +152,21 @@ class Exchange:
         """Whether another worker has done with the save."""
         return self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None
 
-    def forget(self) -> None:
-        """Deletes all that was said: nobody reads it any more."""
+    def forget(self, *, is_newest: bool) -> None:
+        """The leader deletes all that was said: whoever lives reads it no more.
+
+        Args:
+            is_newest: Whether it has come to no other save since. Then whoever was taken for dead, and comes to this
+                one after all, learns that it is too late.
+        """
+        with suppress(HoldfastError):
+            self.inquiry.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
+        if is_newest:
+            with suppress(HoldfastError):
+                self._announce(replace(self._position, has_ended=True))
 
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
@@ -168,6 +193,7 @@ class Exchange:
         what: str,
         ranks: Callable[[], Collection[int]] | None = None,
         begun_at: float | None = None,
+        holding: Holding | None = None,
     ) -> _T:
         """What is said under a name, unless the save ends otherwise before.
 
@@ -178,6 +204,7 @@ class Exchange:
             what: What they have to do before.
             ranks: Gives all that are to do it, if that is more; they must live as well.
             begun_at: When the wait for all of them began.
+            holding: What to answer a question of the leader with; None if none can come yet.
         """
         look_at = time.monotonic()
 
@@ -189,12 +216,13 @@ class Exchange:
                     self._check_way(rank)
             return ranks() if ranks is not None else doers
 
-        own, verdict = self._key(name), self._key("verdict")
-        keys = [own, *([self._watched] if self._watched else [])]
-        # The result is said after the verdict, and says more; all else does not matter any more when there is one.
-        key, value = self._peers.wait_any(
-            [*keys, verdict] if name == "result" else [verdict, *keys], watch, what, begun_at
-        )
+        own, verdict, question = self._key(name), self._key("verdict"), self.inquiry.question
+        # When there is a verdict, all else does not matter any more. The result comes behind it.
+        keys = [verdict, own] if holding is None else [verdict, question]
+        key, value = self._peers.wait_any([*keys, *([self._watched] if self._watched else [])], watch, what, begun_at)
+        if key == question and holding is not None:
+            self.inquiry.answer(value, holding)
+            key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         if key == self._watched:
             self.was_missed = True
             self._raise_unless_well(self._decide(EndRecord(left_out=value.decode())))
@@ -213,6 +241,13 @@ class Exchange:
         if position.is_beyond(self._position):
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
+        if position.has_ended and position.place == self.place and rank == LEADER:
+            self._is_over = True
+            text = f"came to the save of step {self.place.step} when the others had given it up"
+            raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
+
+    def _announce(self, position: Position) -> None:
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
 
     def _put(self, name: str, record: msgspec.Struct) -> None:
         self._peers.cluster.set(self._key(name), msgspec.json.encode(record))
@@ -221,4 +256,5 @@ class Exchange:
         return self._peers.key(self.place.key(name))
 
 
+_LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"
 _WAY_HINT: Final = "All workers have to save the same steps, in the same order."

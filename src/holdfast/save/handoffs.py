@@ -8,7 +8,7 @@ from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.leaves import Skeleton
+from holdfast.state.leaves import Replica, Skeleton
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -21,6 +21,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
+        replicas: The boxes that other workers hold too.
+        witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
     """
 
     layout: Layout
@@ -29,6 +31,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE
+    replicas: tuple[Replica, ...] = ()
+    witnesses: Snapshot | None = None
 
 
 class Receipts(msgspec.Struct, frozen=True):

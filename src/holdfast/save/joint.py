@@ -6,29 +6,34 @@ others learn from it where to write, and how it went. All of this is behind trai
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import HoldfastError
+from holdfast.errors import ClusterError, HoldfastError, PeerError
+from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
+from holdfast.save.company import Company
 from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
 from holdfast.save.places import NameRecord, PartRecord
+from holdfast.save.replicas import Holding, make_holding
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_MOST_TOLD: Final = 100
+"""So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
 
 
 class _Ending(msgspec.Struct):
@@ -52,16 +57,20 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, peers: Peers, left_behind: queue.SimpleQueue[Exchange]) -> None:
-        self._left_behind = left_behind
+    def __init__(self, line: Line, storage: Storage, company: Company, emit: Sink) -> None:
         self._line = line
         self._storage = storage
-        self._peers = peers
+        self._company = company
+        self._peers = company.peers
+        self._emit = emit
         self._exchange: Exchange | None = None
+        self._holding = Holding((), ())
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
         self._endings: list[_Ending] = []
+        # Whether the store did not answer in this save: then nobody is made to wait for it once more.
+        self._is_cut_off = False
 
     @property
     def generation(self) -> int | None:
@@ -74,7 +83,7 @@ class JointLine:
 
     def begin(self, exchange: Exchange) -> None:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
-        self._exchange, self._debris = exchange, None
+        self._exchange, self._debris, self._is_cut_off = exchange, None, False
 
     def open(self, origin: StepName | None) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
@@ -108,7 +117,9 @@ class JointLine:
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes what is this worker's, and makes it last."""
-        return self._line.write(snapshot, name, crew, metrics)
+        receipts = self._line.write(snapshot, name, crew, metrics)
+        self._holding = make_holding(snapshot, crew, self._holding)
+        return receipts
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -117,12 +128,15 @@ class JointLine:
 
         A crash of the leader after the publication leaves a whole checkpoint that nobody has spoken of.
         """
-        exchange = self._now
+        exchange, holding = self._now, self._holding
         if not self._peers.is_leader:
-            exchange.hand_in(PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes))
+            part = PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes, holding.groups)
+            exchange.hand_in(part, holding)
             self._line.note_committed()
             return
-        together = _put_together([receipts, *map(_receipts_of, exchange.collect_parts())])
+        parts = exchange.collect_parts()
+        divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
+        together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
@@ -130,14 +144,29 @@ class JointLine:
         exchange.agree()
         self._line.commit(together, name, metrics, metadata)
         exchange.tell_committed()
+        for leaf, ranks in divergences[:_MOST_TOLD]:
+            self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
+        if len(divergences) > _MOST_TOLD:
+            more = len(divergences) - _MOST_TOLD
+            self._emit(
+                Warned(text=f"step {name.step}: {more} tensors more differ between workers that hold them alike")
+            )
 
     def note_debris(self, name: StepName) -> None:
         """The attempt has failed; the others may still be writing there."""
         self._debris = name
 
     def tell(self, error: BaseException) -> None:
-        """**Blocks.** Tells the others of a failure here, unless they know how the save ends."""
-        if self._exchange is not None:
+        """**Blocks.** Tells the others of a failure here, unless they know how the save ends.
+
+        It does not block if it is the store that has failed: then they are told when it answers again, if it does.
+        """
+        if self._exchange is None:
+            return
+        self._is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
+        if self._is_cut_off:
+            self._company.send(partial(self._exchange.tell, error))
+        else:
             self._exchange.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
@@ -159,11 +188,14 @@ class JointLine:
         if exchange is None:
             return []
         if not self._peers.is_leader:
-            exchange.leave()
+            if self._is_cut_off:
+                self._company.send(exchange.leave)
+            else:
+                exchange.leave()
             return []
         others = range(1, self._peers.world_size)
-        while not self._left_behind.empty():
-            self._endings.append(_Ending(self._left_behind.get(), set(others), None))
+        while not self._company.left_behind.empty():
+            self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
         newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
         end_at = time.monotonic() + ANSWER_SECONDS
@@ -177,7 +209,7 @@ class JointLine:
         ended = [ending for ending in self._endings if not ending.ranks]
         self._endings = [ending for ending in self._endings if ending.ranks]
         for ending in ended:
-            ending.exchange.forget()
+            ending.exchange.forget(is_newest=ending is newest)
         return [ending.debris for ending in ended if ending.debris is not None]
 
     @property

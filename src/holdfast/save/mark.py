@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from holdfast.save.handle import SaveHandle
 from holdfast.state.leaves import Captured
@@ -43,7 +44,8 @@ class Mark(msgspec.Struct, frozen=True):
         Raises:
             HoldfastError: As the manager's `save`.
         """
-        return self._save(step, self._captured)
+        # What others write is not traced, so that it cannot be compared any more.
+        return self._save(step, replace(self._captured, witnesses=None))
 
 
 _UNKNOWN: _Trace = (None, None, b"")

@@ -3,30 +3,74 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
-from holdfast.errors import DeadlineError
+from msgspec.structs import replace
+
+from holdfast.errors import ChangedError, DeadlineError
 from holdfast.gate import Gate
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import Transfer
+from holdfast.state.leaves import WITNESS, Captured, Transfer
+
+_LOOK_SECONDS: Final = 0.005
+_SOON_SECONDS: Final = 0.02
+"""Within it, a training thread that does not hang has left the call that it was in."""
 
 
 @dataclass(slots=True)
 class _Copying:
-    """One copy under way: the gate opens when `transfers` are all that is left of it."""
+    """One copy under way.
+
+    Attributes:
+        step: The step that is being saved.
+        check: Raises a `ChangedError` if something has changed since it was captured.
+        trainer: The thread that had the step saved.
+        gate: Opens when `transfers` are all that is left of the copy.
+        transfers: What devices are still copying.
+        moved: Whether the trainer has left the call that it was in when the copy had ended; None before that.
+        settled: Opens when it is known whether something had changed.
+        error: What had changed, or None.
+    """
 
     step: int
+    check: Callable[[], None]
+    trainer: int = field(default_factory=threading.get_ident)
     gate: Gate = field(default_factory=Gate)
     transfers: list[Transfer] = field(default_factory=list)
+    moved: Callable[[], bool] | None = None
+    settled: Gate = field(default_factory=Gate)
+    error: ChangedError | None = None
+    # Guards that it is settled once.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> None:
+        with self.lock:
+            if not self.settled.is_open:
+                try:
+                    self.check()
+                except ChangedError as error:
+                    self.error = error
+                self.settled.open()
 
 
 class StepHold:
-    """Holds up the steps of optimizers while what they change is being copied.
+    """Holds up the steps of optimizers while what they change is being copied, and finds what else has changed it.
 
-    `try_hold`, `begin` and the steps themselves belong to the training thread, `release` to the thread that copies.
+    A change is counted when the call that makes it ends. One that has begun before the copy ended may count after that,
+    so the counts say enough only when the training thread has been seen outside of the call that it was in by then: in
+    the hook before the next step, in a wait for the save, or at another place in its program.
+
+    `try_hold`, `begin` and the steps themselves belong to the training thread, all else to the thread that copies.
+
+    Attributes:
+        unsteady: Leaves that have changed although they were held: from then on they are copied at once.
     """
 
     def __init__(self, timeout_seconds: float, report: Callable[[int, float], None]) -> None:
@@ -39,7 +83,10 @@ class StepHold:
         self._timeout_seconds = timeout_seconds
         self._report = report
         self._process = os.getpid()
+        self.unsteady: set[str] = set()
+        # What the next step waits for, and what the thread that copies is about.
         self._copying: _Copying | None = None
+        self._newest: _Copying | None = None
         # By object: what takes the hook away, or None for one that takes none.
         self._hooks: weakref.WeakKeyDictionary[object, Callable[[], None] | None] = weakref.WeakKeyDictionary()
 
@@ -51,9 +98,14 @@ class StepHold:
             self._hooks[obj] = adapter.before_step(obj, lambda: _call(wait))
         return self._hooks[obj] is not None
 
-    def begin(self, step: int) -> None:
-        """From now on steps wait, until `release`."""
-        self._copying = _Copying(step)
+    def begin(self, step: int, check: Callable[[], None]) -> None:
+        """From now on steps wait, until `release`.
+
+        Args:
+            step: The step that is being saved.
+            check: Raises a `ChangedError` if something has changed since it was captured.
+        """
+        self._copying = self._newest = _Copying(step, check)
 
     def release(self, transfers: list[Transfer]) -> None:
         """Lets steps go on, behind what devices are still copying; harmless twice."""
@@ -61,6 +113,59 @@ class StepHold:
         if copying is not None and not copying.gate.is_open:
             copying.transfers = transfers
             copying.gate.open()
+
+    def copy(self, make: Callable[[], None]) -> None:
+        """**Blocks.** Makes the copy.
+
+        Raises:
+            ChangedError: If something is seen to have changed under it.
+        """
+        copying = self._newest
+        assert copying is not None
+        with self._noting_unsteady():
+            make()
+            copying.moved = where_moved(copying.trainer)
+            # As a rule it is certain at once, and not asked again: changes that come later are no harm.
+            self._try_settle(copying, _SOON_SECONDS)
+
+    def make_sure(self) -> None:
+        """**Blocks** until it is certain that nothing had changed before the copy ended.
+
+        Raises:
+            ChangedError: If something had.
+            DeadlineError: If it stays uncertain, as in a call that does not end.
+        """
+        copying = self._newest
+        assert copying is not None
+        with self._noting_unsteady():
+            if not self._try_settle(copying, self._timeout_seconds):
+                raise DeadlineError(
+                    f"for {self._timeout_seconds:g} s after the copy of step {copying.step}, training was in one call",
+                    hint="It may be changing what was copied. Find out where it hangs, or use overlap_copy=False.",
+                )
+
+    def _try_settle(self, copying: _Copying, timeout_seconds: float) -> bool:
+        end_at = time.monotonic() + timeout_seconds
+        while not copying.settled.is_open:
+            if copying.moved is not None and copying.moved():
+                # A call that runs Python code within itself counts its change a moment after that code.
+                copying.settled.wait(_LOOK_SECONDS)
+                copying.settle()
+            elif time.monotonic() >= end_at:
+                return False
+            else:
+                copying.settled.wait(_LOOK_SECONDS)
+        if copying.error is not None:
+            raise copying.error
+        return True
+
+    @contextmanager
+    def _noting_unsteady(self) -> Iterator[None]:
+        try:
+            yield
+        except ChangedError as error:
+            self.unsteady.update(error.leaves)
+            raise
 
     def wait(self) -> None:
         """**Blocks.** Called before each step.
@@ -79,6 +184,8 @@ class StepHold:
             )
         for transfer in copying.transfers:
             transfer.hold()
+        # The step itself is a change, and may be made once this is over.
+        copying.settle()
         self._copying = None
         self._report(copying.step, time.monotonic() - begun_at)
 
@@ -88,6 +195,40 @@ class StepHold:
             if remove is not None:
                 remove()
         self._hooks.clear()
+
+
+def keep_steady(captured: Captured, unsteady: Collection[str]) -> Captured:
+    """Holds no more than what is known to change by a step alone.
+
+    Args:
+        captured: What was captured.
+        unsteady: The names of leaves that have changed otherwise.
+    """
+    steady = (
+        place
+        for place in captured.held
+        if captured.names[place].partition(WITNESS)[0] not in unsteady
+        and captured.backends[place].version(captured.arrays[place]) is not None
+    )
+    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, unsteady)
+    return replace(captured, held=frozenset(steady), witnesses=witnesses)
+
+
+def where_moved(thread: int) -> Callable[[], bool]:
+    """Notes where in its program another thread is, and gives what tells whether it is elsewhere by now.
+
+    A thread that waits for a save, or has ended, counts as elsewhere. One that has come back to the same place does
+    not, since it cannot be told from one that is there still.
+    """
+    begin = _where(thread)
+    return lambda: begin is None or _where(thread) != begin
+
+
+def _where(thread: int) -> tuple[int, int] | None:
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code is Gate.wait.__code__:
+        return None
+    return id(frame), frame.f_lasti
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

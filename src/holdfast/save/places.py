@@ -5,6 +5,7 @@ restored, the step, and the how manieth try at that step it is.
 
     save/PLACE/name           the directory, by the leader
     save/PLACE/part/RANK      what a worker has written
+    save/PLACE/question       what the leader asks some workers; see `save/inquiry.py`
     save/PLACE/verdict        whether it is to be committed: written once, by whoever knows first
     save/PLACE/result         how the commit went, by the leader
     save/PLACE/left/RANK      that a worker has done with this save
@@ -23,6 +24,7 @@ import msgspec
 from holdfast.cluster.peers import Failure
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
+from holdfast.save.replicas import Group
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -49,10 +51,12 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         count: How many saves it has come to.
         place: The last of them.
+        has_ended: Whether all that was said about that one has been deleted.
     """
 
     count: int
     place: Place
+    has_ended: bool = False
 
     def is_beyond(self, other: Position) -> bool:
         """Whether a worker at this position will not come to that of another one any more."""
@@ -79,6 +83,11 @@ class Places:
         with self._lock:
             self._epoch += 1
             self._turns = {}
+
+    def pass_by(self) -> None:
+        """A save was asked for that this worker could not come to: it is past it all the same."""
+        with self._lock:
+            self._count += 1
 
     def take(self, step: int) -> Position:
         """Where the next save of a step has its place."""
@@ -116,11 +125,13 @@ class PartRecord(msgspec.Struct, frozen=True):
         worker: Its record for the manifest.
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
+        groups: What it says of what it holds together with others.
     """
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
     has_boxes: bool
+    groups: list[Group]
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,7 +15,7 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Transfer
+from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
 
 Job: TypeAlias = Callable[[], object]
@@ -41,6 +41,7 @@ class Stager:
     def __init__(self, buffer: HostBuffer) -> None:
         self._buffer = buffer
         self._plan: _Plan | None = None
+        self._witness_plan: _Plan | None = None
 
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; nothing is copied yet.
@@ -48,9 +49,19 @@ class Stager:
         Raises:
             UsageError: If there are more arrays than a header can name.
         """
-        plan = self._plan_for(captured, {"format": "holdfast", "step": str(step)})
+        plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
+        others = captured.witnesses
+        if others is None:
+            return self._lay_out(plan, captured, self._buffer.take(plan.layout.padded_bytes), None)
+        other_plan = self._witness_plan = _plan_for(others, {}, self._witness_plan)
+        # One memory for both, which begins and ends with the buffer.
+        middle = plan.layout.padded_bytes
+        memory = self._buffer.take(middle + other_plan.layout.padded_bytes)
+        witnesses = self._lay_out(other_plan, others, memory[middle:], None)
+        return self._lay_out(plan, captured, memory[:middle], witnesses)
+
+    def _lay_out(self, plan: _Plan, captured: Captured, image: memoryview, witnesses: Staging | None) -> Staging:
         layout = plan.layout
-        image = self._buffer.take(layout.padded_bytes)
         image[: len(layout.header)] = layout.header
         # The buffer may hold an older snapshot behind the end of this one.
         image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
@@ -58,33 +69,24 @@ class Stager:
         moves = plan.moves
         if moves is None or not moves.fits(captured, base):
             moves = plan.moves = _plan_moves(plan, captured, base)
-        snapshot = Snapshot(layout, image, captured.objects, captured.boxes, captured.elsewhere, captured.worker)
-        staging = Staging(snapshot, captured)
+        snapshot = Snapshot(
+            layout,
+            image,
+            captured.objects,
+            captured.boxes,
+            captured.elsewhere,
+            captured.worker,
+            captured.replicas,
+            None if witnesses is None else witnesses.snapshot,
+        )
+        staging = Staging(snapshot, captured, witnesses)
         staging.now += moves.now
         staging.later += moves.later
+        # What is held may be given other memory before it is copied: these keep the memory that it has now.
+        staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
+        staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
         self._add_others(staging, moves, plan, captured)
-        staging.versions = [captured.backends[place].version(captured.arrays[place]) for place in staging.held]
         return staging
-
-    def _plan_for(self, captured: Captured, metadata: dict[str, str]) -> _Plan:
-        plan = self._plan
-        if plan is not None and plan.names == captured.names and plan.specs == captured.specs:
-            layout = relabel(plan.layout, metadata)
-            if layout is not None:
-                plan.layout = layout
-                return plan
-        arrays = [(name, spec.dtype, spec.shape) for name, spec in zip(captured.names, captured.specs, strict=True)]
-        layout = plan_layout(arrays, metadata)
-        places = {name: place for place, name in enumerate(captured.names)}
-        self._plan = _Plan(
-            captured.names,
-            captured.specs,
-            layout,
-            [places[place.name] for place in layout.places],
-            [place.begin for place in layout.places],
-            [place.end - place.begin for place in layout.places],
-        )
-        return self._plan
 
     def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> None:
         """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library."""
@@ -99,7 +101,8 @@ class Stager:
                     self._buffer.pin(devices.pin)
                     moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
                 for batch in _batches(own, plan.sizes):
-                    arrays = [captured.arrays[plan.order[place]] for place in batch]
+                    leaves = [plan.order[place] for place in batch]
+                    arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]
                     jobs.append(partial(staging.transfer, backend, arrays, offsets, moment))
 
@@ -111,41 +114,40 @@ class Staging:
     Attributes:
         snapshot: What it becomes.
         captured: What is copied, kept until it is.
+        witnesses: The same for what other workers write, and is to be compared.
         now: Copies that have to be made before anything goes on.
         later: Copies of what is held: what nothing but a step changes, which waits for them.
-        versions: Of what is held, how often it had been changed when it was captured.
+        kept: What is held, by its place: another array of the same memory, which lasts as long as this.
+        versions: How often each of these had been changed when it was captured.
     """
 
     snapshot: Snapshot
     captured: Captured
+    witnesses: Staging | None = None
     now: list[Job] = field(default_factory=list)
     later: list[Job] = field(default_factory=list)
+    kept: dict[int, Any] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     _transfers: list[Transfer] = field(default_factory=list)
 
-    @property
-    def held(self) -> list[int]:
-        """The places of what is held, in order."""
-        return sorted(self.captured.held)
-
     def copy_now(self, crew: Crew) -> None:
         """**Blocks.** Makes the copies that training waits for."""
-        crew.run(self.now)
+        crew.run([job for one in self._all for job in one.now])
         self._finish_transfers()
 
     def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
-        """**Blocks.** Makes the other copies, and makes sure that nothing has changed under them.
+        """**Blocks.** Makes the other copies.
 
         Args:
             crew: The threads that copy.
             started: Called when all copies are made, or made by devices that can be told to wait for them.
 
         Raises:
-            ChangedError: If something has changed.
+            ChangedError: If something is seen to have changed under them.
         """
-        crew.run(self.later)
-        self._check_versions()
-        started(list(self._transfers))
+        crew.run([job for one in self._all for job in one.later])
+        self.check_unchanged()
+        started([transfer for one in self._all for transfer in one._transfers])
         self._finish_transfers()
 
     def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
@@ -155,17 +157,28 @@ class Staging:
         elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
             self._transfers.append(transfer)
 
-    def _finish_transfers(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
+    @property
+    def _all(self) -> list[Staging]:
+        return [self] if self.witnesses is None else [self, self.witnesses]
 
-    def _check_versions(self) -> None:
-        captured = self.captured
+    def _finish_transfers(self) -> None:
+        for one in self._all:
+            for transfer in one._transfers:
+                transfer.wait()
+            one._transfers.clear()
+
+    def check_unchanged(self) -> None:
+        """**Thread-safe.** Looks whether what is held has been changed since it was captured, or has lost its memory.
+
+        Raises:
+            ChangedError: If so.
+        """
         changed = [
-            captured.names[place]
-            for place, version in zip(self.held, self.versions, strict=True)
-            if captured.backends[place].version(captured.arrays[place]) != version
+            one.captured.names[place].partition(WITNESS)[0]
+            for one in self._all
+            for (place, kept), version in zip(one.kept.items(), one.versions, strict=True)
+            if one.captured.backends[place].version(kept) != version
+            or one.captured.backends[place].address(kept) != one.captured.addresses[place]
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -196,6 +209,26 @@ class _Plan(msgspec.Struct):
     begins: list[int]
     sizes: list[int]
     moves: _Moves | None = None
+
+
+def _plan_for(captured: Captured, metadata: dict[str, str], plan: _Plan | None) -> _Plan:
+    """What follows for these arrays; the plan of the save before, if they are the same."""
+    if plan is not None and plan.names == captured.names and plan.specs == captured.specs:
+        layout = relabel(plan.layout, metadata)
+        if layout is not None:
+            plan.layout = layout
+            return plan
+    arrays = [(name, spec.dtype, spec.shape) for name, spec in zip(captured.names, captured.specs, strict=True)]
+    layout = plan_layout(arrays, metadata)
+    places = {name: place for place, name in enumerate(captured.names)}
+    return _Plan(
+        captured.names,
+        captured.specs,
+        layout,
+        [places[place.name] for place in layout.places],
+        [place.begin for place in layout.places],
+        [place.end - place.begin for place in layout.places],
+    )
 
 
 @dataclass(slots=True)

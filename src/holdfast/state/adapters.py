@@ -93,6 +93,10 @@ class Loading(Protocol):
         """
         ...
 
+    def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
+        """The shape of the stored array that a node refers to; None if it refers to none."""
+        ...
+
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict whose keys are plain strings.
 

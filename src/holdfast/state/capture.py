@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
@@ -85,15 +87,22 @@ def capture_objects(
         sharing = Sharing(worker, check_replicas=check_replicas)
         capturing = _Capturing(scene, captures or Captures(), sharing)
         skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
-        held: set[int] = set()
         for _, obj in scene.members if hold is not None else ():
             adapter = adapter_of(obj)
             if hold is not None and adapter is not None and hold(obj, adapter):
-                held.update(capturing.places_of(adapter.stepped_arrays(obj)))
-        return capturing.captured(skeletons, frozenset(held))
+                capturing.note_held(adapter.stepped_arrays(obj))
+        return capturing.captured(skeletons)
 
 
 _ANY = Adapter()
+
+
+class _Shared(NamedTuple):
+    """A leaf of which other workers may have a part, or all: its name, and the places of its arrays."""
+
+    name: str
+    written: range
+    witnesses: range
 
 
 class _Capturing(Encoder):
@@ -102,8 +111,11 @@ class _Capturing(Encoder):
     def __init__(self, scene: Cast, captures: Captures, sharing: Sharing) -> None:
         super().__init__()
         self._sharing = sharing
-        # By library and memory: the name of a leaf that is not simply one array, and the places of its arrays.
-        self._shared: dict[Hashable, tuple[str, list[int]]] = {}
+        # By library and memory: a leaf that is not simply one array.
+        self._shared: dict[Hashable, _Shared] = {}
+        # The places of what is held, among what is written and among the witnesses.
+        self._held: set[int] = set()
+        self._held_witnesses: set[int] = set()
         # What was looked at: another array might get the identity of one that is gone.
         self._kept: list[Sharding] = []
         self._scene = scene
@@ -118,10 +130,13 @@ class _Capturing(Encoder):
         # Banks that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
         self._banks: list[tuple[int, Bank]] = []
 
-    def captured(self, skeletons: dict[str, Node], held: frozenset[int]) -> Captured:
+    def captured(self, skeletons: dict[str, Node]) -> Captured:
         """All that was taken."""
         columns = self._columns
         sharing = self._sharing
+        witnesses = None
+        if sharing.checks_replicas:
+            witnesses = replace(sharing.witnesses, held=frozenset(self._held_witnesses))
         return Captured(
             columns.names,
             columns.specs,
@@ -129,27 +144,33 @@ class _Capturing(Encoder):
             columns.addresses,
             columns.backends,
             skeletons,
-            held,
+            frozenset(self._held),
             tuple(sharing.boxes),
             tuple(sharing.elsewhere),
             sharing.worker,
             tuple(sharing.replicas),
-            sharing.witnesses if sharing.replicas else None,
+            witnesses,
         )
 
-    def places_of(self, arrays: list[Any]) -> list[int]:
-        """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
-        places = []
+    def note_held(self, arrays: list[Any]) -> None:
+        """Those leaves are held whose memory one of the arrays shows, as the leaf shows it."""
         for array in arrays:
             sharder, backend = sharder_of_type(type(array)), backend_of(array)
             if sharder is not None:
                 look = sharder.look(array, "", self._sharing.worker)
-                places += self._shared.get((look.backend.name, look.memory), ("", []))[1]
+                self._hold(self._shared.get((look.backend.name, look.memory)))
             elif backend is not None:
                 memory = backend.alias_key(array)
                 place = self._place(backend, memory, backend.address(array))
-                places += self._shared.get((backend.name, memory), ("", []))[1] if place is None else [place]
-        return places
+                if place is not None:
+                    self._held.add(place)
+                else:
+                    self._hold(self._shared.get((backend.name, memory)))
+
+    def _hold(self, shared: _Shared | None) -> None:
+        if shared is not None:
+            self._held.update(shared.written)
+            self._held_witnesses.update(shared.witnesses)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """The node of a value; arrays are looked for first, since there may be very many."""
@@ -180,14 +201,16 @@ class _Capturing(Encoder):
         backend = sharding.backend
         known = self._shared.get((backend.name, sharding.memory))
         if known is None:
-            places: list[int] = []
-            known = self._shared[(backend.name, sharding.memory)] = (self._unique(path), places)
-            self._names.add(known[0])
+            leaf = self._unique(path)
+            self._names.add(leaf)
             self._kept.append(sharding)
-            for name, spec, array in self._sharing.choose(known[0], sharding, path):
-                places.append(len(self._columns.names))
+            first, witness = len(self._columns.names), len(self._sharing.witnesses.names)
+            for name, spec, array in self._sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, sharding.memory)
-        return {"$": "array", "k": backend.name, "v": known[0]}
+            written = range(first, len(self._columns.names))
+            known = _Shared(leaf, written, range(witness, len(self._sharing.witnesses.names)))
+            self._shared[(backend.name, sharding.memory)] = known
+        return {"$": "array", "k": backend.name, "v": known.name}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """The node of an object with state."""

@@ -34,6 +34,9 @@ from holdfast.state.registry import (
 _MANY: Final = 16
 """From so many parts on, the arrays of a container are looked at together."""
 
+_STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict"})
+"""Kinds of objects whose state a plain dict may be."""
+
 _REFERENCE: Final = frozenset({"$", "k", "v"})
 
 _FORMS = {
@@ -102,6 +105,8 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """The value of a node, or the live one where that is to stay."""
+        if type(node) is dict and "$" not in node and not isinstance(live, dict):
+            node = _as_state(node, live)
         if self.whole:
             return self._decode_whole(node, live, path, depth)
         if self.wants(path):
@@ -180,6 +185,11 @@ class Comparison(Decoder):
         if like is not None and self.like.shape == spec.shape:
             return self.claims.new_shared(leaf, spec, like, self.like, path)
         return self.claims.new(leaf, spec, backend_named(library))
+
+    def shape_of(self, leaf: str) -> tuple[int, ...] | None:
+        """The shape of a stored leaf; None if there is none of that name."""
+        spec = self._arrays.get(leaf)
+        return None if spec is None else spec.shape
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
         """The live object itself, whose loading is prepared."""
@@ -289,11 +299,25 @@ class ObjectLoading:
             comparison.rules, comparison.like = outer, outer_like
         return live if value is ABSENT else value
 
+    def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
+        """The shape of a stored array."""
+        leaf = stored.get("v") if type(stored) is dict and stored.get("$") == "array" else None
+        return self._comparison.shape_of(leaf) if type(leaf) is str else None
+
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict."""
         if type(stored) is not dict or "$" in stored:
             raise malformed(self.name(*at), "a dict is expected")
         return stored
+
+
+def _as_state(node: Any, live: Any) -> Any:
+    """What `state_dict()` gave, kept as the dict that it was, as the state of the object that is to take it."""
+    if type(live) in ENCODERS or live_form(live) != "object":
+        return node
+    adapter = adapter_of(live)
+    kind = adapter.kind if adapter is not None else ""
+    return {"$": "object", "k": kind, "v": node} if kind in _STATE_DICTS else node
 
 
 def live_form(live: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -81,10 +81,13 @@ class DeviceCopier(Protocol):
 
 def part_of(array: Any, box: Box) -> Any:
     """A box of a plain array, as a view of the same memory."""
-    # Tensors are told that autograd need not know of it.
-    plain = array.detach() if hasattr(array, "detach") else array
     # The ellipsis makes it a view also where there is no dimension left.
-    return plain[(*map(slice, box.offsets, box.ends), ...)]
+    return alias_of(array)[(*map(slice, box.offsets, box.ends), ...)]
+
+
+def alias_of(array: Any) -> Any:
+    """Another array of the same memory, of which autograd need not know; where there is no such thing, the same one."""
+    return array.detach() if hasattr(array, "detach") else array
 
 
 @lru_cache(maxsize=1 << 16)
@@ -196,23 +199,27 @@ class ArrayBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Replica:
-    """A box that several workers hold alike, and one of them writes.
+WITNESS: Final = "\n"
+"""Stands behind a leaf's name in that of an array which is there to be compared, and which another worker writes."""
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """A box that several workers hold alike.
 
     Attributes:
-        key: Equal for the same box of the same leaf with all of them, and for no others.
         leaf: The leaf's name.
-        holders: The ranks of all of them.
-        name: The name of the array with its values, among those that are written or among the witnesses.
-        is_written: Whether this worker writes it.
+        spec: What the whole leaf is.
+        box: Which part of it.
+        holders: The ranks of all that hold it.
+        parts: The arrays that have its values, in the same order with all of them; each with its name, and whether this
+            worker writes it, so that it is not one of the witnesses. Nothing if values are not to be compared.
     """
 
-    key: str
-    leaf: str = field(compare=False)
-    holders: Sequence[int] = field(compare=False)
-    name: str = field(compare=False)
-    is_written: bool = field(compare=False)
+    leaf: str
+    spec: ArraySpec
+    box: Box
+    holders: Sequence[int]
+    parts: tuple[tuple[str, bool], ...] = ()
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -232,8 +239,8 @@ class Captured(msgspec.Struct, frozen=True):
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
-        replicas: The boxes that other workers hold too, if these are to be compared.
-        witnesses: What this worker does not write of them: nothing but arrays.
+        replicas: The boxes that other workers hold too.
+        witnesses: What this worker does not write of them, nothing but arrays; None if values are not to be compared.
     """
 
     names: list[str]
@@ -253,6 +260,11 @@ class Captured(msgspec.Struct, frozen=True):
     def size_bytes(self) -> int:
         """The bytes of all arrays."""
         return sum(spec.size_bytes for spec in self.specs)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether some of the arrays, or of the witnesses, stay as they are until a step that waits."""
+        return bool(self.held) or (self.witnesses is not None and self.witnesses.has_held)
 
 
 @dataclass(slots=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import xxhash
-
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import shift, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.workers import Worker
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
+from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
 from holdfast.state.owners import plan_parts
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -26,13 +24,14 @@ class Sharing:
         is_own: Whether what is now met is this worker's own, and so written by it alone.
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which others write a part, or all.
-        replicas: The boxes that others hold too, if these are to be compared.
-        witnesses: What this worker does not write of them.
+        replicas: The boxes that others hold too.
+        witnesses: What this worker does not write of them, if their values are to be compared.
+        checks_replicas: Whether that is so.
     """
 
     def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
         self.worker = worker
-        self._check_replicas = check_replicas and not worker.is_alone
+        self.checks_replicas = check_replicas and not worker.is_alone
         self.holders: Sequence[int] = range(worker.world_size)
         self.is_own = False
         self.boxes: list[BoxRecord] = []
@@ -61,20 +60,20 @@ class Sharing:
                 is_complete = False
                 continue
             holders = (self.worker.rank,) if self.is_own else local.holders or self.holders
+            is_checked = self.checks_replicas and len(holders) > 1
+            parts: list[tuple[str, bool]] = []
             for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], holders):
                 name = f"{leaf}~b{written}" if written else leaf
-                is_checked = self._check_replicas and len(holders) > 1
                 if owner != self.worker.rank:
                     others.add(owner)
                     if not is_checked:
                         continue
-                    name = f"{leaf}\n{part.offsets}"
+                    name = f"{leaf}{WITNESS}{part.offsets}"
                 array = local.array
                 if part != local.box:
                     array = part_of(array, shift(part, local.box.offsets))
                 if is_checked:
-                    key = xxhash.xxh3_64_hexdigest(f"{leaf}{part}".encode(errors="surrogatepass"))
-                    self.replicas.append(Replica(key, leaf, holders, name, owner == self.worker.rank))
+                    parts.append((name, owner == self.worker.rank))
                 if owner != self.worker.rank:
                     self._witness(name, spec_of(spec.dtype, part.shape), array, sharding.backend)
                     continue
@@ -83,6 +82,8 @@ class Sharing:
                 written += 1
                 written_elements += part.elements
                 yield name, spec_of(spec.dtype, part.shape), array
+            if len(holders) > 1:
+                self.replicas.append(Replica(leaf, spec, local.box, holders, tuple(parts)))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
                 f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",

@@ -42,6 +42,9 @@ LIMIT_SECONDS: Final = 15.0
 """How long a survivor may take to end. It is ten times what it should, for machines that are busy."""
 
 
+WAYS: Final = ("kill", "kill-all", "stop")
+
+
 class Tally(msgspec.Struct):
     """What happened over all rounds.
 
@@ -50,7 +53,8 @@ class Tally(msgspec.Struct):
         leaders: In how many the leader died, or hung.
         hung: In how many a worker was stopped, and not killed.
         all_killed: In how many all were killed.
-        in_save: In how many an unfinished save was left behind.
+        in_save: In how many a worker was struck in the middle of a save.
+        unfinished: In how many an unfinished save was left behind.
         unspoken: In how many the newest checkpoint was one that nobody had been promised.
         promised: How many promises were made.
         longest_seconds: The longest that a survivor took to end.
@@ -61,9 +65,34 @@ class Tally(msgspec.Struct):
     hung: int = 0
     all_killed: int = 0
     in_save: int = 0
+    unfinished: int = 0
     unspoken: int = 0
     promised: int = 0
     longest_seconds: float = 0.0
+
+
+class Strikes(msgspec.Struct, frozen=True):
+    """What befalls the jobs.
+
+    Attributes:
+        span_seconds: Within how many seconds after all have joined somebody is struck.
+        way: One of `WAYS`; empty for each now and then.
+        victim: Who is struck: `leader`, `other`, or empty for any of them.
+    """
+
+    span_seconds: float = 1.0
+    way: str = ""
+    victim: str = ""
+
+    def choose_way(self, dice: random.Random) -> str:
+        """How to strike this time."""
+        return self.way or dice.choices(WAYS, (6, 1, 3))[0]
+
+    def choose_victim(self, world_size: int, dice: random.Random) -> int:
+        """Whom to strike this time."""
+        if self.victim == "leader":
+            return 0
+        return dice.randrange(1 if self.victim else 0, world_size)
 
 
 class Job:
@@ -226,9 +255,7 @@ def restore_and_save(directory: Path, store: Path, world_size: int, rank: int, t
     return 0
 
 
-def play_round(
-    directory: Path, store: Path, newest: int, dice: random.Random, span_seconds: float, tally: Tally
-) -> int:
+def play_round(directory: Path, store: Path, newest: int, dice: random.Random, strikes: Strikes, tally: Tally) -> int:
     """One round.
 
     Returns:
@@ -243,11 +270,11 @@ def play_round(
     stopped: int | None = None
     try:
         job.wait_told("joined")
-        job.look(dice.random() * span_seconds)
-        victim = dice.randrange(world_size)
-        way = dice.choices(("kill", "kill all", "stop"), (6, 1, 3))[0]
+        job.look(dice.random() * strikes.span_seconds)
+        victim = strikes.choose_victim(world_size, dice)
+        way = strikes.choose_way(dice)
         tally.leaders += victim == 0
-        if way == "kill all":
+        if way == "kill-all":
             tally.all_killed += 1
             for rank in range(world_size):
                 job.send(rank, signal.SIGKILL)
@@ -256,10 +283,11 @@ def play_round(
             stopped = victim if way == "stop" else None
             tally.hung += way == "stop"
             _check_survivors(job, victim, signal.SIGSTOP if way == "stop" else signal.SIGKILL, tally)
+        tally.in_save += job.told[victim][-1][0] == "begin"
         promised = max([newest, *job.numbers("promise")])
         begun = max([promised, *job.numbers("begin")])
         tally.promised += len(job.numbers("promise"))
-        tally.in_save += bool(read_catalog(LocalStorage(directory)).unfinished)
+        tally.unfinished += bool(read_catalog(LocalStorage(directory)).unfinished)
         newest = _check_next_job(directory, store, dice.choice((1, world_size, world_size, 3)), promised, begun, tally)
         if stopped is not None:
             job.send(stopped, signal.SIGCONT)
@@ -312,14 +340,14 @@ def _check_line(directory: Path, newest: int) -> None:
             raise WrongStateError(f"{name} is not whole: {damages[0]}")
 
 
-def run(directory: Path, rounds: int, seed: int, span_seconds: float) -> Tally:
+def run(directory: Path, rounds: int, seed: int, strikes: Strikes) -> Tally:
     """Plays so many rounds, one after the other.
 
     Args:
         directory: A new directory for the run, and for the store where the workers meet.
         rounds: How many.
         seed: What the random moments follow from, as far as the machine lets them.
-        span_seconds: Within how many seconds after all have joined somebody is struck.
+        strikes: What befalls the jobs.
 
     Raises:
         WrongStateError: At the first round in which something is not as it must be.
@@ -330,7 +358,7 @@ def run(directory: Path, rounds: int, seed: int, span_seconds: float) -> Tally:
     for number in range(rounds):
         # Now and then the store is a new one; else it holds what earlier jobs have left there.
         store = directory / f"store-{number // 5}"
-        newest = play_round(directory / "run", store, newest, dice, span_seconds, tally)
+        newest = play_round(directory / "run", store, newest, dice, strikes, tally)
         if sys.stderr.isatty():
             print(f"\r{tally.rounds} of {rounds} rounds survived", end="", file=sys.stderr)  # noqa: T201
     return tally
@@ -342,19 +370,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--span", type=float, default=1.0, help="seconds within which somebody is struck")
+    parser.add_argument("--way", choices=WAYS, default="", help="how to strike; by default each now and then")
+    parser.add_argument("--victim", choices=("leader", "other"), default="", help="by default any worker")
     parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
     options = parser.parse_args()
     begun_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="holdfast-joint-crash-") as temporary:
         try:
-            tally = run(options.directory or Path(temporary), options.rounds, options.seed, options.span)
+            strikes = Strikes(options.span, options.way, options.victim)
+            tally = run(options.directory or Path(temporary), options.rounds, options.seed, strikes)
         except WrongStateError as error:
             raise SystemExit(f"\nWRONG: {error}") from error
     seconds = time.monotonic() - begun_at
     print(  # noqa: T201
         f"\n{tally.rounds} rounds in {seconds:.0f} s: nothing was lost. The leader was struck in {tally.leaders}, "
-        f"{tally.hung} workers hung, {tally.all_killed} times all were killed. {tally.in_save} hit an unfinished save, "
-        f"{tally.unspoken} left a whole checkpoint that nobody had been promised, {tally.promised} promises were kept. "
+        f"{tally.hung} workers hung, {tally.all_killed} times all were killed; {tally.in_save} strikes came in the "
+        f"middle of a save. {tally.unfinished} left an unfinished save, {tally.unspoken} a whole checkpoint that "
+        f"nobody had been promised; {tally.promised} promises were kept. "
         f"The slowest survivor ended after {tally.longest_seconds:.1f} s, a worker that is silent for "
         f"{LIVENESS_SECONDS:g} s being taken for dead."
     )

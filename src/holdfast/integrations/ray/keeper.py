@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from holdfast.errors import HoldfastError, NodeLostError, UsageError
 from holdfast.events import Fanout
@@ -16,6 +17,8 @@ from holdfast.jobs.keeper import KeeperOptions, NodeDurations
 from holdfast.jobs.outcome import Outcome, check_outcomes
 from holdfast.jobs.worker_keeper import check_save
 from holdfast.storage import LocalStorage
+
+_numbers: Final = itertools.count()
 
 
 class Nodes(Protocol):
@@ -48,10 +51,13 @@ class RayKeeper:
             )
         self._session = session
         self._start = session.start
+        self._closed = False
+        # Tells the actors which keeper is meant: a session may serve one manager after the other.
+        self._number = next(_numbers)
         self._emit = Fanout([LoggingSink(), *options.sinks])
         # Functions of this process stay here; the events of the first node come back and are told of here.
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
-        session.call_all("open_keeper", tuple(nodes), options.storage.url, *rest)
+        check_outcomes(self._call("open_keeper", tuple(nodes), options.storage.url, *rest))
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> RaySaving:
         """Has all nodes copy their state and returns; see `Keeper`."""
@@ -81,14 +87,15 @@ class RayKeeper:
 
     def close(self) -> None:
         """**Blocks.** Ends the parts of the actors that live; harmless twice."""
-        if self._session.start != self._start:
-            return  # The nodes that had the parts are gone, all of them.
+        if self._closed or self._session.start != self._start:
+            return  # There, the nodes that had the parts are gone, all of them.
+        self._closed = True
         with suppress(NodeLostError):
             check_outcomes(self._call("close_keeper"))
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
-        for node, (outcome, events) in self._session.call_all(method, *arguments).items():
+        for node, (outcome, events) in self._session.call_all(method, self._number, *arguments).items():
             outcomes[node] = outcome
             for event in events:
                 with suppress(HoldfastError):

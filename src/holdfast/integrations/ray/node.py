@@ -10,12 +10,11 @@ from typing import Any, TypeAlias
 
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.joined import JoinedCluster
-from holdfast.errors import HoldfastError, TaskFailedError
+from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.kinds import encode_event
 from holdfast.format.names import StepName
 from holdfast.integrations.ray.store import connect_to
-from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import KeeperOptions
 from holdfast.jobs.node_keeper import NodeKeeper
 from holdfast.jobs.outcome import Outcome, failed
@@ -81,15 +80,8 @@ class NodeActor:
         self._scope = scope
         self._workspace = Workspace(nodes[rank])
         self._cluster: Cluster | None = None
-        self._keeper: NodeKeeper | None = None
+        self._keepers: dict[int, NodeKeeper] = {}
         self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """Makes the objects that this node has not yet."""
-        node = self._workspace.node
-        for maker in makers:
-            if (maker.on is None or node in maker.on) and maker.name not in self._workspace:
-                self._workspace[maker.name] = maker.make()
 
     def run(self, group: str, calls: Sequence[Call], epoch: int | None, grace_seconds: float) -> Answer:
         """Runs tasks at the same time."""
@@ -109,31 +101,47 @@ class NodeActor:
 
     def open_keeper(
         self,
+        number: int,
         kept: Sequence[str],
         directory: str,
         keep: RetentionPolicy,
         begin_anew: bool,
         timeout_seconds: float,
         threads: int,
-    ) -> None:
-        """Joins the other nodes, if that was not done yet, and makes this node's part of what saves and restores."""
-        if self._cluster is None:
-            self._cluster = self._join()
-        sinks = (self._note,) if self._rank == 0 else ()
-        options = KeeperOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
-        is_kept = self._workspace.node in kept
-        self._keeper = NodeKeeper(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
+    ) -> Reply:
+        """Joins the other nodes, if that was not done yet, and makes this node's part of what saves and restores.
 
-    def save(self, epoch: int, metadata: dict[str, Any]) -> Reply:
+        Args:
+            number: What the other calls name it by.
+            kept: The nodes whose state is kept.
+            directory: Where the checkpoints lie.
+            keep: Which to keep.
+            begin_anew: Whether to begin from nothing although there may be checkpoints.
+            timeout_seconds: The deadline of each wait.
+            threads: How many threads write, and read.
+        """
+
+        def open_it() -> None:
+            if self._cluster is None:
+                self._cluster = self._join()
+            sinks = (self._note,) if self._rank == 0 else ()
+            options = KeeperOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
+            is_kept = self._workspace.node in kept
+            self._keepers[number] = NodeKeeper(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
+
+        return self._try(open_it)
+
+    def save(self, number: int, epoch: int, metadata: dict[str, Any]) -> Reply:
         """Copies the workspace."""
-        return self._try(lambda keeper: keeper.save(epoch, metadata))
+        return self._try(lambda: self._keepers[number].save(epoch, metadata))
 
-    def wait(self) -> Reply:
+    def wait(self, number: int) -> Reply:
         """Waits until the save is committed, or has failed."""
-        return self._try(lambda keeper: keeper.wait())
+        return self._try(self._keepers[number].wait)
 
     def load(
         self,
+        number: int,
         name: StepName,
         wanted: dict[str, tuple[str, ...] | None],
         stored: tuple[str, ...],
@@ -144,21 +152,21 @@ class NodeActor:
         node = self._workspace.node
         if node not in wanted:
             return Outcome(), []
-        return self._try(lambda keeper: keeper.load(name, wanted[node], stored, keep_added=keep_added, strict=strict))
+        keeper, only = self._keepers[number], wanted[node]
+        return self._try(lambda: keeper.load(name, only, stored, keep_added=keep_added, strict=strict))
 
-    def go_on_from(self, epoch: int) -> Reply:
+    def go_on_from(self, number: int, epoch: int) -> Reply:
         """Has what is saved next follow an epoch."""
-        return self._try(lambda keeper: keeper.go_on_from(epoch))
+        return self._try(lambda: self._keepers[number].go_on_from(epoch))
 
-    def close_keeper(self) -> Reply:
+    def close_keeper(self, number: int) -> Reply:
         """Ends this node's part."""
-        return self._try(lambda keeper: keeper.close())
+        return self._try(lambda: self._keepers.pop(number).close())
 
-    def _try(self, call: Callable[[NodeKeeper], Outcome | None]) -> Reply:
-        assert self._keeper is not None, "open_keeper comes first"
+    def _try(self, call: Callable[[], Outcome | None]) -> Reply:
         try:
-            outcome = call(self._keeper) or Outcome()
-        except HoldfastError as error:
+            outcome = call() or Outcome()
+        except Exception as error:  # noqa: BLE001  The state of a user's object may raise anything.
             outcome = failed(error)
         events = []
         while not self._events.empty():

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from holdfast.errors import NodeLostError, TaskFailedError
+from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.integrations.ray.keeper import RayKeeper
 from holdfast.integrations.ray.node import Answer, Call, NodeActor
 from holdfast.integrations.ray.store import StoreActor
-from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import check_place
@@ -68,9 +67,13 @@ class RaySession(Session):
             UsageError: If an argument is wrong.
             NodeLostError: If nodes could not be started in that time.
         """
-        names = check_place(nodes)
-        assert names is not None, "None names no nodes"
+        names = check_place(() if nodes is None else nodes, "nodes")
+        assert names is not None, "there are names, or an error"
         super().__init__(names)
+        if not isinstance(actor_options, Mapping | None):
+            raise UsageError(f"actor_options={actor_options!r} is no mapping", hint='Write {"num_cpus": 2}, say.')
+        if isinstance(replacements_allowed, bool) or not isinstance(replacements_allowed, int):
+            raise UsageError(f"replacements_allowed={replacements_allowed!r} is no whole number")
         options = dict(actor_options or {})
         by_node = bool(options) and set(options) <= set(names)
         self._options = {node: dict(options.get(node, {}) if by_node else options) for node in names}
@@ -83,12 +86,11 @@ class RaySession(Session):
         self._actors: dict[str, Any] = {}
         self._store: Any = None
         self.start = 0
-        self._start()
-
-    def make_objects(self, makers: Sequence[ObjectMaker]) -> None:
-        """**Blocks.** Makes the objects that nodes have not yet."""
-        self.check_open()
-        self.call_all("make_objects", list(makers))
+        try:
+            self._start()
+        except BaseException:
+            self._shut_down()
+            raise
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
         """**Blocks.** Runs tasks on their nodes; see `Session`.
@@ -96,20 +98,33 @@ class RaySession(Session):
         Raises:
             TaskFailedError: If one raised an error.
             NodeLostError: If a node is gone.
+            UsageError: If a task cannot be sent to its node, or what it returns cannot be sent back.
         """
         calls: dict[str, list[Call]] = {node: [] for node in self.nodes}
         for place, one in enumerate(placed):
             calls[one.node].append(Call(place, one.task.name, one.task.function))
+        try:
+            sent = {node: ray.put(calls[node]) for node in self.nodes}
+        except TypeError as error:
+            raise UsageError(
+                f"a task of the group {group} cannot be sent to its node: {str(error).strip().splitlines()[0]}",
+                hint="Functions of tasks and objects cannot hold on to locks, open files or devices.",
+            ) from error
         # Those without tasks hear of the epoch too.
         refs = {
-            node: actor.run.remote(group, calls[node], epoch, self._grace_seconds)
+            node: actor.run.remote(group, sent[node], epoch, self._grace_seconds)
             for node, actor in self._actors.items()
         }
-        answers = self._collect(refs)
+        answers: dict[str, Any] = {}
+        try:
+            self._collect(refs, answers)
+        finally:
+            # Who is still at work when the others have failed, or at Ctrl-C, would answer to nothing else.
+            self._end([node for node in self.nodes if node not in answers])
         self._raise_failure(group, answers)
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """What saves and restores the workspaces: each node its own, in one commit."""
         return RayKeeper(self, nodes, options)
 
@@ -129,15 +144,18 @@ class RaySession(Session):
             NodeLostError: If a node is gone.
         """
         refs = {node: getattr(self._actors[node], method).remote(*arguments) for node in self.nodes}
-        return self._collect(refs)
+        answers: dict[str, Any] = {}
+        self._collect(refs, answers)
+        return answers
 
     def close(self) -> None:
         """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             super().close()
-            self._stop()
-            if self._owns_ray:
-                ray.shutdown()
+        finally:
+            self._shut_down()
 
     def _start(self) -> None:
         self.start += 1
@@ -165,16 +183,27 @@ class RaySession(Session):
             )
 
     def _stop(self) -> None:
-        for actor in (*self._actors.values(), self._store):
+        self._end(self._actors)
+        if self._store is not None:
             with suppress(RayError):
-                ray.kill(actor)
-        self._actors = {}
+                ray.kill(self._store)
+        self._actors, self._store = {}, None
 
-    def _collect(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        """What each node gives back. Once one has failed, the others have some time to end."""
+    def _shut_down(self) -> None:
+        self._stop()
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _end(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            with suppress(RayError):
+                ray.kill(self._actors[node])
+
+    def _collect(self, refs: Mapping[str, Any], answers: dict[str, Any]) -> None:
+        """Adds what each node gives back. Once one has failed, the others have some time to end."""
         nodes = {ref: node for node, ref in refs.items()}
-        answers: dict[str, Any] = {}
         lost: list[str] = []
+        unsent: list[tuple[str, RayTaskError]] = []
         waiting = list(nodes)
         deadline: float | None = None
         while waiting and (deadline is None or time.monotonic() < deadline):
@@ -185,7 +214,10 @@ class RaySession(Session):
                     answers[node] = ray.get(ref)
                 except RayActorError:
                     lost.append(node)
-                if lost or (isinstance(answers.get(node), Answer) and answers[node].task):
+                except RayTaskError as failure:
+                    answers[node] = None
+                    unsent.append((node, failure))
+                if lost or unsent or (isinstance(answers.get(node), Answer) and answers[node].task):
                     deadline = deadline or time.monotonic() + (0.0 if lost else self._grace_seconds)
         if lost:
             raise NodeLostError(
@@ -193,7 +225,12 @@ class RaySession(Session):
                 nodes=tuple(lost),
                 hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
             )
-        return answers
+        for node, error in unsent:
+            text = str(error.cause).strip().splitlines()
+            raise UsageError(
+                f"{node} cannot send back what a task returned: {text[0] if text else repr(error.cause)}",
+                hint="What tasks return travels to this process: return plain values or arrays.",
+            ) from error
 
     def _raise_failure(self, group: str, answers: Mapping[str, Answer]) -> None:
         failed = {node: answer for node, answer in answers.items() if answer.task}

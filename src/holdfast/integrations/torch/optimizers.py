@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, renaming
+from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
 from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
 
@@ -97,6 +98,14 @@ class OptimizerAdapter(Adapter):
         shapes = _stored_shapes(tree.pop("shapes", {}), loading)
         if tree.keys() == {"whole"}:
             whole = loading.value(tree["whole"], raw, "whole")
+            return lambda: obj.load_state_dict(whole)
+        if is_state_dict(tree) and _is_of_torchs_form(raw, obj):
+            named = name_stored_parameters(tree, _layout_of(obj, loading.scene).groups, loading)
+            if named is None:
+                return lambda: None
+            tree, shapes = named
+        elif is_state_dict(tree):
+            whole = loading.value(tree, raw)
             return lambda: obj.load_state_dict(whole)
         if tree.keys() != {"state", "groups", "loose", "rest"}:
             raise malformed(loading.name(), "the state of an optimizer is malformed")

@@ -1,0 +1,217 @@
+"""What holdfast does to save with many workers, with its own code, in one process; the network is not counted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+import holdfast as hf
+from holdfast.catalog import read_catalog
+from holdfast.format.digests import digest
+from holdfast.format.index import encode_index
+from holdfast.format.manifest import WorkerRecord
+from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.workers import Worker
+from holdfast.policies import All
+from holdfast.restore.verify import open_step
+from holdfast.save.buffer import HostBuffer
+from holdfast.save.company import Company
+from holdfast.save.exchange import Exchange
+from holdfast.save.handoffs import Receipts
+from holdfast.save.joint import JointLine
+from holdfast.save.line import Line
+from holdfast.save.places import PartRecord, Place, Position
+from holdfast.save.stage import Stager
+from holdfast.save.write import make_index, take_digests
+from holdfast.state import Captures, capture_objects
+from holdfast.storage import LocalStorage
+from holdfast.storage.crew import Crew
+
+ROWS = 4
+COLUMNS = 8
+
+
+_PART: Final = {"references": (), "has_boxes": True, "groups": []}
+"""What a worker that refers to nothing and holds nothing that others hold says beside its own record."""
+
+
+class OneStore:
+    """A job's store of keys and values as a dict of this process; it counts what is asked of it.
+
+    Attributes:
+        calls: How many requests there were.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.rank = 0
+        self.world_size = world_size
+        self.node = "here"
+        self.incarnation = f"planning-{world_size}"
+        self.calls = 0
+        self.values: dict[str, bytes] = {}
+        self._counters: dict[str, int] = {}
+
+    def node_of(self, rank: int) -> str:
+        """Where a worker runs."""
+        return f"node-{rank}"
+
+    def set(self, key: str, value: bytes) -> None:
+        """Lets a key hold a value."""
+        self.calls += 1
+        self.values[key] = value
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """Lets a key hold a value, unless it holds one."""
+        self.calls += 1
+        return self.values.setdefault(key, value)
+
+    def try_get(self, key: str) -> bytes | None:
+        """The value of a key, if it holds one."""
+        self.calls += 1
+        return self.values.get(key)
+
+    def wait_get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of a key, which is there."""
+        self.calls += 1
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter."""
+        self._counters[key] = self._counters.get(key, 0) + amount
+        return self._counters[key]
+
+    def delete(self, key: str) -> None:
+        """Forgets a key."""
+        self.calls += 1
+        self.values.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_state(rank: int, workers: int, tensors: int, *, sharded: bool) -> dict[str, Any]:
+    """What one worker holds: as many tensors, each its rows of a larger one, or whole and the same with all."""
+    values = {}
+    for number in range(tensors):
+        part = np.full((ROWS, COLUMNS), rank, np.float32)
+        values[f"layers.{number}.weight"] = (
+            hf.Shard(part, (workers * ROWS, COLUMNS), (rank * ROWS, 0))
+            if sharded
+            else np.zeros((1, 2048), np.float32)  # 8 KiB: large enough to be spread over the workers.
+        )
+    return {"model": values}
+
+
+def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) -> dict[str, float]:
+    """**Blocks.** What one worker decides, and how large its own records are.
+
+    `training_seconds` is the training thread's part, but for the copies: which arrays are this worker's, and where each
+    comes to lie. That is what it takes again at each save, and not the first time.
+    """
+    worker = Worker(workers // 2, workers)
+    objects = make_state(worker.rank, workers, tensors, sharded=sharded)
+    captures, stager, crew = Captures(), Stager(HostBuffer()), Crew(1, "planning")
+    times = []
+    for step in range(1, rounds + 2):
+        begun_at = time.perf_counter()
+        captured = capture_objects(objects, captures, worker=worker)
+        staging = stager.stage(captured, step)
+        times.append(time.perf_counter() - begun_at)
+    staging.copy_now(crew)
+    begun_at = time.perf_counter()
+    spans = take_digests(staging.snapshot, crew)
+    index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
+    return {
+        "training_seconds": median(times[1:]),
+        "first_seconds": times[0],
+        "index_seconds": time.perf_counter() - begun_at,
+        "index_bytes": len(index),
+        "written": len(staging.snapshot.layout.places),
+    }
+
+
+def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> dict[str, float]:
+    """**Blocks.** The leader's part of a save, and what a worker reads at a restore with as many workers.
+
+    The files of the others are made before, of the sizes that they have, and so are the records that they hand in.
+    Then the leader's own code runs from the opening of the save to its end: it takes the records, looks whether it sees
+    all files, writes the manifest, syncs it, looks whether it is fenced, and what retention gives up (nothing here),
+    sees that all have left, and cleans up.
+    """
+    storage = LocalStorage(directory)
+    store = OneStore(workers)
+    company = Company(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
+    peers = company.peers
+    joint = JointLine(Line(storage, All(), reuse_space=False), storage, company, lambda event: None)
+    crew = Crew(1, "planning")
+    reading = workers // 2
+    found: dict[str, list[float]] = {}
+    for step in range(1, rounds + 1):
+        place = Place(0, step, 1)
+        store.calls = 0
+        begun_at = time.perf_counter()
+        joint.begin(Exchange(peers, Position(step, place)))
+        joint.open(None)
+        name = joint.name(step)
+        seconds = time.perf_counter() - begun_at
+        storage.make_directory(name.directory)
+        gathered_bytes, own = 0, None
+        for rank in range(workers):
+            record = _make_files(storage, directory, name, Worker(rank, workers), tensors, is_real=rank == reading)
+            own = own or record
+            if rank:
+                part = msgspec.json.encode(msgspec.convert({**_PART, "worker": record}, PartRecord))
+                gathered_bytes += len(part)
+                store.values[peers.key(place.key(f"part/{rank}"))] = part
+                store.values[peers.key(place.key(f"left/{rank}"))] = b""
+        assert own is not None
+        begun_at = time.perf_counter()
+        joint.commit(Receipts((own,), (), True), name, {}, {})
+        joint.clean(name, {})
+        joint.finish()
+        seconds += time.perf_counter() - begun_at
+        begun_at = time.perf_counter()
+        assert read_catalog(storage).newest == name
+        opened = open_step(storage, name.directory, name, Worker(reading, workers))
+        reader_seconds = time.perf_counter() - begun_at
+        manifest_bytes = (directory / name.directory / MANIFEST_NAME).stat().st_size
+        for key, value in {
+            "leader_seconds": seconds,
+            "gathered_bytes": gathered_bytes,
+            "requests": store.calls,
+            "metadata_bytes": manifest_bytes,
+            "reader_seconds": reader_seconds,
+            "reader_bytes": manifest_bytes + opened.manifest.workers[reading].index_bytes,
+        }.items():
+            found.setdefault(key, []).append(value)
+    crew.close()
+    company.close()
+    return {key: median(values) for key, values in found.items()}
+
+
+def _make_files(
+    storage: LocalStorage, directory: Path, name: StepName, worker: Worker, tensors: int, *, is_real: bool
+) -> WorkerRecord:
+    """The files of one worker; only one that is to be read has an index, the others have its size."""
+    data_bytes, index_bytes = tensors * ROWS * COLUMNS * 4, 100 * tensors
+    index_digest = digest(str(worker.rank).encode())
+    if is_real:
+        objects = make_state(worker.rank, worker.world_size, tensors, sharded=True)
+        staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
+        crew = Crew(1, "planning")
+        staging.copy_now(crew)
+        spans = take_digests(staging.snapshot, crew)
+        index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, name, spans))
+        data_bytes, index_bytes, index_digest = staging.snapshot.layout.size_bytes, len(index), digest(index)
+        (directory / name.directory / index_name(worker.rank, worker.world_size)).write_bytes(index)
+    else:
+        with (directory / name.directory / index_name(worker.rank, worker.world_size)).open("wb") as file:
+            file.truncate(index_bytes)
+    with (directory / name.directory / data_name(worker.rank, worker.world_size)).open("wb") as file:
+        file.truncate(data_bytes)
+    return WorkerRecord(index_bytes, index_digest, data_bytes)

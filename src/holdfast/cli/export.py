@@ -1,0 +1,124 @@
+"""`holdfast export`: a checkpoint as files that other programs read."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from holdfast.cli.quantities import parse_size
+
+if TYPE_CHECKING:
+    from holdfast.cli.screen import Screen
+    from holdfast.interchange.export import Export
+
+
+@click.command()
+@click.argument("run", metavar="RUN[@STEP]", type=click.Path())
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["safetensors", "torch", "dcp"]),
+    help="safetensors; torch, a file for torch.load(weights_only=True); dcp, for torch.distributed.checkpoint.",
+)
+@click.option(
+    "--only", metavar="NAME", multiple=True, help="Export this object, leaf or pattern alone; several may be."
+)
+@click.option("--keep-prefix", is_flag=True, help="Keep the object's name in front also where --only names one object.")
+@click.option("--repeat-shared", is_flag=True, help="safetensors: write shared arrays under each of their names.")
+@click.option(
+    "--file-size", metavar="SIZE", callback=parse_size, help="How large one of several files gets.  [default: 5GB]"
+)
+@click.option("--overwrite", is_flag=True, help="Replace an export that is there.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+def command(
+    run: str,
+    out: Path,
+    to: str,
+    only: tuple[str, ...],
+    keep_prefix: bool,
+    repeat_shared: bool,
+    file_size: int | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint as files that other programs read.
+
+    RUN is the directory that a job saves into, and its newest checkpoint is meant unless a step is given, as in
+    runs/gpt@500. RUN may also be the directory of a single step, wherever that was copied to.
+
+    OUT is a directory for safetensors and dcp, and a file for torch; for safetensors it is one file if its name ends in
+    .safetensors. Every byte is checked on the way, and nothing stands under the name OUT before it is whole.
+    """
+    from holdfast.cli.byte_progress import byte_progress
+    from holdfast.cli.screen import Screen, write_json
+    from holdfast.cli.signals import ending_on
+    from holdfast.cli.survey import name_fields
+    from holdfast.cli.target import choose_step, find_target
+    from holdfast.errors import UsageError
+    from holdfast.interchange.export import FILE_BYTES, Wanted, export_step
+
+    if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
+        raise UsageError(
+            "--file-size is for formats of several files", hint="Leave it out, or name a directory as OUT."
+        )
+    if repeat_shared and to != "safetensors":
+        raise UsageError("--repeat-shared is for safetensors", hint="The other formats keep what is shared as it is.")
+    target = find_target(run)
+    name = None
+    if not target.is_step:
+        from holdfast.catalog import read_catalog
+
+        name = choose_step(read_catalog(target.storage), target)
+    with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
+        export = export_step(
+            target.storage,
+            name.directory if name else "",
+            name,
+            target.beside,
+            out,
+            Wanted(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES),
+            watcher=progress,
+        )
+    if not as_json:
+        _show(Screen(sys.stdout), Screen(sys.stderr), export)
+        return
+    write_json(
+        sys.stdout,
+        "export",
+        {
+            **name_fields(export.name),
+            "out": str(out.absolute()),
+            "files": list(export.files),
+            "arrays": export.arrays,
+            "size_bytes": export.size_bytes,
+            "seconds": export.seconds,
+            "left_out": [{"path": one.path, "reason": one.reason} for one in export.left_out],
+        },
+    )
+
+
+def _show(screen: Screen, remarks: Screen, export: Export) -> None:
+    from holdfast.cli.screen import FAINT, Styled
+    from holdfast.cli.wording import counted, duration_text, size_text
+
+    size = size_text(export.size_bytes) if screen.is_terminal else f"{export.size_bytes} bytes"
+    screen.say(
+        f"step {export.step}: {counted(export.arrays, 'array')}, {size} in {export.out}",
+        Styled(f"  {duration_text(export.seconds)}" if screen.is_terminal else "", FAINT),
+    )
+    for file in export.files[:_SHOWN]:
+        screen.say("  ", file)
+    if len(export.files) > _SHOWN:
+        screen.say(f"  and {len(export.files) - _SHOWN} more files")
+    for one in export.left_out[:_SHOWN]:
+        remarks.say(Styled("left out: ", FAINT), one.path, Styled(f" ({one.reason})", FAINT))
+    if len(export.left_out) > _SHOWN:
+        remarks.say(Styled("left out: ", FAINT), f"{len(export.left_out) - _SHOWN} more (--json names them all)")
+
+
+_SHOWN = 20

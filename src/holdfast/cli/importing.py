@@ -1,0 +1,82 @@
+"""`holdfast import`: files of other programs as a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from holdfast.cli.screen import Screen
+    from holdfast.interchange.intake import Import
+
+
+@click.command("import")
+@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN", type=click.Path())
+@click.option("--step", type=click.IntRange(0), default=0, show_default=True, help="The step that it is the state of.")
+@click.option("--only", metavar="NAME", multiple=True, help="Take this object alone; several may be named.")
+@click.option("--name", default="model", show_default=True, help="What the object is called if SOURCE is one state.")
+@click.option("--skip-unknown", is_flag=True, help="Leave out values of unknown classes.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+def command(
+    source: Path, run: str, step: int, only: tuple[str, ...], name: str, skip_unknown: bool, as_json: bool
+) -> None:
+    """Make a checkpoint of what another program has saved.
+
+    SOURCE is a file of torch.save, a directory of torch.distributed.checkpoint, a safetensors file, or a directory of
+    such. Nothing in it is executed.
+
+    RUN is a new directory, or one without a checkpoint. A job that saves there goes on from the step.
+    """
+    from holdfast.cli.byte_progress import byte_progress
+    from holdfast.cli.screen import Screen, write_json
+    from holdfast.cli.signals import ending_on
+    from holdfast.cli.survey import name_fields
+    from holdfast.errors import UsageError
+    from holdfast.interchange.intake import import_checkpoint
+
+    if not name:
+        raise UsageError("an object has a name", hint="Leave --name out, or give one.")
+    with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "importing") as progress:
+        made = import_checkpoint(
+            source, run, step=step, only=only or None, name=name, skip_unknown=skip_unknown, watcher=progress
+        )
+    if not as_json:
+        _show(Screen(sys.stdout), Screen(sys.stderr), made, run)
+        return
+    write_json(
+        sys.stdout,
+        "import",
+        {
+            "run": made.run,
+            **name_fields(made.name),
+            "directory": made.name.directory,
+            "format": made.format,
+            "objects": list(made.objects),
+            "arrays": made.arrays,
+            "size_bytes": made.size_bytes,
+            "seconds": made.seconds,
+            "renamed": list(made.renamed),
+            "left_out": [{"path": one.path, "reason": one.reason} for one in made.left_out],
+        },
+    )
+
+
+def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
+    from holdfast.cli.screen import FAINT, Styled
+    from holdfast.cli.wording import counted, duration_text, size_text
+
+    size = size_text(made.size_bytes) if screen.is_terminal else f"{made.size_bytes} bytes"
+    screen.say(
+        f"step {made.step} of {run}: {counted(made.arrays, 'array')}, {size}, from {made.format}",
+        Styled(f"  {duration_text(made.seconds)}" if screen.is_terminal else "", FAINT),
+    )
+    screen.say("  objects: ", ", ".join(made.objects))
+    for name in made.renamed:
+        remarks.say(Styled("renamed: ", FAINT), f"what a wrapper put in front of the names in {name} is gone")
+    for one in made.left_out:
+        remarks.say(Styled("left out: ", FAINT), one.path, Styled(f" ({one.reason})", FAINT))

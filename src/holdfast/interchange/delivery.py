@@ -1,0 +1,189 @@
+"""Puts finished files where they were wanted: whole under their names, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from holdfast.errors import StorageFullError, UsageError
+from holdfast.storage.failures import as_storage_errors
+
+_OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
+
+
+class NewFile:
+    """A file that is being written, from its beginning on.
+
+    Attributes:
+        size_bytes: How much of it there is.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """**Blocks.** Adds to the file; an `OSError` if that fails."""
+        left = memoryview(data).cast("B")
+        while left:
+            written = os.write(self._descriptor, left)
+            self.size_bytes += written
+            left = left[written:]
+
+    def patch(self, offset_bytes: int, data: bytes) -> None:
+        """**Blocks.** Changes a few bytes that were written before."""
+        if os.pwrite(self._descriptor, data, offset_bytes) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Delivery:
+    """New files in a directory that nobody looks into, until they are moved to their names.
+
+    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and nothing under a final name but
+    whole files.
+    """
+
+    def __init__(self, out: Path, staging: Path) -> None:
+        self._out = out
+        self._staging = staging
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[NewFile]:
+        """**Blocks.** Lends a new file; when the body has ended, its bytes last.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        with as_storage_errors("write", name, self._out):
+            with (self._staging / name).open("xb", buffering=0) as file:
+                yield NewFile(file.fileno())
+                os.fsync(file.fileno())
+
+    def place_file(self, name: str, *, overwrite: bool) -> None:
+        """**Blocks.** Gives the one file its name, which is that of the output.
+
+        Raises:
+            UsageError: If something has come there meanwhile.
+            StorageError: If the place fails.
+        """
+        with as_storage_errors("write", "", self._out):
+            if overwrite:
+                (self._staging / name).replace(self._out)
+            else:
+                try:
+                    os.link(self._staging / name, self._out)
+                except FileExistsError:
+                    raise UsageError(f"{self._out} is there already", hint=_OVERWRITE) from None
+            _sync_directory(self._out.parent)
+
+    def place_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
+        """**Blocks.** Moves all files into the directory of that name.
+
+        A directory that was not there appears at once, with all of them. In one that was, each file appears whole; the
+        one without which the others mean nothing goes first and comes last.
+
+        Args:
+            last: The name of that file.
+            is_ours: Whether a name is one of those that such an output has; what has another name stays.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        with as_storage_errors("write", "", self._out):
+            _sync_directory(self._staging)
+            if self._staging.parent != self._out:
+                self._staging.rename(self._out)
+                _sync_directory(self._out.parent)
+                return
+            old = [entry.name for entry in os.scandir(self._out) if is_ours(entry.name) and entry.is_file()]
+            for name in sorted(old, key=lambda name: name != last):
+                (self._out / name).unlink()
+                if name == last:
+                    _sync_directory(self._out)
+            names = sorted((entry.name for entry in os.scandir(self._staging)), key=lambda name: name == last)
+            for name in names:
+                (self._staging / name).rename(self._out / name)
+            _sync_directory(self._out)
+
+
+@contextmanager
+def deliver_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[Delivery]:
+    """**Blocks.** Makes room for an output of one file, which the body places; whatever ends it, nothing else stays.
+
+    Raises:
+        UsageError: If something is there that is not to be overwritten.
+        StorageFullError: If there is plainly no room.
+        StorageError: If the place fails.
+    """
+    if os.path.lexists(out) and (not overwrite or not out.is_file()):
+        what = "is there already" if out.is_file() else "is there already, and is no file"
+        raise UsageError(f"{out} {what}", hint=_OVERWRITE)
+    with _staging(out, out.parent, size_bytes) as staging:
+        yield Delivery(out, staging)
+
+
+@contextmanager
+def deliver_files(out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool) -> Iterator[Delivery]:
+    """**Blocks.** Makes room for an output of several files in one directory, as `deliver_file`.
+
+    Args:
+        out: The directory. If it is there, what lies in it under other names stays.
+        size_bytes: How much will be written.
+        is_ours: Whether a name is one of those that such an output has.
+        overwrite: Whether files of such names may lie there, and go.
+
+    Raises:
+        UsageError: If something is there that is not to be overwritten.
+        StorageFullError: If there is plainly no room.
+        StorageError: If the place fails.
+    """
+    is_there = out.is_dir()
+    if os.path.lexists(out) and not is_there:
+        raise UsageError(f"{out} is there already, and is no directory", hint="Name another place.")
+    if is_there:
+        with as_storage_errors("read", "", out):
+            old = sorted(entry.name for entry in os.scandir(out) if is_ours(entry.name))
+        if old and not overwrite:
+            raise UsageError(f"{out} has {_some(old)} already", hint=_OVERWRITE)
+    with _staging(out, out if is_there else out.parent, size_bytes) as staging:
+        yield Delivery(out, staging)
+
+
+@contextmanager
+def _staging(out: Path, parent: Path, size_bytes: int) -> Iterator[Path]:
+    with as_storage_errors("write", "", parent):
+        if out.parent != Path() and not out.parent.is_dir():
+            raise UsageError(f"there is no directory {out.parent}", hint="Make it first, or check the path.")
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < size_bytes:
+            raise StorageFullError(
+                f"{out} would take {size_bytes} bytes, and {free_bytes} are free there",
+                path=str(out),
+                hint="Make room, or name a place on another disk.",
+            )
+        staging = parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
+        staging.mkdir()
+    try:
+        yield staging
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(staging)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more files" if len(names) > 2 else ""
+    return f"{', '.join(names[:2])}{more}"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,298 @@
+"""Drives an export: a step of a run to files that other programs read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from holdfast.catalog import read_catalog
+from holdfast.errors import FormatError, NoCheckpointError, UsageError
+from holdfast.format.encoding import escape
+from holdfast.format.names import StepName
+from holdfast.interchange.dcp_export import write_dcp
+from holdfast.interchange.extents import LeafReader
+from holdfast.interchange.outline import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
+from holdfast.interchange.safetensors_export import write_safetensors
+from holdfast.interchange.torch_export import write_torch
+from holdfast.restore.selection import Selection, make_selection
+from holdfast.restore.verify import open_step
+from holdfast.storage import Storage, open_storage
+
+FORMATS: Final = ("safetensors", "torch", "dcp")
+FILE_BYTES: Final = 5_000_000_000
+"""How large a file of several gets: what Hugging Face's hub likes."""
+
+
+class Watcher(Protocol):
+    """Told how far a long piece of work has come."""
+
+    def expect(self, total_bytes: int) -> None:
+        """How much there is to do."""
+        ...
+
+    def advance(self, moved_bytes: int) -> None:
+        """How much was just done."""
+        ...
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What is to be written, and how; the arguments of `export_checkpoint`.
+
+    Attributes:
+        to: The format.
+        only: Names of objects, or patterns of leaves; None for everything.
+        keep_prefix: Whether the object's name stays in front also where there is one object.
+        repeat_shared: Whether arrays that share their memory are written once for each of their names.
+        overwrite: Whether an export that is there may go.
+        file_bytes: How large the arrays in one file get together.
+    """
+
+    to: str
+    only: str | Iterable[str] | None = None
+    keep_prefix: bool = False
+    repeat_shared: bool = False
+    overwrite: bool = False
+    file_bytes: int = FILE_BYTES
+
+
+class Export(msgspec.Struct, frozen=True):
+    """What an export has written.
+
+    Attributes:
+        step: The step.
+        name: Which checkpoint it was.
+        out: Where it is now.
+        files: The names of the files.
+        arrays: How many arrays are in them.
+        size_bytes: What these take, each counted once.
+        left_out: What does not stand there, and why.
+        seconds: How long it took.
+    """
+
+    step: int
+    name: StepName
+    out: str
+    files: tuple[str, ...]
+    arrays: int
+    size_bytes: int
+    left_out: tuple[LeftOut, ...]
+    seconds: float
+
+
+def export_checkpoint(
+    run: str | os.PathLike[str] | Storage,
+    out: str | os.PathLike[str],
+    *,
+    to: Literal["safetensors", "torch", "dcp"],
+    step: int | None = None,
+    only: str | Iterable[str] | None = None,
+    keep_prefix: bool = False,
+    repeat_shared: bool = False,
+    overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
+    threads: int = 3,
+    watcher: Watcher | None = None,
+) -> Export:
+    """**Blocks.** Writes a checkpoint of a run as files that other programs read; every byte is checked on the way.
+
+    It takes the same memory however large the checkpoint is. What is there is under its name only when it is whole.
+
+    Args:
+        run: The run's directory, a URL, or an open storage.
+        out: Where to write. For safetensors a directory, which gets `model.safetensors` or several files and an index,
+            or one file, if its name ends in `.safetensors`; for torch a file; for dcp a directory.
+        to: The format: `safetensors`; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
+            `torch.distributed.checkpoint`.
+        step: The step; None for the newest of the living line.
+        only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); None for everything.
+        keep_prefix: True to keep the object's name in front of all names also where `only` leaves a single object.
+        repeat_shared: For safetensors, True to write arrays that share their memory once for each of their names.
+        overwrite: True to replace an export that is there.
+        file_bytes: How large the arrays in one file get together, where there may be several files.
+        threads: How many threads read.
+        watcher: Told how far it has come.
+
+    Raises:
+        UsageError: If an argument is wrong, or something is there already.
+        NoCheckpointError: If there is no such checkpoint.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    storage = open_storage(run)
+    catalog = read_catalog(storage)
+    name = catalog.newest if step is None else catalog.find(step)
+    if name is None:
+        raise NoCheckpointError(f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there.")
+    wanted = Wanted(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
+    return export_step(storage, name.directory, name, storage, Path(out), wanted, threads=threads, watcher=watcher)
+
+
+def export_step(
+    storage: Storage,
+    directory: str,
+    expected: StepName | None,
+    beside: Storage | None,
+    out: Path,
+    wanted: Wanted,
+    *,
+    threads: int = 3,
+    watcher: Watcher | None = None,
+) -> Export:
+    """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
+
+    Args:
+        storage: Where it lies.
+        directory: Its directory; empty for the storage's root.
+        expected: Which checkpoint it should be; None where its directory may have any name.
+        beside: Where the steps lie that it refers to.
+        out: Where to write.
+        wanted: What.
+        threads: How many threads read.
+        watcher: Told how far it has come.
+
+    Raises:
+        UsageError: If what is wanted cannot be, or something is there already.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    begun_at = time.monotonic()
+    _check(wanted, threads)
+    watch = watcher or _Unwatched()
+    opened = open_step(storage, directory, expected)
+    selection = make_selection(wanted.only)
+    objects = join_objects([index.objects for index in opened.indexes])
+    tree, left = outline(objects, selection)
+    _check_found(selection, list(objects), opened.manifest.step)
+    inner = _single(tree) if wanted.only is not None and not wanted.keep_prefix else None
+    with closing(LeafReader(storage, opened, beside, threads=threads)) as reader:
+        leaves = {array.leaf for _, array in list_arrays(tree)}
+        for leaf in leaves - reader.leaves.keys():
+            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=opened.manifest.step, tensor=leaf)
+        if wanted.to == "safetensors":
+            names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=wanted.repeat_shared)
+            left += notes
+            if not names:
+                raise UsageError(
+                    f"there is no array in what is asked for of step {opened.manifest.step}",
+                    hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
+                )
+            metadata = {"format": "pt", "holdfast.step": str(opened.manifest.step)}
+            files = write_safetensors(
+                reader,
+                names,
+                out,
+                file_bytes=wanted.file_bytes,
+                metadata=metadata,
+                overwrite=wanted.overwrite,
+                expect=watch.expect,
+                advance=watch.advance,
+            )
+        elif wanted.to == "torch":
+            files = write_torch(
+                reader,
+                tree if inner is None else inner,
+                out,
+                overwrite=wanted.overwrite,
+                left=left,
+                expect=watch.expect,
+                advance=watch.advance,
+            )
+        else:
+            modules = [name for name, one in objects.items() if type(one) is dict and one.get("k") == "torch.module"]
+            state = inner.state if type(inner) is ObjectState else inner
+            files = write_dcp(
+                reader,
+                state if isinstance(state, dict) else tree,
+                modules,
+                out,
+                file_bytes=wanted.file_bytes,
+                overwrite=wanted.overwrite,
+                left=left,
+                expect=watch.expect,
+                advance=watch.advance,
+            )
+        size_bytes = sum(reader.leaves[leaf].size_bytes for leaf in leaves)
+    return Export(
+        step=opened.manifest.step,
+        name=opened.name,
+        out=str(out),
+        files=tuple(files),
+        arrays=len(leaves),
+        size_bytes=size_bytes,
+        left_out=tuple(left),
+        seconds=time.monotonic() - begun_at,
+    )
+
+
+def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
+    """**Pure.** What arrays are called where all names stand in one list: the keys on the way, joined by dots.
+
+    Args:
+        tree: The state.
+        has_prefix: Whether the object's name is part of it.
+        repeat_shared: Whether an array with several names stands under each.
+
+    Returns:
+        For each name its leaf, and what does not stand there.
+
+    Raises:
+        UsageError: If two arrays get one name.
+    """
+    names: dict[str, str] = {}
+    ways: dict[str, Keys] = {}
+    first: dict[str, str] = {}
+    left = [LeftOut(_path(keys), "it is no array") for keys in list_values(tree) if keys]
+    for keys, array in list_arrays(tree):
+        name = ".".join(map(str, keys if has_prefix or len(keys) == 1 else keys[1:]))
+        if name in names:
+            raise UsageError(
+                f"{_path(ways[name])} and {_path(keys)} would both be called {name!r}",
+                hint="Export them one by one, with --only.",
+            )
+        ways[name] = keys
+        if array.leaf in first and not repeat_shared:
+            left.append(LeftOut(_path(keys), f"it is the same array as {first[array.leaf]}, which is written once"))
+            continue
+        first.setdefault(array.leaf, name)
+        names[name] = array.leaf
+    return names, left
+
+
+def _single(tree: dict[str, Any]) -> Any:
+    """The one value of a tree, if it has one."""
+    return next(iter(tree.values())) if len(tree) == 1 else None
+
+
+def _path(keys: Keys) -> str:
+    return "/".join(escape(str(key)) for key in keys)
+
+
+def _check(wanted: Wanted, threads: int) -> None:
+    if wanted.to not in FORMATS:
+        raise UsageError(f"{wanted.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
+    if wanted.file_bytes < 1:
+        raise UsageError(f"files of {wanted.file_bytes} bytes cannot be", hint="Give a size in bytes.")
+    if threads < 1:
+        raise UsageError(f"{threads} threads cannot read", hint="Give at least 1.")
+
+
+def _check_found(selection: Selection | None, objects: list[str], step: int) -> None:
+    if selection is not None and selection.unmatched:
+        raise UsageError(
+            f"step {step} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf is named like 'model/head.weight'.",
+        )
+
+
+class _Unwatched:
+    def expect(self, total_bytes: int) -> None:
+        pass
+
+    def advance(self, moved_bytes: int) -> None:
+        pass

@@ -1,0 +1,212 @@
+"""The bytes of leaves, one after the other, whoever holds which box of them; every byte is checked on the way.
+
+However large the state is, no more of it is in memory than one window, and a few spans for each thread that reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from holdfast.errors import DamageError
+from holdfast.format.boxes import Box, intersect, shift, split_range
+from holdfast.format.dtypes import ITEM_BYTES, array_bytes
+from holdfast.format.shards import StoredBox
+from holdfast.restore.assign import Share
+from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.shares import Patchwork, read_shares
+from holdfast.restore.sources import Part, list_parts, open_part
+from holdfast.state.leaves import ArrayBackend, Target, spec_of
+from holdfast.storage.protocol import FileReader, Storage
+from holdfast.storage.scratch import take_pages
+
+WINDOW_BYTES: Final = 64 << 20
+"""How much is put together at a time: so much that of boxes which lie side by side each gives some spans at once."""
+
+_OPEN_FILES: Final = 64
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """A run of a leaf's elements, in row-major order.
+
+    Attributes:
+        leaf: The leaf.
+        begin: The first element.
+        end: Where they end, exclusive.
+    """
+
+    leaf: str
+    begin: int
+    end: int
+
+
+class StoredLeaf(msgspec.Struct, frozen=True):
+    """What a leaf of a step is.
+
+    Attributes:
+        dtype: The element type.
+        shape: The length of each dimension.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return array_bytes(self.dtype, self.shape)
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return self.size_bytes // ITEM_BYTES[self.dtype]
+
+
+class _Lying(msgspec.Struct, frozen=True):
+    """One box of a leaf: the number of its file, and its own among the arrays of that."""
+
+    part: int
+    number: int
+    stored: StoredBox
+
+
+class LeafReader:
+    """Reads leaves of one step in their own order. Not thread-safe; `close` gives back what is open.
+
+    Attributes:
+        leaves: What each leaf is.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        opened: OpenedStep,
+        beside: Storage | None,
+        *,
+        threads: int = 3,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            storage: Where the step lies.
+            opened: The step, with the indexes of all workers.
+            beside: Where the steps lie that it refers to.
+            threads: How many threads read.
+            window_bytes: How much is put together at a time.
+        """
+        self._storage = storage
+        self._beside = beside
+        self._threads = threads
+        self._window_bytes = window_bytes
+        self._window: memoryview | None = None
+        self._readers: OrderedDict[int, FileReader] = OrderedDict()
+        self._parts = list_parts(opened)
+        self._lying: dict[str, list[_Lying]] = {}
+        self.leaves: dict[str, StoredLeaf] = {}
+        known: dict[str, set[Box]] = {}
+        for place, part in enumerate(self._parts):
+            for number, stored in enumerate(part.index.stored_boxes()):
+                self.leaves[stored.leaf] = StoredLeaf(stored.dtype, stored.global_shape)
+                boxes = known.setdefault(stored.leaf, set())
+                # Several workers may have written the same box, with the same digests.
+                if stored.box not in boxes:
+                    boxes.add(stored.box)
+                    self._lying.setdefault(stored.leaf, []).append(_Lying(place, number, stored))
+
+    def whole(self, leaf: str) -> Extent:
+        """**Pure.** All of a leaf."""
+        return Extent(leaf, 0, self.leaves[leaf].elements)
+
+    def stream(self, extents: Iterable[Extent]) -> Iterator[memoryview]:
+        """**Blocks.** The bytes of extents, one behind the other.
+
+        Each piece belongs to one extent, and is good until the next one is asked for.
+
+        Raises:
+            DamageError: If a file is missing, or bytes are not what was written.
+            StorageError: If the place fails.
+        """
+        batch: list[Extent] = []
+        batch_bytes = 0
+        for part, size_bytes in self._cut(extents):
+            if batch and batch_bytes + size_bytes > self._window_bytes:
+                yield from self._fill(batch)
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += size_bytes
+        yield from self._fill(batch)
+
+    def close(self) -> None:
+        """Closes what is open; harmless twice."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def _cut(self, extents: Iterable[Extent]) -> Iterator[tuple[Extent, int]]:
+        """Cuts extents so that each fits into a window; with what each takes."""
+        for extent in extents:
+            item_bytes = ITEM_BYTES[self.leaves[extent.leaf].dtype]
+            most = self._window_bytes // item_bytes
+            for begin in range(extent.begin, extent.end, most):
+                end = min(begin + most, extent.end)
+                yield Extent(extent.leaf, begin, end), (end - begin) * item_bytes
+
+    def _fill(self, batch: Sequence[Extent]) -> Iterator[memoryview]:
+        """Reads what fits into one window together, and gives it piece by piece."""
+        if not batch:
+            return
+        if self._window is None:
+            self._window = take_pages(self._window_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._window))
+        shares: dict[int, dict[int, list[Share]]] = {}
+        ends: list[int] = []
+        place = 0
+        for extent in batch:
+            leaf = self.leaves[extent.leaf]
+            for slab in split_range(leaf.shape, extent.begin, extent.end):
+                spec = spec_of(leaf.dtype, slab.shape)
+                target = Target(extent.leaf, spec, None, _NOBODY, (), address + place)
+                for lying in self._lying[extent.leaf]:
+                    common = intersect(lying.stored.box, slab)
+                    if common is not None:
+                        share = Share(target, shift(common, lying.stored.box.offsets), shift(common, slab.offsets))
+                        shares.setdefault(lying.part, {}).setdefault(lying.number, []).append(share)
+                place += spec.size_bytes
+            ends.append(place)
+        for number in sorted(shares):
+            self._read(number, shares[number])
+        begin = 0
+        for end in ends:
+            yield self._window[begin:end]
+            begin = end
+
+    def _read(self, number: int, shares: dict[int, list[Share]]) -> None:
+        part = self._parts[number]
+        reader = self._open(number, part)
+        try:
+            read_shares(reader, part.index, part.path, shares, Patchwork(), threads=self._threads)
+        except DamageError as damage:
+            raise part.explain(damage) from damage
+
+    def _open(self, number: int, part: Part) -> FileReader:
+        reader = self._readers.pop(number, None)
+        if reader is None:
+            if len(self._readers) >= _OPEN_FILES:
+                self._readers.popitem(last=False)[1].close()
+            reader = open_part(self._storage, part, self._beside)
+        self._readers[number] = reader
+        return reader
+
+
+class _Nobody:
+    """The library of memory that no library has: nothing is asked of it."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        raise AttributeError(name)
+
+
+_NOBODY: Final[ArrayBackend] = _Nobody()  # type: ignore[assignment]

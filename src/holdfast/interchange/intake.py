@@ -1,0 +1,363 @@
+"""Drives an import: files of other programs to a committed checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.catalog import read_catalog
+from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
+from holdfast.format.digests import SPAN_BYTES, digest
+from holdfast.format.encoding import Encoder, escape
+from holdfast.format.index import Index, LeafRecord
+from holdfast.format.layout import Layout, plan_layout
+from holdfast.format.names import MAX_STEP, StepName, data_name
+from holdfast.format.scalars import Node, tagged
+from holdfast.interchange.export import Watcher
+from holdfast.interchange.incoming import IncomingArray, read_spans, whole_array
+from holdfast.interchange.outline import LeftOut
+from holdfast.interchange.pickle_reading import Made
+from holdfast.interchange.pickle_writing import Global, Persistent
+from holdfast.interchange.sources import Source, Tree
+from holdfast.interchange.ties import KEPT_APART, tie_equal
+from holdfast.interchange.torch_import import TorchArchive, special_of
+from holdfast.policies import All
+from holdfast.restore.selection import Selection, make_selection
+from holdfast.save.line import Line
+from holdfast.save.write import PIECE_BYTES, conclude
+from holdfast.storage import Storage, open_storage
+from holdfast.storage.scratch import take_pages
+
+_WRAPPERS: Final = ("module.", "_orig_mod.")
+_MOST_TIMES: Final = 4
+_ALWAYS_BYTES: Final = 64 << 20
+
+
+class Import(msgspec.Struct, frozen=True):
+    """What an import has made.
+
+    Attributes:
+        step: The step.
+        name: The checkpoint.
+        run: The run that it lies in.
+        format: What it was made of: `torch`, `dcp` or `safetensors`.
+        objects: The names of its objects.
+        arrays: How many arrays it has.
+        size_bytes: What these take.
+        left_out: What does not stand in it, and why.
+        renamed: The objects from whose names was taken what wrappers put in front of them.
+        seconds: How long it took.
+    """
+
+    step: int
+    name: StepName
+    run: str
+    format: str
+    objects: tuple[str, ...]
+    arrays: int
+    size_bytes: int
+    left_out: tuple[LeftOut, ...]
+    renamed: tuple[str, ...]
+    seconds: float
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Storage,
+    *,
+    step: int = 0,
+    only: str | Iterable[str] | None = None,
+    name: str = "model",
+    skip_unknown: bool = False,
+    watcher: Watcher | None = None,
+) -> Import:
+    """**Blocks.** Makes a committed checkpoint of what another program has saved; nothing in it is executed.
+
+    It takes the same memory however large the arrays are. Its objects are the outermost entries of the source: with
+    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` a run with a `model` and an `optimizer` goes on
+    from it.
+
+    Args:
+        source: A file of `torch.save`, a directory of `torch.distributed.checkpoint`, a safetensors file, or a
+            directory of such.
+        run: The run's directory, a URL, or an open storage. It must have no checkpoint yet.
+        step: The step that the checkpoint is of: a job goes on from there.
+        only: The objects to take; None for all.
+        name: What the object is called where the source is the state of one, such as a bare `model.state_dict()`.
+        skip_unknown: True to leave out values of classes that are not known here, in place of an error.
+        watcher: Told how far it has come.
+
+    Raises:
+        UsageError: If an argument is wrong, the source is nothing that can be imported, or the run has checkpoints.
+        UnsupportedValueError: If something in the source cannot be stored.
+        NoCheckpointError: If nothing is at the source.
+        FormatError: If the source is malformed, or wants what no such file may have.
+        StorageError: If a place fails.
+    """
+    begun_at = time.monotonic()
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"{step!r} is no step", hint="A step is a number from 0 on.")
+    storage = open_storage(run)
+    committed = read_catalog(storage).committed
+    if committed:
+        raise UsageError(
+            f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
+            hint="Import into a new run; a job that goes on from it may save there.",
+        )
+    with Source(Path(source), keep_unknown=skip_unknown) as opened:
+        objects = _select(list_objects(opened.root, name), make_selection(only), str(source))
+        renamed = tuple(key for key, value in objects.items() if _unwrap(value))
+        encoder = _IntakeEncoder(str(source), skip_unknown=skip_unknown)
+        nodes = {key: encoder.encode(value, escape(key)) for key, value in objects.items()}
+        arrays = encoder.arrays
+        size_bytes = sum(array.size_bytes for array in arrays.values())
+        if size_bytes > _MOST_TIMES * opened.size_bytes + _ALWAYS_BYTES:
+            raise FormatError(
+                f"{source}: its arrays would take {size_bytes} bytes, and its files have {opened.size_bytes}",
+                path=str(source),
+                hint="Expanded tensors may be the reason: save them contiguous, or save what they are expanded from.",
+            )
+        if not arrays and not any(nodes.values()):
+            raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
+        # Only torch's own files say which tensors were one.
+        ties = [] if opened.format == "torch" else encoder.ties
+        committed_name = _commit(storage, step, nodes, arrays, ties, Path(source).name, watcher)
+        return Import(
+            step=step,
+            name=committed_name,
+            run=storage.url,
+            format=opened.format,
+            objects=tuple(nodes),
+            arrays=len(arrays),
+            size_bytes=size_bytes,
+            left_out=tuple(encoder.left),
+            renamed=renamed,
+            seconds=time.monotonic() - begun_at,
+        )
+
+
+def list_objects(root: Any, name: str) -> dict[str, Any]:
+    """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself.
+
+    Args:
+        root: The tree.
+        name: What that one is called.
+    """
+    archive = root.archive if type(root) is Tree else None
+    value = root.value if type(root) is Tree else root
+    is_one = type(value) is not dict or not all(type(key) is str and key for key in value)
+    if is_one or not value or any(_is_array(part, archive) for part in value.values()):
+        return {name: Tree(value, archive)}
+    return {key: part if type(part) is Tree else Tree(part, archive) for key, part in value.items()}
+
+
+def _select(objects: dict[str, Any], selection: Selection | None, source: str) -> dict[str, Any]:
+    if selection is None:
+        return objects
+    chosen = {key: value for key, value in objects.items() if selection(escape(key))}
+    if selection.unmatched:
+        raise UsageError(
+            f"{source} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, objects))}.",
+        )
+    return chosen
+
+
+def _is_array(value: Any, archive: TorchArchive | None) -> bool:
+    if type(value) is Made and archive is not None:
+        return archive.tensor(value) is not None
+    return type(value) is IncomingArray
+
+
+def _unwrap(tree: Tree) -> bool:
+    """Takes what wrappers of modules put in front of all names away."""
+    value, was_wrapped = tree.value, False
+    if type(value) is not dict or not value or not all(type(key) is str for key in value):
+        return False
+    if not any(_is_array(part, tree.archive) for part in value.values()):
+        return False
+    while prefix := next((one for one in _WRAPPERS if all(key.startswith(one) for key in value)), ""):
+        value = {key.removeprefix(prefix): part for key, part in value.items()}
+        was_wrapped = True
+    tree.value = value
+    return was_wrapped
+
+
+class _IntakeEncoder(Encoder):
+    """Writes what was found as the format has it; arrays get names, and are read later.
+
+    Attributes:
+        arrays: By name.
+        left: What was left out.
+        ties: For each dict with several arrays, the nodes of these: some of them may have been one.
+    """
+
+    def __init__(self, source: str, *, skip_unknown: bool) -> None:
+        super().__init__()
+        self._source = source
+        self._skip_unknown = skip_unknown
+        self._archive: TorchArchive | None = None
+        self._names: dict[Hashable, str] = {}
+        self.arrays: dict[str, IncomingArray] = {}
+        self.left: list[LeftOut] = []
+        self.ties: list[dict[str, Node]] = []
+
+    def encode(self, value: Any, path: str, depth: int = 0) -> Node:
+        if type(value) is Tree:
+            outer, self._archive = self._archive, value.archive
+            try:
+                return self.encode(value.value, path, depth)
+            finally:
+                self._archive = outer
+        if self._skip_unknown and type(value) in (Made, Global, Persistent) and not self._is_known(value):
+            self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
+            return None
+        node = super().encode(value, path, depth)
+        if type(value) is dict and "$" not in node and KEPT_APART.isdisjoint(node):
+            arrays = {key: part for key, part in node.items() if type(part) is dict and part.get("$") == "array"}
+            self.ties += [arrays] if len(arrays) > 1 else []
+        return node
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
+        if type(value) is IncomingArray:
+            return self._array(value, path)
+        given = special_of(value)
+        if given is not None:
+            return tagged("codec", given[1], given[0])
+        if type(value) is Made and self._archive is not None:
+            tensor = self._archive.tensor(value)
+            if tensor is not None:
+                return self._array(whole_array(tensor), path)
+        if type(value) not in (Made, Global, Persistent):
+            return None
+        raise UnsupportedValueError(
+            f"{self._source}: {path} is a {_name_of(value)}, which cannot be stored",
+            path=path,
+            hint="Leave it out with --skip-unknown (skip_unknown=True), or save without it.",
+        )
+
+    def _is_known(self, value: Any) -> bool:
+        return special_of(value) is not None or _is_array(value, self._archive)
+
+    def _array(self, array: IncomingArray, path: str) -> Node:
+        key = array.key
+        name = self._names.get(key) if key is not None else None
+        if name is None:
+            name, number = path, 2
+            while name in self.arrays:
+                name = f"{path}~{number}"
+                number += 1
+            self.arrays[name] = array
+            if key is not None:
+                self._names[key] = name
+        return {"$": "array", "k": "torch", "v": name}
+
+
+def _name_of(value: Any) -> str:
+    what = value.function if type(value) is Made else value
+    return f"{what.module}.{what.name}" if type(what) is Global else "storage without a tensor"
+
+
+def _commit(
+    storage: Storage,
+    step: int,
+    objects: dict[str, Node],
+    arrays: Mapping[str, IncomingArray],
+    ties: list[dict[str, Node]],
+    source: str,
+    watcher: Watcher | None,
+) -> StepName:
+    """Writes the checkpoint of a new generation. Whatever ends it before it is committed leaves no checkpoint."""
+    layout = plan_layout(
+        [(name, array.dtype, array.shape) for name, array in arrays.items()],
+        {"format": "holdfast", "step": str(step)},
+    )
+    if watcher is not None:
+        watcher.expect(layout.size_bytes)
+    line = Line(storage, All(), reuse_space=False)
+    line.open(None)
+    name = line.name(step)
+    try:
+        leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)
+        tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
+        receipts = conclude(_index(name, layout, leaves, objects), storage)
+        line.commit(receipts, name, {}, {"imported_from": source})
+    except BaseException as error:
+        try:
+            line.give_up(name)
+        except HoldfastError as left:
+            error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+        raise
+    return name
+
+
+def _write(
+    storage: Storage,
+    name: StepName,
+    layout: Layout,
+    arrays: Mapping[str, IncomingArray],
+    advance: Callable[[int], None],
+) -> list[LeafRecord]:
+    """Writes the data file piece by piece, with digests taken on the way."""
+    storage.make_directory(name.directory)
+    writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
+    leaves: list[LeafRecord] = []
+    piece = take_pages(PIECE_BYTES)
+    offset = filled = 0
+
+    def put(data: memoryview) -> None:
+        nonlocal filled
+        while data:
+            count = min(len(data), PIECE_BYTES - filled)
+            piece[filled : filled + count] = data[:count]
+            filled += count
+            data = data[count:]
+            if filled == PIECE_BYTES:
+                flush()
+
+    def flush() -> None:
+        nonlocal offset, filled
+        writer.write_at(offset, piece[:filled])
+        advance(filled)
+        offset += filled
+        filled = 0
+
+    try:
+        put(memoryview(layout.header))
+        for place in layout.places:
+            spans: list[str] = []
+            for span in read_spans(arrays[place.name], SPAN_BYTES):
+                spans.append(digest(span))
+                put(span)
+            leaves.append(LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, "".join(spans)))
+        if filled:
+            flush()
+        writer.finish()
+    finally:
+        writer.abandon()
+    return leaves
+
+
+def _index(name: StepName, layout: Layout, leaves: list[LeafRecord], objects: dict[str, Node]) -> Index:
+    return Index(
+        step=name.step,
+        generation=name.generation,
+        attempt=name.attempt,
+        rank=0,
+        world_size=1,
+        data_bytes=layout.size_bytes,
+        header_bytes=len(layout.header),
+        header_digest=digest(layout.header),
+        span_bytes=SPAN_BYTES,
+        leaves=tuple(leaves),
+        objects=objects,
+    )
+
+
+def _ignore(size_bytes: int) -> None:
+    pass

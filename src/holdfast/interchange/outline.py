@@ -1,0 +1,225 @@
+"""What of a checkpoint can stand in another format: its objects as plain trees that refer to leaves. Pure."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from holdfast.format.codecs import Codec
+from holdfast.format.decoding import UNFILLED, Decoder
+from holdfast.format.encoding import escape, path_part
+from holdfast.format.scalars import Node
+
+Keys: TypeAlias = tuple[Any, ...]
+"""The keys, numbers and fields on the way to a value; the first is the object's name."""
+
+_ITS_OWN: Final = frozenset({"per_worker", "rng"})
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
+_KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
+_MOST_BITS: Final = 2000
+
+
+class ArrayRef(msgspec.Struct, frozen=True):
+    """An array of the state.
+
+    Attributes:
+        leaf: The leaf that holds its values. Arrays that shared their memory have one leaf.
+    """
+
+    leaf: str
+
+
+class ObjectState(msgspec.Struct, frozen=True):
+    """The state of an object.
+
+    Attributes:
+        kind: The object's kind, as the format names it.
+        state: Its state.
+    """
+
+    kind: str
+    state: Any
+
+
+class Special(msgspec.Struct, frozen=True):
+    """A value that has a codec, such as a `torch.dtype`.
+
+    Attributes:
+        tag: The codec's tag.
+        value: What the codec made of it.
+    """
+
+    tag: str
+    value: Any
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """Something that does not stand in what was written.
+
+    Attributes:
+        path: What it is called.
+        reason: Why it was left out.
+    """
+
+    path: str
+    reason: str
+
+
+class _Strange(msgspec.Struct, frozen=True):
+    reason: str
+
+
+_GONE: Final = _Strange("")
+
+
+class _Outliner(Decoder):
+    """Takes state apart as it is stored, whether this program knows the types or not."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tag: Codec(object, tag, _same, lambda value: Special(tag, value)))
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        return ArrayRef(leaf)
+
+    def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
+        if kind in _ITS_OWN:
+            return _Strange("it is each worker's own")
+        return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
+
+    def unknown_type(self, name: str, live: Any, path: str) -> Any:
+        return _Strange(f"it is a {name.rpartition(':')[2]}")
+
+    def _tagged(self, node: Node, live: Any, path: str, depth: int) -> Any:
+        if node["$"] in ("namedtuple", "dataclass") and type(node.get("v")) is dict:
+            return self.mapping(node["v"], UNFILLED, path, depth + 1)
+        return super()._tagged(node, UNFILLED, path, depth)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def join_objects(parts: Iterable[Mapping[str, Node]]) -> dict[str, Node]:
+    """**Pure.** The objects of all workers, put together: some have what others lack, as the stages of a pipeline do.
+
+    Args:
+        parts: For each worker its objects, in order of rank.
+    """
+    joined: dict[str, Node] = {}
+    for objects in parts:
+        for name, node in objects.items():
+            joined[name] = _join(joined[name], node) if name in joined else node
+    return joined
+
+
+def _join(one: Node, other: Node) -> Node:
+    if type(one) is not dict or type(other) is not dict or one == other:
+        return one
+    if "$" not in one and "$" not in other:
+        return {
+            key: _join(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
+            for key in {**one, **other}
+        }
+    if one.get("$") == other.get("$") == "object" and one.get("k") == other.get("k") and one.get("k") not in _ITS_OWN:
+        return {**one, "v": _join(one.get("v"), other.get("v"))}
+    return one
+
+
+def outline(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -> tuple[dict[str, Any], list[LeftOut]]:
+    """**Pure.** The state of objects as a tree of dicts, lists, scalars, `ObjectState` and `ArrayRef`.
+
+    Args:
+        objects: For each object its node.
+        select: Whether what stands at a path is wanted; None for everything.
+
+    Returns:
+        The tree, and what cannot stand in it.
+
+    Raises:
+        FormatError: If the state is malformed.
+    """
+    left: list[LeftOut] = []
+    tree: dict[str, Any] = {}
+    for name, node in objects.items():
+        path = escape(name)
+        value = _plain(_Outliner().decode(node, UNFILLED, path), path, select, left)
+        if value is not _GONE:
+            tree[name] = value
+    return tree, left
+
+
+def _plain(value: Any, path: str, select: Callable[[str], bool] | None, left: list[LeftOut]) -> Any:
+    """The value with nothing in it but what other programs know; `_GONE` if nothing is left."""
+    if select is not None and select(path):
+        select = None
+    if type(value) is ObjectState:
+        state = _plain(value.state, path, select, left)
+        return _GONE if state is _GONE else ObjectState(value.kind, state)
+    if isinstance(value, dict):
+        return _mapping(value, path, select, left)
+    if type(value) in (list, tuple, collections.deque):
+        parts = [_plain(part, f"{path}/{number}", select, left) for number, part in enumerate(value)]
+        if select is not None:
+            parts = [part for part in parts if part is not _GONE]
+            return parts or _GONE
+        parts = [None if part is _GONE else part for part in parts]
+        return tuple(parts) if type(value) is tuple else parts
+    if select is not None:
+        return _GONE
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        value = _Strange(f"it is a number of {value.bit_length()} bits")
+    if type(value) in _ATOMS or type(value) in (ArrayRef, Special):
+        return value
+    if isinstance(value, (set, frozenset)) and all(type(part) in _KEYS for part in value):
+        return set(value)
+    if type(value) is bytearray:
+        return bytes(value)
+    if type(value).__module__ == "numpy" and type(value.item()) in _ATOMS:
+        return value.item()
+    left.append(LeftOut(path, value.reason if type(value) is _Strange else f"it is a {type(value).__qualname__}"))
+    return _GONE
+
+
+def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | None, left: list[LeftOut]) -> Any:
+    found: dict[Any, Any] = {}
+    for number, (key, part) in enumerate(value.items()):
+        at = f"{path}/{path_part(key, number)}"
+        if type(key) not in _KEYS:
+            if select is None or select(at):
+                left.append(LeftOut(at, f"its key is a {type(key).__qualname__}"))
+            continue
+        kept = _plain(part, at, select, left)
+        if kept is not _GONE:
+            found[key] = kept
+    return found if found or select is None else _GONE
+
+
+def list_arrays(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, ArrayRef]]:
+    """**Pure.** The arrays of a tree with the way to each, in order."""
+    if type(value) is ArrayRef:
+        yield keys, value
+    elif type(value) is ObjectState:
+        yield from list_arrays(value.state, keys)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from list_arrays(part, (*keys, key))
+    elif type(value) in (list, tuple):
+        for number, part in enumerate(value):
+            yield from list_arrays(part, (*keys, number))
+
+
+def list_values(value: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """**Pure.** The ways to values that are no arrays: of each object that has some, those that hold no array."""
+    if type(value) is ObjectState:
+        value = value.state
+    if not any(True for _ in list_arrays(value)):
+        yield keys
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from list_values(part, (*keys, key))
+    elif type(value) in (list, tuple):
+        for number, part in enumerate(value):
+            yield from list_values(part, (*keys, number))

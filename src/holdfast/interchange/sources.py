@@ -1,0 +1,162 @@
+"""What lies at a place that something is to be taken in from: which format it has, and the tree in it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
+from holdfast.interchange.archive_reading import FilePool, SourceFile
+from holdfast.interchange.dcp_import import METADATA_NAME, DcpDirectory
+from holdfast.interchange.incoming import IncomingArray
+from holdfast.interchange.safetensors_export import INDEX_NAME
+from holdfast.interchange.safetensors_import import list_files, read_header
+from holdfast.interchange.torch_import import TorchArchive
+
+_ZIP: Final = b"PK\x03\x04"
+_LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
+_SOURCES: Final = "A torch.save file, a DCP directory, a safetensors file, or a directory of such can be imported."
+
+
+class Tree:
+    """A part of a tree, with the archive that knows its tensors.
+
+    Attributes:
+        value: The part.
+        archive: What tells which objects in it are tensors; None if it holds none.
+    """
+
+    __slots__ = ("archive", "value")
+
+    def __init__(self, value: Any, archive: TorchArchive | None) -> None:
+        self.value = value
+        self.archive = archive
+
+
+class Source:
+    """An open source. `close` closes its files.
+
+    Attributes:
+        format: `torch`, `dcp` or `safetensors`.
+        size_bytes: The size of all its files together.
+        root: The tree: dicts and lists, in whose leaves stand `IncomingArray`, `Tree` and plain values.
+    """
+
+    def __init__(self, path: Path, *, keep_unknown: bool) -> None:
+        """**Blocks.** Finds out what it is, and reads what is in it but for the arrays' values.
+
+        Args:
+            path: A file or a directory.
+            keep_unknown: Whether values of unknown classes are passed over, and no error.
+
+        Raises:
+            NoCheckpointError: If nothing is there.
+            UsageError: If it is nothing that can be imported.
+            FormatError: If it is malformed.
+            StorageError: If it cannot be read.
+        """
+        self._files = ExitStack()
+        self._open: dict[str, SourceFile] = {}
+        self._pool = FilePool()
+        self._path = path
+        self.format = ""
+        self.root: Any = None
+        try:
+            if path.is_dir():
+                self._read_directory(keep_unknown)
+            else:
+                self._read_file(keep_unknown)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its files together."""
+        return sum(file.size_bytes for file in self._open.values())
+
+    def close(self) -> None:
+        """Closes the files; harmless twice."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_file(self, keep_unknown: bool) -> None:
+        try:
+            file = self._use(self._path, follow_links=True)
+        except NotFoundError:
+            raise NoCheckpointError(f"there is no {self._path}", hint="Check the path.") from None
+        head = bytes(file.read(0, min(file.size_bytes, 16)))
+        if head.startswith(_ZIP):
+            self.format = "torch"
+            archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
+            self.root = Tree(archive.value, archive)
+        elif head.startswith(_LEGACY):
+            raise UsageError(
+                f"{self._path} is in the form that torch.save had before version 1.6",
+                hint="Load it with torch and save it again.",
+            )
+        elif head[8:9] == b"{":
+            self.format = "safetensors"
+            self.root = read_header(file)
+        else:
+            raise UsageError(f"{self._path} is nothing that can be imported", hint=_SOURCES)
+
+    def _read_directory(self, keep_unknown: bool) -> None:
+        if (self._path / METADATA_NAME).exists():
+            self.format = "dcp"
+            with SourceFile(self._path / METADATA_NAME) as metadata:
+                found = DcpDirectory(metadata, self._beside, keep_unknown=keep_unknown)
+            self.root = _nest(found.entries, str(self._path))
+            return
+        arrays: dict[str, IncomingArray] = {}
+        for name in list_files(self._path, INDEX_NAME):
+            for key, array in read_header(self._beside(name)).items():
+                if key in arrays:
+                    raise FormatError(f"{self._path}: {key!r} stands in two files", path=str(self._path))
+                arrays[key] = array
+        if not arrays:
+            raise UsageError(f"{self._path} holds nothing that can be imported", hint=_SOURCES)
+        self.format = "safetensors"
+        self.root = arrays
+
+    def _beside(self, name: str) -> SourceFile:
+        """A file of the directory; links are followed as little as those in a checkpoint, but for a model's own."""
+        return self._open.get(name) or self._use(self._path / name, follow_links=self.format != "dcp")
+
+    def _use(self, path: Path, *, follow_links: bool) -> SourceFile:
+        file = self._files.enter_context(SourceFile(path, self._pool, follow_links=follow_links))
+        self._open[path.name] = file
+        return file
+
+
+def _nest(entries: dict[tuple[str | int, ...], Any], path: str) -> dict[Any, Any]:
+    """The tree that entries make up; numbers on the way are places in lists."""
+    root: dict[Any, Any] = {}
+    for way, value in entries.items():
+        place = root
+        for key in way[:-1]:
+            place = place.setdefault(key, {})
+            if type(place) is not dict:
+                raise FormatError(f"{path}: {'.'.join(map(str, way))} leads through another entry", path=path)
+        if way[-1] in place:
+            raise FormatError(f"{path}: {'.'.join(map(str, way))} stands twice", path=path)
+        place[way[-1]] = Tree(value.value, value) if isinstance(value, TorchArchive) else value
+    return {key: _listed(value, 0) for key, value in root.items()}
+
+
+def _listed(value: Any, depth: int) -> Any:
+    if type(value) is not dict or depth > 64:
+        return value
+    parts = {key: _listed(part, depth + 1) for key, part in value.items()}
+    if parts and parts.keys() == set(range(len(parts))):
+        return [parts[number] for number in range(len(parts))]
+    return parts

@@ -1,0 +1,111 @@
+"""Checkpoints as one file that `torch.load(path, weights_only=True)` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.format.encoding import escape
+from holdfast.interchange.archive_writing import ArchiveWriter, take
+from holdfast.interchange.delivery import deliver_file
+from holdfast.interchange.extents import LeafReader
+from holdfast.interchange.optimizer_forms import number_parameters
+from holdfast.interchange.outline import ArrayRef, LeftOut, ObjectState, Special
+from holdfast.interchange.pickle_writing import Call, write_pickle
+from holdfast.interchange.torch_pickles import special_value, tensor_call
+
+_RECORD_BYTES = 512
+"""What a record of the archive takes beside its bytes, at the most."""
+
+
+class TensorTable:
+    """The storages of one archive: a leaf that stands in several places is one storage, as it was one tensor's memory.
+
+    Attributes:
+        keys: For each leaf the name of its storage.
+    """
+
+    def __init__(self, reader: LeafReader) -> None:
+        self._reader = reader
+        self.keys: dict[str, str] = {}
+
+    def call(self, array: ArrayRef) -> Call:
+        """**Pure.** The tensor of a leaf."""
+        key = self.keys.setdefault(array.leaf, str(len(self.keys)))
+        return tensor_call(key, self._reader.leaves[array.leaf])
+
+
+def torch_value(value: Any, path: str, array: Callable[[ArrayRef], Any], left: list[LeftOut]) -> Any:
+    """**Pure.** A tree with what stands for tensors, and for values of torch's own; what cannot stand there is noted.
+
+    Args:
+        value: The tree.
+        path: What it is called.
+        array: Gives what stands for an array.
+        left: What is left out is added here.
+    """
+    if type(value) is ArrayRef:
+        return array(value)
+    if type(value) is ObjectState:
+        state = number_parameters(value.state) if value.kind == "torch.optimizer" else value.state
+        return torch_value(state, path, array, left)
+    if isinstance(value, dict):
+        return {key: torch_value(part, f"{path}/{escape(str(key))}", array, left) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        parts = [torch_value(part, f"{path}/{number}", array, left) for number, part in enumerate(value)]
+        return tuple(parts) if type(value) is tuple else parts
+    if type(value) is Special:
+        found = special_value(value)
+        if found is None:
+            left.append(LeftOut(path, f"it is a {value.tag}"))
+        return found
+    return value
+
+
+def write_torch(
+    reader: LeafReader,
+    tree: Any,
+    out: Path,
+    *,
+    overwrite: bool,
+    left: list[LeftOut],
+    expect: Callable[[int], None],
+    advance: Callable[[int], None],
+) -> list[str]:
+    """**Blocks.** Writes a tree as `torch.save` does, a piece at a time.
+
+    Args:
+        reader: Where the leaves come from.
+        tree: What is saved.
+        out: The file.
+        overwrite: Whether one that is there may go.
+        left: What is left out is added here.
+        expect: Told how much will be written.
+        advance: Told of each piece.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        UsageError: If something is there already.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    table = TensorTable(reader)
+    pickle = write_pickle(torch_value(tree, "", table.call, left))
+    leaves_bytes = sum(reader.leaves[leaf].size_bytes for leaf in table.keys)
+    size_bytes = len(pickle) + leaves_bytes + _RECORD_BYTES * (len(table.keys) + 4)
+    expect(leaves_bytes)
+    with deliver_file(out, size_bytes, overwrite=overwrite) as delivery:
+        with delivery.create("archive") as file:
+            archive = ArchiveWriter(file, "archive")
+            archive.begin(pickle)
+            pieces = reader.stream(map(reader.whole, table.keys))
+            for leaf, key in table.keys.items():
+                leaf_bytes = reader.leaves[leaf].size_bytes
+                archive.add(f"data/{key}", leaf_bytes, take(pieces, leaf_bytes))
+                advance(leaf_bytes)
+            archive.finish()
+        delivery.place_file("archive", overwrite=overwrite)
+    return [out.name]

@@ -1,0 +1,94 @@
+"""How torch writes tensors down: names of types, storages, and what rebuilds a tensor. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from holdfast.format.boxes import strides_of
+from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.interchange.extents import StoredLeaf
+from holdfast.interchange.outline import Special
+from holdfast.interchange.pickle_writing import Call, Global, Persistent
+
+DTYPES: Final = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+"""Torch's names of the element types."""
+
+STORAGES: Final = {
+    "BOOL": "BoolStorage",
+    "U8": "ByteStorage",
+    "I8": "CharStorage",
+    "I16": "ShortStorage",
+    "I32": "IntStorage",
+    "I64": "LongStorage",
+    "F16": "HalfStorage",
+    "BF16": "BFloat16Storage",
+    "F32": "FloatStorage",
+    "F64": "DoubleStorage",
+    "C64": "ComplexFloatStorage",
+}
+"""The classes of storages of older element types; the newer ones lie in storages of bytes, and name their type."""
+
+UNTYPED: Final = Global("torch.storage", "UntypedStorage")
+OLD_REBUILD: Final = Global("torch._utils", "_rebuild_tensor_v2")
+NEW_REBUILD: Final = Global("torch._utils", "_rebuild_tensor_v3")
+ORDERED: Final = Global("collections", "OrderedDict")
+SIZE: Final = Global("torch", "Size")
+
+
+def dtype_global(dtype: str) -> Global:
+    """**Pure.** What torch calls an element type."""
+    return Global("torch", DTYPES[dtype])
+
+
+def tensor_call(key: str, leaf: StoredLeaf) -> Call:
+    """**Pure.** A contiguous tensor that is all of a storage.
+
+    Args:
+        key: The storage's name in the archive.
+        leaf: What the tensor is.
+    """
+    elements = math.prod(leaf.shape)
+    # As torch has them: a dimension of no length counts as one.
+    strides = strides_of(tuple(max(length, 1) for length in leaf.shape), 1)
+    hooks = Call(ORDERED, ())
+    storage = STORAGES.get(leaf.dtype)
+    if storage is not None:
+        persistent = Persistent(("storage", Global("torch", storage), key, "cpu", elements))
+        return Call(OLD_REBUILD, (persistent, 0, leaf.shape, strides, False, hooks))
+    persistent = Persistent(("storage", UNTYPED, key, "cpu", elements * ITEM_BYTES[leaf.dtype]))
+    return Call(NEW_REBUILD, (persistent, 0, leaf.shape, strides, False, hooks, dtype_global(leaf.dtype)))
+
+
+def special_value(value: Special) -> Any:
+    """**Pure.** What stands for a value of torch's own; None if it is none that a careful reader takes."""
+    if value.tag == "torch.Size" and type(value.value) is list and all(type(one) is int for one in value.value):
+        return Call(SIZE, (tuple(value.value),))
+    if type(value.value) is not str:
+        return None
+    if value.tag == "torch.device":
+        return Call(Global("torch", "device"), (value.value,))
+    name = value.value.removeprefix("torch.")
+    if value.tag == "torch.dtype" and name in DTYPES.values():
+        return Global("torch", name)
+    return None

@@ -1,0 +1,21 @@
+"""Which guard stands beside a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.preemption.departure import Saves
+from holdfast.preemption.guard import Guard
+from holdfast.preemption.joint_guard import JointGuard
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.handle import SaveHandle
+
+
+def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
+    """The guard for a loop: one that agrees with those of the other workers, if there are any.
+
+    The arguments are those of `Guard`.
+    """
+    if manager.company is None:
+        return Guard(manager, config, keep)
+    return JointGuard(manager, manager.company, config, keep)

@@ -1,0 +1,393 @@
+"""Stands beside the training loop of one of several workers: all stop at one step, and fail together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from holdfast.cluster.joining import name_ranks
+from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError
+from holdfast.events import Warned
+from holdfast.preemption.accord import Accord, Turn
+from holdfast.preemption.agreement import Wanted
+from holdfast.preemption.board import CallRecord, Outcome
+from holdfast.preemption.departure import ATTEMPTS, Saves
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
+from holdfast.preemption.guard import Guard, end_at_of
+from holdfast.preemption.mishaps import is_of_save
+from holdfast.preemption.notices import Demand
+from holdfast.preemption.rescue import Rescue
+from holdfast.preemption.rest import Rest
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.company import Company
+from holdfast.save.exit import end_process
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
+
+_LOOK_SECONDS: Final = 0.25
+
+_AGREE_SECONDS: Final = 1.0
+"""What it may take until all have heard of a call; and the fastest may be a step ahead by then."""
+
+_OWN_FAILURE_SECONDS: Final = 2.0
+"""How long to wait for this worker's own failure, when another has heard of the same one first."""
+
+_WARN_SECONDS: Final = 10.0
+
+
+class JointGuard(Guard):
+    """A guard that does nothing by itself, but together with those of all other workers."""
+
+    def __init__(
+        self,
+        manager: Saves,
+        company: Company,
+        config: TerminationConfig,
+        keep: Callable[[int], SaveHandle | None],
+    ) -> None:
+        """Takes note of what to guard; `open` begins.
+
+        Args:
+            manager: The manager that saves.
+            company: The other workers.
+            config: What the user wants.
+            keep: As for `Guard`.
+        """
+        super().__init__(manager, config, keep)
+        self._peers = company.peers
+        self._accord = Accord(company.peers, self.hearing.hear, self.hearing.ring)
+        self._mishaps = self._accord.mishaps
+        self._herald = self._accord.herald
+        self._rescue = Rescue(self._mishaps)
+        self._is_told = False
+        self._waiting_since: float | None = None
+        self._is_wait_told = False
+        # What the training thread had begun before it rested.
+        self._begun_before = 0
+
+    def open(self) -> None:
+        """See `Guard`."""
+        self._rescue.open()
+        self._herald.open()
+        super().open()
+
+    def close(self) -> None:
+        """See `Guard`."""
+        if os.getpid() != self._process:
+            return
+        super().close()
+        self._rescue.close()
+        self._herald.close()
+
+    def begin_steps(self) -> SaveHandle | None:
+        """See `Guard`; waits if all may be about to stop at a step that lies before the one that goes on here."""
+        self.hearing.patient = True
+        if self._rest is None:
+            return None
+        while True:
+            changed = self._herald.changed
+            with self._lock:
+                rest = self._rest
+                assert rest is not None, "this thread alone ends it"
+                step = max(self._begun_before, rest.step or 0)
+                if self._mishaps.error is not None or rest.is_refused or self._accord.try_begin(step):
+                    self._rest, self._passed_at = None, None
+                    return rest.saved
+            changed.wait(_LOOK_SECONDS)
+
+    def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
+        """See `Guard`."""
+        self._begun_before = self._accord.begun
+        self._accord.begun = step or 0
+        self._mishaps.certain = max(self._mishaps.certain, step or 0)
+        super().rest(step, mark=mark, saved=saved)
+        if self._accord.is_alarmed:
+            self.hearing.ring()
+
+    def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
+        """See `Guard`.
+
+        Raises:
+            SystemExit: When it leaves.
+            PeerError: If another worker has failed.
+            ClusterError: If the others cannot be reached, and it has to be agreed on a step to save at.
+        """
+        self._measure(step)
+        accord, mishaps = self._accord, self._mishaps
+        # In this order: what is pledged for this worker is never less than what it has begun.
+        accord.begun = step + 1
+        mishaps.certain = step if self.is_tentative else step + 1
+        if accord.is_alarmed or self.hearing.alarmed or mishaps.error is not None:
+            mishaps.certain = step
+            self._meet(step, arguments, options)
+            mishaps.certain = step if self.is_tentative else step + 1
+            self._passed_at = time.monotonic()
+
+    def pass_last(self, step: int, *, is_over: bool = False) -> None:
+        """See `Guard`.
+
+        Raises:
+            SystemExit: When it leaves.
+            PeerError: If another worker has failed, or its training has ended at another step.
+            ClusterError: As `pass_boundary`.
+        """
+        self._measure(step)
+        self._accord.begun = self._mishaps.certain = step
+        self._meet(step, (), {}, ends=True, is_over=is_over)
+        if is_over:
+            error = self._mishaps.finish(step, self._herald)
+            if error is not None:
+                raise error
+
+    def fail(self, error: BaseException) -> HoldfastError | None:
+        """See `Guard`. **Blocks** for a moment: the others are told, and may have to tell of a cause."""
+        if self._is_told or self.leaving or os.getpid() != self._process or isinstance(error, StopIteration):
+            return None
+        self._is_told = True
+        cause = self._mishaps.tell(error, self._herald)
+        return None if isinstance(error, PeerError) else cause
+
+    def should_stop(self) -> bool:
+        """See `Guard`."""
+        call, stop = self._accord.call, self._accord.stop
+        if call is None or stop is None or call.wanted != Wanted.LEAVE:
+            return self._mishaps.error is not None
+        return self._accord.begun >= stop.step
+
+    def _meet(
+        self,
+        step: int,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        *,
+        ends: bool = False,
+        is_over: bool = False,
+    ) -> None:
+        """Between two steps: does together with the others what is to be done."""
+        while True:
+            changed = self._herald.changed
+            self._raise_error(step)
+            holds = self._wish()
+            turn = self._accord.arrive(step, holds=holds, ends=ends, is_over=is_over)
+            if turn is Turn.GO:
+                self._waiting_since = None
+                return
+            if turn is Turn.STOP:
+                self._waiting_since = None
+                self._stop(step, arguments, options)
+                continue
+            objection = self._find_objection(turn)
+            if objection:
+                if not self._is_to_leave():
+                    raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
+                self._leave_alone(step, objection)
+                return
+            changed.wait(_LOOK_SECONDS)
+
+    def _raise_error(self, step: int) -> None:
+        error = self._mishaps.error
+        if error is None:
+            return
+        self._mishaps.is_raised = True
+        if self._is_to_leave():
+            self._leave_alone(step, error.message)
+        if is_of_save(error):
+            # It has failed here too, and comes by itself.
+            with suppress(DeadlineError):
+                self._manager.wait(_OWN_FAILURE_SECONDS)
+        raise error
+
+    def _wish(self, *, is_resting: bool = False) -> bool:
+        """Calls for what the notices of this worker ask for; whether they ask for anything now."""
+        if not self.hearing.alarmed:
+            return False
+        pending = self.hearing.pending
+        outlook = self._outlook(is_resting=is_resting)
+        verdict = decide(outlook)
+        if not pending or verdict.action is Action.TRAIN or (verdict.action is Action.SAVE and self._herald.trouble):
+            return False
+        leaves = verdict.action is Action.LEAVE
+        self._accord.wish(
+            CallRecord(
+                rank=self._peers.rank,
+                wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
+                demand=Demand.LEAVE if leaves else outlook.demand,
+                text=pending[0].notice.text,
+                reason=verdict.reason,
+                left_seconds=outlook.left_seconds,
+                by_hand=self.hearing.is_by_hand(),
+                saves=has_time_to_save(outlook),
+            )
+        )
+        return True
+
+    def _outlook(self, *, is_resting: bool = False) -> Outlook:
+        outlook = super()._outlook(is_resting=is_resting)
+        if is_resting or outlook.step_seconds is None:
+            return outlook
+        return replace(outlook, step_seconds=2 * outlook.step_seconds + _AGREE_SECONDS)
+
+    def _is_to_leave(self) -> bool:
+        """Whether it is known that this worker is to leave."""
+        call = self._accord.call
+        if call is not None and call.wanted == Wanted.LEAVE:
+            return True
+        return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
+
+    def _find_objection(self, turn: Turn) -> str:
+        """Why the others are not waited for any longer; an empty string if they are."""
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        waited_seconds = now - self._waiting_since
+        _, left_seconds = self.hearing.demand()
+        if turn is Turn.OUT:
+            return "the other workers have taken this one for dead, and go on without it"
+        if self._herald.trouble:
+            return self._herald.trouble
+        if (
+            left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
+        ) or waited_seconds > self._peers.timeout_seconds:
+            return f"not all workers have said within {waited_seconds:.0f} s at which step they can stop"
+        if waited_seconds > _WARN_SECONDS and not self._is_wait_told:
+            self._is_wait_told = True
+            text = f"for {waited_seconds:.0f} s, not all workers have said at which step they can stop"
+            self._manager.emit(Warned(text=text))
+        return ""
+
+    def _stop(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """At the stop step."""
+        call = self._accord.call
+        if call is not None and call.wanted == Wanted.SAVE:
+            count = self.hearing.count
+            self._save_and_go_on(step, self._outlook().demand, count, arguments, options)
+        else:
+            self._leave_together(step, lambda end_at: self._departure.save_last(step, end_at, arguments, options))
+        self._accord.end_round()
+
+    def _leave_together(self, step: int | None, save: Callable[[float | None], str]) -> None:
+        """Saves, and leaves when all have; returns if `exit_fn` does.
+
+        Args:
+            step: How many steps are complete.
+            save: Saves them, and says what went wrong.
+        """
+        begun_at = time.monotonic()
+        self.leaving = True
+        call, stop = self._accord.call, self._accord.stop
+        assert call is not None, "all leave at a stop step"
+        assert stop is not None, "all leave at a stop step"
+        outlook = self._outlook()
+        end_at = end_at_of(outlook)
+        if stop.absent:
+            self._leave_alone(step, f"{name_ranks(stop.absent)} of {self._peers.world_size} did not answer any more")
+            return
+        if step is not None and step > stop.step:
+            # A first step of which nobody knew that it had begun: the others have nothing to save.
+            error, step = "", stop.step
+        elif call.saves or self._early is None:
+            error = save(end_at)
+        else:
+            error = self._wait_for(self._early, outlook)
+            step = self._early_step if self._early_step is not None else step
+        outcome = Outcome(error, self.hearing.is_by_hand(), is_proof=not error and self._save_fn is None)
+        together = self._accord.conclude(outcome, end_at)
+        seconds = time.monotonic() - begun_at
+        self._leave(step, call.reason, together.error, seconds, by_hand=together.by_hand)
+
+    def _leave_alone(self, step: int | None, error: str) -> None:
+        """Leaves without a save, since the others cannot take part in one."""
+        self.leaving = True
+        self._leave(step, "", error, 0.0)
+
+    def _leave(
+        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
+    ) -> None:
+        if error:
+            # It is told, and nobody waits for the others any more.
+            self._manager.abandon()
+        super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
+
+    # Beside the training thread.
+
+    def _is_alert(self) -> bool:
+        return self.hearing.alarmed or self._accord.is_alarmed or self._mishaps.error is not None
+
+    def _attend(self) -> None:
+        if self.leaving or not self._is_alert():
+            return
+        if self._mishaps.error is not None:
+            if not self._mishaps.is_raised:
+                self._rescue.press()
+            return
+        self._wish(is_resting=self._rest is not None)
+        self._act_behind()
+        self._tell_if_late()
+
+    def _act_behind(self) -> None:
+        with self._lock:
+            rest = self._rest
+            if rest is None or rest.is_refused or self._closed:
+                return
+            holds = self._wish(is_resting=True)
+            turn = self._accord.arrive(rest.step or 0, holds=holds, ends=True)
+            # A person who has pressed Ctrl-C waits for the loop, or presses it again.
+            if turn is Turn.GO or (self._is_to_leave() and self.hearing.is_by_hand()):
+                return
+            if turn is Turn.STOP:
+                self._stop_behind(rest)
+                return
+            objection = self._find_objection(turn)
+            if objection and self._is_to_leave():
+                self._end_behind(lambda: self._leave_alone(rest.step, objection))
+
+    def _stop_behind(self, rest: Rest) -> None:
+        call, stop = self._accord.call, self._accord.stop
+        if call is None or stop is None:
+            return
+        is_safe = call.wanted == Wanted.LEAVE and (bool(stop.absent) or not call.saves)
+        if not is_safe and self._is_changed(rest):
+            return
+        if call.wanted == Wanted.SAVE:
+            count = self.hearing.count
+            self._save_rest(rest, None, attempts=1)
+            self._note_early(rest.step, self._outlook(is_resting=True).demand, rest.saved, count)
+        else:
+            self._end_behind(lambda: self._leave_together(rest.step, lambda end_at: self._save_rest(rest, end_at)))
+        self._accord.end_round()
+
+    def _end_behind(self, leave: Callable[[], None]) -> None:
+        try:
+            leave()
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+    def _is_changed(self, rest: Rest) -> bool:
+        """Whether the state is found changed, so that the loop has to be waited for."""
+        if not rest.find_change():
+            return False
+        text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
+        self._manager.emit(Warned(text=text, step=rest.step))
+        return True
+
+    def _save_rest(self, rest: Rest, end_at: float | None, attempts: int = ATTEMPTS) -> str:
+        """Saves what rests, as often as the others try; what went wrong."""
+        error = ""
+        for _ in range(attempts):
+            error = rest.save()
+            if not error and rest.saved is not None and attempts > 1:
+                error = self._try_wait(rest.saved, end_at)
+            if not error:
+                break
+        return error
+
+    def _try_wait(self, saved: SaveHandle, end_at: float | None) -> str:
+        try:
+            self._departure.wait_committed(saved, end_at)
+        except HoldfastError as failure:
+            return failure.message
+        return ""

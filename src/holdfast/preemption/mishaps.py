@@ -1,0 +1,196 @@
+"""That a worker has failed, has vanished, or has ended its training before the others: what one learns of another."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import Final
+
+from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.errors import HoldfastError, PeerError, SaveFailedError
+from holdfast.preemption.board import Board, EndRecord
+from holdfast.preemption.herald import Herald
+
+_TELL_SECONDS: Final = 3.0
+"""How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
+
+_TRACEBACK_CHARACTERS: Final = 16_000
+
+_LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
+_EARLY_HINT: Final = "All workers have to take the same steps."
+
+
+class Mishaps:
+    """**Thread-safe**, but for `certain`, which belongs to the training thread.
+
+    Attributes:
+        certain: How many steps the training thread has begun for certain.
+        error: That another worker has failed; None if none has.
+        erred_at: When that was heard, by the monotonic clock.
+        is_raised: Whether the training thread knows of an error.
+    """
+
+    def __init__(self, peers: Peers, board: Board) -> None:
+        """Knows of none yet.
+
+        Args:
+            peers: The workers.
+            board: Where they write.
+        """
+        self.certain = 0
+        self.error: PeerError | None = None
+        self.erred_at = 0.0
+        self.is_raised = False
+        self._peers = peers
+        self._board = board
+        self._is_over = False
+        # Known to the thread that speaks with the others.
+        self._done: set[int] = set()
+        self._end: EndRecord | None = None
+        self._failure: Failure | None = None
+
+    def look(self, *, is_new: bool, is_settling: bool) -> bool:
+        """Looks whether there is something to be heard; in the thread that speaks with the others.
+
+        Args:
+            is_new: Whether something was written since the last look.
+            is_settling: Whether it is being settled where to stop, which takes note of the lost in its own way.
+
+        Returns:
+            Whether there is an error that was not there before.
+        """
+        before = self.error
+        if is_new and self._failure is None:
+            self._failure = self._board.read(Failure, "failure")
+            if self._failure is not None:
+                self._board.count("failure-heard", 1)
+                self._err(self._failure)
+        if is_new and self._end is None:
+            self._end = self._board.read(EndRecord, "end")
+        if self._end is not None and self._end.step < self.certain:
+            self._err(_fail_early(self._end, self.certain))
+        if self.error is None and not is_settling:
+            for rank in sorted(self._peers.lost - self._done):
+                if not self.is_done(rank):
+                    text = f"has not been heard of for {self._peers.liveness_seconds:g} s"
+                    self._err(Failure.of(rank, "AbsentError", text, _LOST_HINT))
+        return self.error is not before
+
+    def is_done(self, rank: int) -> bool:
+        """**Blocks.** Whether another worker's training has ended for good."""
+        return self.try_find_end(rank) is not None
+
+    def try_find_end(self, rank: int) -> EndRecord | None:
+        """**Blocks.** Where another worker's training has ended for good, if it has."""
+        end = self._board.read(EndRecord, "done", rank)
+        if end is not None:
+            self._done.add(rank)
+        return end
+
+    @property
+    def done(self) -> tuple[int, ...]:
+        """The workers that are known to have ended for good."""
+        return tuple(sorted(self._done))
+
+    def finish(self, step: int, herald: Herald) -> PeerError | None:
+        """**Blocks** for a moment. Training has ended here for good, as it should.
+
+        Returns:
+            An error if another worker's training has ended at another step.
+        """
+        self._is_over = True
+        end = EndRecord(self._peers.rank, step)
+        found: list[EndRecord] = []
+
+        def write() -> None:
+            self._board.settle(end, "done", end.rank)
+            found.append(self._board.settle(end, "end"))
+            self._board.rouse()
+
+        herald.send(write)
+        herald.wait(lambda: bool(found), time.monotonic() + _TELL_SECONDS)
+        first = next(iter(found), end)
+        return None if first.step == step else self._peers.make_error(_fail_early(first, step))
+
+    def tell(self, error: BaseException, herald: Herald) -> PeerError | None:
+        """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
+
+        Returns:
+            The error of another worker of which this one comes, as far as that can be known.
+        """
+        self.is_raised = True
+        end_at = time.monotonic() + _TELL_SECONDS
+        failure = describe(error, self._peers)
+        found: list[Failure] = []
+
+        def write() -> None:
+            found.append(self._board.settle(failure, "failure"))
+            self._board.rouse()
+
+        herald.send(write)
+        herald.wait(lambda: bool(found), end_at)
+        if found and self._peers.is_leader:
+            # The store may lie in this process.
+            others = set(range(self._peers.world_size)) - self._done
+            self.wait_heard("failure-heard", others, herald, end_at)
+        if not found or found[0].rank == self._peers.rank or not _may_follow(error, found[0]):
+            return None
+        return self._peers.make_error(found[0])
+
+    def wait_heard(self, name: str, ranks: Collection[int], herald: Herald, end_at: float) -> None:
+        """**Blocks.** Waits until as many have counted up there as live of these, or the time is over."""
+        count = 0
+
+        def ask() -> None:
+            nonlocal count
+            count = self._board.count(name)
+
+        while count < len(set(ranks) - self._peers.dead) and time.monotonic() < end_at and not herald.trouble:
+            herald.send(ask)
+            herald.changed.wait(_TELL_SECONDS / 100)
+
+    def _err(self, failure: Failure) -> None:
+        if self.error is None and not self._is_over:
+            error = self._peers.make_error(failure)
+            self.erred_at = time.monotonic()
+            self.error = error
+
+
+def describe(error: BaseException, peers: Peers) -> Failure:
+    """What to tell the others of an error, whatever it is."""
+    if isinstance(error, PeerError):
+        return peers.describe(error)
+    text = _try(lambda: error.message if isinstance(error, HoldfastError) else str(error), "")
+    hint = error.hint if isinstance(error, HoldfastError) else ""
+    trace = _try(lambda: "".join(traceback.format_exception(error)), "")
+    failure = Failure.of(peers.rank, type(error).__name__, text, hint)
+    return Failure(
+        failure.rank, failure.kind, failure.text, failure.hint, make_sendable(trace)[-_TRACEBACK_CHARACTERS:]
+    )
+
+
+def _try(make: Callable[[], str], instead: str) -> str:
+    """An error of the user's may be of a kind that cannot even say what it is."""
+    try:
+        return str(make())
+    except Exception:  # noqa: BLE001  See above.
+        return instead
+
+
+def _may_follow(error: BaseException, first: Failure) -> bool:
+    """**Pure.** Whether an error may come of another worker's: collectives fail when one has gone, and so do saves."""
+    if isinstance(error, HoldfastError):
+        # A save fails on all workers alike.
+        return type(error).__name__ != first.kind
+    return isinstance(error, RuntimeError | OSError)
+
+
+def _fail_early(end: EndRecord, step: int) -> Failure:
+    text = f"its training has ended after step {end.step}, that of another worker has come to step {step}"
+    return Failure.of(end.rank, "AbsentError", text, _EARLY_HINT)
+
+
+def is_of_save(error: PeerError) -> bool:
+    """**Pure.** Whether it is a failed save, which every worker learns of by itself."""
+    return error.kind == SaveFailedError.__name__

@@ -1,0 +1,116 @@
+"""Brings the training thread back from what it is in, when another worker has failed and it may wait for that one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import FrameType
+from typing import Any, Final
+
+from holdfast.preemption.background import start_thread
+from holdfast.preemption.mishaps import Mishaps
+from holdfast.save.exit import drain_all
+
+_INTERRUPT_SECONDS: Final = 1.0
+_ABORT_SECONDS: Final = 1.5
+_END_SECONDS: Final = 4.0
+"""How long after the news the training thread is interrupted, its collectives are aborted, and the process is ended."""
+
+_DRAIN_SECONDS: Final = 10.0
+"""How long a save in flight may take to end before that."""
+
+_SIGNAL: Final = signal.SIGURG
+"""One that does nothing where nobody handles it, and that nobody uses."""
+
+_COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.collectives"}
+"""By framework, where its collectives are aborted; imported by name, and only where the framework is in use."""
+
+_FRAMES: Final = 3
+_EXIT_FAILED: Final = 1
+
+
+class Rescue:
+    """Presses ever harder, until the training thread knows of the error."""
+
+    def __init__(self, mishaps: Mishaps) -> None:
+        """Does nothing yet; `open` is called in the training thread.
+
+        Args:
+            mishaps: What has happened.
+        """
+        self._mishaps = mishaps
+        self._thread = threading.get_ident()
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._has_handler = False
+        self._is_pressed = False
+        self._is_aborted = False
+
+    def open(self) -> None:
+        """Makes ready to interrupt, if this is the main thread: Python interrupts no other."""
+        self._thread = threading.get_ident()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(_SIGNAL)
+            # None is a handler that was not made by Python, and could not be put back.
+            if self._before is not None:
+                signal.signal(_SIGNAL, self._interrupt)
+                self._has_handler = True
+
+    def close(self) -> None:
+        """Interrupts no more."""
+        if self._has_handler and threading.current_thread() is threading.main_thread():
+            self._has_handler = False
+            if signal.getsignal(_SIGNAL) == self._interrupt:
+                signal.signal(_SIGNAL, self._before)
+
+    def press(self) -> None:
+        """Called again and again while the training thread does not know of the error."""
+        waited_seconds = time.monotonic() - self._mishaps.erred_at
+        if waited_seconds >= _INTERRUPT_SECONDS and self._has_handler:
+            self._is_pressed = True
+            signal.pthread_kill(self._thread, _SIGNAL)
+        if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
+            self._is_aborted = True
+            for framework, module in _COLLECTIVES.items():
+                if framework in sys.modules:
+                    # It may hang as well.
+                    start_thread(partial(_abort, module), "holdfast-abort")
+        if waited_seconds >= _END_SECONDS:
+            self._end()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if callable(self._before):
+            self._before(number, frame)
+        error = self._mishaps.error
+        # In a forked child nobody has pressed.
+        if self._is_pressed and error is not None and not self._mishaps.is_raised:
+            self._mishaps.is_raised = True
+            raise error
+
+    def _end(self) -> None:
+        """Ends the process, and says why."""
+        error = self._mishaps.error
+        frame = sys._current_frames().get(self._thread)
+        where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        text = (
+            f"holdfast: another worker has failed, and this one does not come back from what it is in: it ends.\n"
+            f"{error}{notes}\nThis worker was in:\n{where}"
+        )
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        finally:
+            # What all have written can still be committed.
+            start_thread(drain_all, "holdfast-drain").wait(_DRAIN_SECONDS)
+            os._exit(_EXIT_FAILED)
+
+
+def _abort(module: str) -> None:
+    import_module(module).abort()

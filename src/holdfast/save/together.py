@@ -1,0 +1,110 @@
+"""The end of a training of several workers: all come to it, and the leader removes what was kept until then."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster import Cluster, open_cluster
+from holdfast.cluster.joined import JOIN_SECONDS
+from holdfast.cluster.opening import Choice
+from holdfast.cluster.peers import Failure, Peers
+from holdfast.errors import ClusterError, DeadlineError, HoldfastError
+from holdfast.save.clear import Clearing, clear_run
+from holdfast.storage import Storage
+
+_THE_REMOVAL: Final = "the removal of the checkpoints"
+
+
+class Together:
+    """The workers of a job, as far as they end it together. Each makes as many of these, in the same order.
+
+    Attributes:
+        cluster: The workers.
+    """
+
+    def __init__(self, choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> None:
+        """**Collective.** **Blocks.** Waits for the others, if there are any.
+
+        Args:
+            choice: As for `open_cluster`.
+            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+            timeout_seconds: The deadline of each wait for workers that live.
+
+        Raises:
+            UsageError: If the choice is none.
+            AbsentError: If other workers do not come.
+            ClusterError: If the store of the job does not answer.
+        """
+        self.cluster: Cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
+        self._is_own = self.cluster is not choice
+        self._peers: Peers | None = None
+        if self.cluster.world_size > 1:
+            self._peers = Peers(self.cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+
+    def agree_to_clear(self, objection: str) -> str:
+        """**Collective.** **Blocks.** Waits until all workers want the checkpoints to go.
+
+        One that has not come may still need them: if it dies on the way, the job goes on from them.
+
+        Args:
+            objection: Why this worker wants them to stay; empty if it does not.
+
+        Returns:
+            The first objection by rank, the same on all workers; empty if there is none.
+
+        Raises:
+            AbsentError: If a worker does not come in time, or dies.
+            ClusterError: If the job's store does not answer.
+        """
+        if self._peers is None:
+            return objection
+        return self._peers.confer(objection.encode(), _find_first, "the end of the training").decode()
+
+    def clear(self, storage: Storage, known_generation: int) -> Clearing:
+        """**Collective.** **Blocks.** Has the leader remove all checkpoints of a run; see `clear_run`.
+
+        Returns:
+            What came of it; nothing, on other workers than the leader.
+
+        Raises:
+            FencedError: On the leader, if another job saves there by now; nothing has been removed.
+            StorageError: On the leader, if the place cannot be looked at.
+            PeerError: On the others, if the leader has met with an error, or could not remove everything.
+            AbsentError: On the others, if the leader dies.
+            ClusterError: If the job's store does not answer.
+        """
+        peers = self._peers
+        if peers is not None and not peers.is_leader:
+            told = peers.confer(b"", _find_first, _THE_REMOVAL)
+            if told:
+                raise peers.make_error(msgspec.json.decode(told, type=Failure))
+            return Clearing()
+        try:
+            clearing = clear_run(storage, known_generation)
+        except HoldfastError as error:
+            self._tell(error)
+            raise
+        self._tell(next(iter(clearing.problems), None))
+        return clearing
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Says goodbye to the others; harmless twice."""
+        if self._peers is not None:
+            self._peers.close()
+        if self._is_own:
+            self.cluster.close()
+
+    def _tell(self, error: HoldfastError | None) -> None:
+        """Tells the others how the removal ended."""
+        if self._peers is not None:
+            record = b"" if error is None else msgspec.json.encode(self._peers.describe(error))
+            # What is removed is removed, whoever dies before having heard of it.
+            with suppress(DeadlineError, ClusterError):
+                self._peers.confer(record, _find_first, _THE_REMOVAL)
+
+
+def _find_first(records: list[bytes]) -> bytes:
+    return next(filter(None, records), b"")

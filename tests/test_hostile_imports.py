@@ -1,0 +1,342 @@
+"""Files made to harm whoever imports them: nothing in them is executed, no memory is taken on their word."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pickle
+import struct
+import subprocess
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from command_line import complaint
+from holdfast import errors
+from holdfast.interchange.pickle_reading import read_pickle
+from holdfast.interchange.pickle_writing import Global, write_pickle
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: E402
+
+LIMIT_BYTES = 32 << 20
+
+
+class Calls:
+    """Is pickled as a call of something."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < LIMIT_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def refuse(source: Path, *texts: str) -> None:
+    """An import of it fails with such an error, without much memory, and nothing is made."""
+    run = source.parent / "run"
+    with little_memory(), pytest.raises(errors.HoldfastError) as caught:
+        hf.import_checkpoint(source, run)
+    assert isinstance(caught.value, (errors.FormatError, errors.UsageError, errors.StorageError)), caught.value
+    assert any(text in caught.value.message for text in texts), caught.value.message
+    assert not run.exists()
+
+
+def archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        for name, data in (records or {}).items():
+            file.writestr(f"archive/{name}", data)
+    return path
+
+
+def evil_calls(mark: Path) -> list[Calls]:
+    return [
+        Calls(os.system, f"touch {mark}"),
+        Calls(builtins.eval, f"open({str(mark)!r}, 'w')"),
+        Calls(builtins.exec, f"open({str(mark)!r}, 'w')"),
+        Calls(builtins.getattr, os, "system"),
+        Calls(subprocess.Popen, ["touch", str(mark)]),
+        Calls(builtins.__import__, "antigravity"),
+        Calls(Path.touch, mark),
+    ]
+
+
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_no_call_in_a_torch_file_is_made(tmp_path: Path, number: int, protocol: int) -> None:
+    mark = tmp_path / "mark"
+    evil = evil_calls(mark)[number]
+    try:
+        data = pickle.dumps({"model": {"w": evil}}, protocol=protocol)
+    except TypeError:  # A module cannot be pickled; its name can.
+        data = b"\x80\x02c__builtin__\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00a\x86R."
+    path = archive(tmp_path / "evil.pt", data)
+    refuse(path, "which is none of what such a file may hold")
+    code, text = complaint("import", path, tmp_path / "run")
+    assert (code, "Nothing of it was executed" in text) == (1, True)
+    # Left out, it is not executed either.
+    with pytest.raises(errors.HoldfastError) if number == 3 else _nothing():
+        made = hf.import_checkpoint(path, tmp_path / "skipped", skip_unknown=True)
+        assert [one.path for one in made.left_out] == ["model/w"]
+    assert not mark.exists()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_dcp({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "n": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def rewrite(directory: Path, change: Callable[[Any], object]) -> None:
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def info_of(metadata: Any, name: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4, 5, 6])
+def test_no_call_in_the_metadata_of_dcp_is_made(directory: Path, number: int) -> None:
+    mark = directory / "mark"
+    evil = evil_calls(mark)[number]
+    for change in (
+        lambda metadata: setattr(metadata, "planner_data", evil),
+        lambda metadata: metadata.state_dict_metadata.update({"x": evil}),
+        lambda metadata: metadata.storage_data.update({MetadataIndex("x"): evil}),
+    ):
+        rewrite_safely(directory, change)
+        refuse(directory, "which is none of what such a file may hold")
+        with pytest.raises(errors.FormatError):
+            hf.import_checkpoint(directory, directory.parent / "run", skip_unknown=True)
+    assert not mark.exists()
+
+
+def rewrite_safely(directory: Path, change: Callable[[Any], object]) -> None:
+    """As `rewrite`, from the metadata as torch wrote it: what a change has left there is not loaded again."""
+    path, kept = directory / ".metadata", directory.parent / "kept"
+    if not kept.exists():
+        kept.write_bytes(path.read_bytes())
+    path.write_bytes(kept.read_bytes())
+    rewrite(directory, change)
+
+
+def test_no_call_in_a_value_of_dcp_is_made(directory: Path) -> None:
+    mark = directory / "mark"
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(evil_calls(mark)[0], protocol=2))
+    (directory / "evil.distcp").write_bytes(data.getvalue())
+
+    def change(metadata: Any) -> None:
+        info = info_of(metadata, "n")
+        info.relative_path, info.offset, info.length = "evil.distcp", 0, len(data.getvalue())
+
+    rewrite(directory, change)
+    refuse(directory, "which is none of what such a file may hold")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/b", "..", "", "x\0y", 7, None, "link"])
+def test_the_metadata_of_dcp_leads_nowhere_else(directory: Path, path: Any) -> None:
+    original = (directory / "__0_0.distcp").read_bytes()
+    (directory.parent / "secret").write_bytes(original)
+    (directory / "link").symlink_to(directory.parent / "secret")
+    rewrite(directory, lambda metadata: setattr(info_of(metadata, "model.w"), "relative_path", path))
+    refuse(directory, "no file beside it", "cannot read")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: setattr(info_of(m, "model.w"), "length", 1 << 60), "too short"),
+        (lambda m: setattr(info_of(m, "model.w"), "offset", -1), "cannot lie"),
+        (lambda m: setattr(info_of(m, "model.w"), "offset", 1 << 62), "too short"),
+        (lambda m: setattr(m.state_dict_metadata["model.w"], "size", torch.Size([1 << 40, 3])), "do not make it up"),
+        (lambda m: setattr(m.state_dict_metadata["model.w"], "size", torch.Size([1 << 62, 3])), "cannot be"),
+        (lambda m: setattr(m.state_dict_metadata["model.w"].chunks[0], "sizes", torch.Size([1 << 40, 3])), "cannot be"),
+        (
+            lambda m: m.state_dict_metadata["model.w"].chunks.append(m.state_dict_metadata["model.w"].chunks[0]),
+            "overlap",
+        ),
+        (lambda m: m.state_dict_metadata["model.w"].chunks.clear(), "leave a gap"),
+        (lambda m: setattr(m.state_dict_metadata["model.w"].properties, "dtype", torch.int64), "another one"),
+        (lambda m: m.storage_data.clear(), "is not said"),
+        (lambda m: m.planner_data.update({"n": ("model", "w", "x")}), "leads through another entry"),
+        (lambda m: m.planner_data.update({"n": ("model", "w")}), "another entry"),
+        (lambda m: setattr(m, "state_dict_metadata", None), "no entries"),
+        (lambda m: setattr(m, "storage_data", {1: 2}), "is expected"),
+    ],
+)
+def test_metadata_of_dcp_that_cannot_be_is_refused(directory: Path, change: Any, text: str) -> None:
+    rewrite(directory, change)
+    refuse(directory, text)
+
+
+def tensor_pickle(shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int = 0, numel: int = 6) -> bytes:
+    storage = Global("torch", "FloatStorage")
+    from holdfast.interchange.pickle_writing import Call, Persistent
+
+    return write_pickle(
+        {
+            "w": Call(
+                Global("torch._utils", "_rebuild_tensor_v2"),
+                (Persistent(("storage", storage, "0", "cpu", numel)), offset, shape, strides, False, None),
+            )
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shape": (1 << 40,), "strides": (1,)}, "does not lie within its storage"),
+        ({"shape": (7,), "strides": (1,)}, "does not lie within its storage"),
+        ({"shape": (6,), "strides": (1,), "offset": 1}, "does not lie within its storage"),
+        ({"shape": (2,), "strides": (1,), "offset": -4}, "begins before its storage"),
+        ({"shape": (2,), "strides": (-1,)}, "not described"),
+        ({"shape": (2, 3), "strides": (1,)}, "not described"),
+        ({"shape": (1,) * 65, "strides": (1,) * 65}, "not described"),
+        ({"shape": (1 << 62,), "strides": (0,)}, "cannot be"),
+        ({"shape": (1 << 40,), "strides": (0,)}, "would take"),
+        ({"shape": (6,), "strides": (1,), "numel": 1 << 40}, "missing, or shorter"),
+        ({"shape": (0,), "strides": (1,), "offset": 1 << 60}, "does not lie within its storage"),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(tmp_path: Path, options: Any, text: str) -> None:
+    refuse(archive(tmp_path / "a.pt", tensor_pickle(**options), {"data/0": bytes(24)}), text)
+
+
+PICKLES = {
+    "a length": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",
+    "a text": b"\x80\x02X\xff\xff\xff\x7fabc.",
+    "a number": b"\x80\x02\x8b\xff\xff\xff\x7f\x00.",
+    "a place": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "no end": b"\x80\x02N",
+    "nothing": b"",
+    "marks": b"\x80\x02" + b"(" * 100_000 + b".",
+    "nesting": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "laughter": b"\x80\x02]q\x00" + b"".join(b"](" + b"h\x00" * 10 + b"eq\x00" for _ in range(60)) + b".",
+    "itself": b"\x80\x02]q\x00h\x00a.",
+    "a bytearray by its length": b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
+    "a set of text": b"\x80\x02cbuiltins\nset\nX\x01\x00\x00\x00a\x85R.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "an old instance": b"\x80\x02(ios\nsystem\n.",
+    "a protocol of text": b"cos\nsystem\n(S'true'\ntR.",
+    "attributes of a list": b"\x80\x02]}b.",
+    "a key that is a list": b"\x80\x02}]Ns.",
+    "a call of a list": b"\x80\x02])R.",
+    "buffers": b"\x80\x05\x97.",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickles_made_to_exhaust_are_refused(tmp_path: Path, name: str) -> None:
+    path = archive(tmp_path / "a.pt", PICKLES[name])
+    if name == "a place":  # It is kept under a large number, which costs nothing.
+        assert read_pickle(memoryview(PICKLES[name]), (), "here") is None
+        return
+    refuse(path, "malformed", "nested", "contains itself", "may hold", "more than", "holds nothing")
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+def test_bytes_at_random_are_refused_or_data(data: bytes) -> None:
+    for prefix in (b"", b"\x80\x02}", b"\x80\x04]("):
+        with suppress(errors.FormatError):
+            read_pickle(memoryview(prefix + data + b"."), (), "here")
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_torch_file_with_changed_bytes_is_refused_or_data(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(5.0), "n": [1, "two"]}, buffer)
+    changed = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.mktemp("changed") / "a.pt"
+    path.write_bytes(changed)
+    with suppress(errors.FormatError, errors.UsageError):
+        hf.import_checkpoint(path, f"memory://changed-{path.parent.name}")
+
+
+def test_archives_that_claim_too_much_are_refused(tmp_path: Path) -> None:
+    whole = archive(tmp_path / "whole.pt", tensor_pickle((6,), (1,)), {"data/0": bytes(24)}).read_bytes()
+    end = len(whole) - 22
+    for change, text in (
+        ((end + 10, struct.pack("<H", 9999)), "for 9999 records"),
+        ((end + 12, struct.pack("<L", 0x7FFFFFFF)), "does not lie in it"),
+        ((end + 12, struct.pack("<L", 0xFFFFFFFF)), "large archive"),
+        ((end + 16, struct.pack("<L", 0x7FFFFFFF)), "does not lie in it"),
+        ((whole.index(b"PK\x01\x02") + 10, b"\x08\x00"), "compressed"),
+        ((whole.index(b"PK\x01\x02") + 20, struct.pack("<LL", 0x7FFFFFFF, 0x7FFFFFFF)), "does not lie in it"),
+        ((whole.index(b"PK\x01\x02") + 42, struct.pack("<L", 0x7FFFFFFF)), "does not lie in it"),
+    ):
+        at, data = change
+        (tmp_path / "a.pt").write_bytes(whole[:at] + data + whole[at + len(data) :])
+        refuse(tmp_path / "a.pt", text)
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ('{"w":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}', "do not lie in the file"),
+        ('{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', "cannot be"),
+        ('{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', "negative length"),
+        ('{"w":{"dtype":"Q9","shape":[2],"data_offsets":[0,8]}}', "unknown element type"),
+        (
+            '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}',
+            "overlap",
+        ),
+        ('{"w":[1,2]}', "malformed"),
+        ("{]", "malformed"),
+    ],
+)
+def test_headers_of_safetensors_that_cannot_be_are_refused(tmp_path: Path, header: str, text: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
+    refuse(tmp_path / "a.safetensors", text)
+
+
+def test_a_header_longer_than_the_file_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes((90_000_000).to_bytes(8, "little") + b"{" + bytes(20))
+    refuse(tmp_path / "a.safetensors", "a header of 90000000 bytes")
+
+
+def test_an_index_of_safetensors_leads_nowhere_else(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("../secret.safetensors", "/etc/passwd", "", "a/b"):
+        (directory / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"w": "{name}"}}}}')
+        refuse(directory, "no file beside it")

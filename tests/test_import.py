@@ -1,0 +1,321 @@
+"""`holdfast import` and `hf.import_checkpoint`: what other programs saved, as a checkpoint that a job goes on from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file as save_arrays
+
+import holdfast as hf
+from command_line import call, call_json, complaint
+from holdfast import errors
+from holdfast.storage.memory import MemoryStorage
+from test_export import Interrupting, build, equal_states, train
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: E402
+
+
+def as_saved(objects: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": objects["model"].state_dict(),
+        "optimizer": objects["optimizer"].state_dict(),
+        "schedule": objects["schedule"].state_dict(),
+        "epoch": objects["epoch"],
+    }
+
+
+def restore(run: Path, seed: int = 2) -> dict[str, Any]:
+    """Fresh objects with the state of a run."""
+    objects = {key: value for key, value in build(seed).items() if key not in ("rng", "own", "notes")}
+    objects["epoch"] = 0
+    checkpoint = hf.Checkpoint(**objects)
+    with hf.CheckpointManager(run, checkpoint) as manager:
+        assert manager.restore() is not None
+    return {name: checkpoint[name] for name in objects}
+
+
+def trained(steps: int = 2) -> dict[str, Any]:
+    objects = build(1)
+    train(objects, steps)
+    return objects
+
+
+def check_goes_on(objects: dict[str, Any]) -> None:
+    """As if the training had never been interrupted."""
+    expected = trained()
+    assert equal_states(objects["optimizer"].state_dict(), expected["optimizer"].state_dict())
+    train(objects, 3, seed=6)
+    train(expected, 3, seed=6)
+    assert equal_states(objects["model"].state_dict(), expected["model"].state_dict())
+    assert objects["schedule"].state_dict() == expected["schedule"].state_dict()
+    assert objects["epoch"] == 3
+
+
+def test_a_training_goes_on_from_a_torch_file(tmp_path: Path) -> None:
+    torch.save(as_saved(trained()), tmp_path / "old.pt")
+    document = call_json("import", tmp_path / "old.pt", tmp_path / "run", "--step", "2")
+    assert (document["format"], document["step"]) == ("torch", 2)
+    assert document["objects"] == ["model", "optimizer", "schedule", "epoch"]
+    assert call("verify", tmp_path / "run").exit_code == 0
+    check_goes_on(restore(tmp_path / "run"))
+
+
+def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
+    objects = trained()
+    torch.save(as_saved(objects), tmp_path / "old.pt")
+    with pytest.raises(errors.UsageError, match="nothing of the name 'modle'"):
+        hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", only="modle")
+    hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", step=5, only="model")
+    fresh = build(2)["model"]
+    with hf.resumable(tmp_path / "run", model=fresh, save_every=hf.Steps(1)) as run:
+        assert run.step == 5
+        assert equal_states(fresh.state_dict(), objects["model"].state_dict())
+        for _ in run.steps(7):
+            pass
+    assert call_json("list", tmp_path / "run")["newest_step"] == 7
+
+
+def test_a_training_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
+    objects = trained()
+    state = as_saved(objects) | {"optimizer": get_optimizer_state_dict(objects["model"], objects["optimizer"])}
+    save_dcp(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    document = call_json("import", tmp_path / "old", tmp_path / "run")
+    assert document["format"] == "dcp"
+    check_goes_on(restore(tmp_path / "run"))
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    objects = {name: value for name, value in trained().items() if name not in ("rng", "own", "notes")}
+    with hf.CheckpointManager(tmp_path / "first", hf.Checkpoint(**objects)) as manager:
+        manager.save(2)
+    hf.export_checkpoint(tmp_path / "first", tmp_path / "out.pt", to="torch")
+    hf.export_checkpoint(tmp_path / "first", tmp_path / "out", to="dcp")
+    for source in ("out.pt", "out"):
+        made = hf.import_checkpoint(tmp_path / source, tmp_path / f"run-{source}")
+        assert made.left_out == ()
+        check_goes_on(restore(tmp_path / f"run-{source}"))
+
+
+def test_a_bare_state_dict_is_one_object(tmp_path: Path) -> None:
+    model = trained()["model"]
+    torch.save(model.state_dict(), tmp_path / "old.pt")
+    torch.save(nn.DataParallel(model).state_dict(), tmp_path / "wrapped.pt")
+    for name in ("old", "wrapped"):
+        made = hf.import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name, name="net")
+        assert (made.objects, made.renamed) == (("net",), ("net",) if name == "wrapped" else ())
+        fresh = build(2)["model"]
+        with hf.CheckpointManager(tmp_path / name, hf.Checkpoint(net=fresh)) as manager:
+            manager.restore()
+        assert equal_states(fresh.state_dict(), model.state_dict())
+        assert fresh.head.weight is fresh.embedding.weight
+
+
+def test_safetensors_alone_and_in_several_files(tmp_path: Path) -> None:
+    save_arrays({"a.w": np.arange(6.0).reshape(2, 3)}, tmp_path / "one.safetensors")
+    large = tmp_path / "large"
+    large.mkdir()
+    save_arrays({"a.w": np.arange(6.0).reshape(2, 3)}, large / "model-00001-of-00002.safetensors")
+    save_arrays({"b": np.zeros((0, 3))}, large / "model-00002-of-00002.safetensors")
+    (large / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a.w": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
+    )
+    for source, names in (("one.safetensors", {"a.w"}), ("large", {"a.w", "b"})):
+        run = tmp_path / f"run-{source}"
+        assert hf.import_checkpoint(tmp_path / source, run).format == "safetensors"
+        arrays: dict[str, Any] = {name: np.ones((2, 3) if name == "a.w" else (0, 3)) for name in names}
+        with hf.CheckpointManager(run, hf.Checkpoint(model=arrays)) as manager:
+            manager.restore()
+        assert arrays["a.w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_tensors_of_all_kinds(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    state = {
+        "turned": torch.arange(12).reshape(3, 4).T,
+        "every other": base[1::2],
+        "part": base[3:9].view(2, 3),
+        "again": base[3:9].view(2, 3),
+        "expanded": torch.ones(3, 1).expand(3, 4),
+        "parameter": nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+        "small": torch.tensor(7, dtype=torch.uint16),
+        "eight": torch.ones(3).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(2, 0),
+        "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "complex": torch.ones(2, dtype=torch.complex64),
+    }
+    torch.save({"tensors": state, "kind": torch.bfloat16, "where": torch.device("cpu")}, tmp_path / "old.pt")
+    made = hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run")
+    assert made.arrays == len(state) - 1  # Two of them are one.
+    live: dict[str, Any] = {"tensors": {}, "kind": None, "where": None}
+    checkpoint = hf.Checkpoint(**live)
+    with hf.CheckpointManager(tmp_path / "run", checkpoint) as manager:
+        manager.restore()
+    found: Any = checkpoint["tensors"]
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(
+            found[name].float() if name == "eight" else found[name],
+            tensor.float() if name == "eight" else tensor.detach(),
+        )
+    assert (checkpoint["kind"], checkpoint["where"]) == (torch.bfloat16, torch.device("cpu"))
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+]
+
+
+def bytes_of(tensor: Any) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4)), min_size=1, max_size=4),
+    st.sampled_from(["safetensors", "torch", "dcp"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_tensors_go_there_and_back(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[Any], to: Any, random: Any
+) -> None:
+    tensors = {}
+    for number, (dtype, shape) in enumerate(kinds):
+        count = int(np.prod(shape, dtype=int)) * dtype.itemsize
+        data = bytearray(random.randbytes(count) if dtype is not torch.bool else bytes(count))
+        flat = torch.frombuffer(data, dtype=torch.uint8) if count else torch.zeros(0, dtype=torch.uint8)
+        tensors[f"t{number}"] = flat.clone().view(dtype).reshape(shape)
+    there, back = MemoryStorage(), MemoryStorage()
+    with hf.CheckpointManager(there, hf.Checkpoint(model=tensors)) as manager:
+        manager.save(1)
+    out = tmp_path_factory.mktemp("out") / ("m.safetensors" if to == "safetensors" else "m")
+    hf.export_checkpoint(there, out, to=to, only="model")
+    hf.import_checkpoint(out, back, step=4)
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with hf.CheckpointManager(back, hf.Checkpoint(model=fresh)) as manager:
+        restored = manager.restore()
+    assert restored is not None
+    assert restored.step == 4
+    assert {name: bytes_of(one) for name, one in fresh.items()} == {
+        name: bytes_of(one) for name, one in tensors.items()
+    }
+
+
+def test_workers_of_torchrun_there_and_back(tmp_path: Path) -> None:
+    """Two workers of FSDP2 save with holdfast and with DCP; each is handed on to the other side."""
+    worker = Path(__file__).with_name("fsdp_export_worker.py")
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(worker),
+        str(tmp_path),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (tmp_path / "whole.pt").exists(), ended.stderr
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    hf.export_checkpoint(tmp_path / "run", tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert equal_states(found["model"], whole["model"])
+    made = hf.import_checkpoint(tmp_path / "dcp", tmp_path / "imported", step=1)
+    assert made.arrays == len(whole["model"]) + 3 * len(whole["model"])
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with hf.CheckpointManager(tmp_path / "imported", hf.Checkpoint(model=model, optimizer=optimizer)) as manager:
+        manager.restore()
+    assert equal_states(dict(model.state_dict()), whole["model"])
+    assert equal_states(found["optimizer"]["state"], optimizer.state_dict()["state"])
+    assert float(optimizer.state_dict()["state"][0]["exp_avg"].abs().sum()) > 0
+
+
+def test_an_optimizer_that_is_another_is_refused(tmp_path: Path) -> None:
+    torch.save(as_saved(trained()), tmp_path / "old.pt")
+    hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run")
+    model = build(1)["model"]
+    for parameters, text in (
+        (model.norm.parameters(), "stored with groups of"),
+        (
+            [{"params": [torch.ones(2)] * 1 + [torch.ones(3)]}, {"params": [torch.ones(9) for _ in range(3)]}],
+            "stored for a",
+        ),
+    ):
+        optimizer = torch.optim.AdamW(parameters)
+        with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(optimizer=optimizer)) as manager:
+            with pytest.raises(errors.MismatchError, match=text):
+                manager.restore(only="optimizer")
+        assert not optimizer.state
+
+
+def test_a_dict_of_tensors_that_was_saved_goes_into_a_module() -> None:
+    storage, model = MemoryStorage(), nn.Linear(2, 3)
+    with hf.CheckpointManager(storage, hf.Checkpoint(model=dict(model.state_dict()))) as manager:
+        manager.save(1)
+    fresh = nn.Linear(2, 3)
+    with hf.CheckpointManager(storage, hf.Checkpoint(model=fresh)) as manager:
+        manager.restore()
+        assert equal_states(fresh.state_dict(), model.state_dict())
+        manager.restore(only="model/weight")
+    with hf.CheckpointManager(storage, hf.Checkpoint(model=nn.Linear(2, 4))) as manager:
+        with pytest.raises(errors.MismatchError, match="stored \\[3, 2\\], live \\[4, 2\\]"):
+            manager.restore()
+
+
+def test_what_cannot_be_kept_is_refused_or_left_out(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "rng": np.random.default_rng(1), "x": OrderedDict(a=1)}, tmp_path / "a.pt"
+    )
+    code, text = complaint("import", tmp_path / "a.pt", tmp_path / "run")
+    assert code == 1
+    assert "numpy" in text
+    assert not (tmp_path / "run").exists()
+    document = call_json("import", tmp_path / "a.pt", tmp_path / "run", "--skip-unknown")
+    assert [one["path"] for one in document["left_out"]] == ["rng"]
+    assert document["objects"] == ["model", "rng", "x"]
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "b.pt")
+    code, text = complaint("import", tmp_path / "b.pt", tmp_path / "other")
+    assert (code, "ComplexDoubleStorage" in text) == (1, True)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "text").write_text("no checkpoint at all")
+    (tmp_path / "empty").mkdir()
+    assert call("import", tmp_path / "a.pt", tmp_path / "run").exit_code == 0
+    for arguments, code, text in (
+        ((tmp_path / "a.pt", tmp_path / "run"), 2, "has checkpoints already, the newest of step 0"),
+        ((tmp_path / "nowhere", tmp_path / "new"), 3, "there is no"),
+        ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
+        ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
+        ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),
+        ((tmp_path / "a.pt", tmp_path / "new", "--step", "-1"), 2, "Invalid value for '--step'"),
+    ):
+        found, said = complaint("import", *arguments)
+        assert (found, text in said) == (code, True), said
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_import_leaves_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(KeyboardInterrupt):
+        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "run", watcher=Interrupting())
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["generations"]
+    hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
+    assert call("verify", tmp_path / "run").exit_code == 0

@@ -1,0 +1,346 @@
+"""Jobs of several workers that are asked to leave, or of which one fails: all stop at one step, and end together."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import read_catalog
+from holdfast.restore.verify import open_step, verify_data
+from holdfast.storage import LocalStorage
+from holdfast.testing import leaving_crash
+from preemption_jobs import TOTAL, Jobs
+
+LOCKSTEP: dict[str, Any] = {"lockstep": True}
+
+
+def steps_of(directory: Path) -> list[int]:
+    """The steps of the living line, each of which is whole."""
+    storage = LocalStorage(directory)
+    catalog = read_catalog(storage)
+    for name in catalog.committed:
+        assert not verify_data(storage, open_step(storage, name.directory, name))
+    return [name.step for name in catalog.living]
+
+
+def results(jobs: Jobs) -> list[str]:
+    assert jobs.end() == [0] * len(jobs.workers), jobs.report()
+    return [worker.said[-1] for worker in jobs.workers]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each worker has learned when nobody asks them to leave."""
+    with Jobs(tmp_path_factory.mktemp("uninterrupted") / "run") as jobs:
+        return results(jobs)
+
+
+def check_left(jobs: Jobs, steps: list[int], code: int = 42) -> None:
+    """All have left with that code, and these steps are saved."""
+    assert jobs.end() == [code] * len(jobs.workers), jobs.report()
+    assert steps_of(jobs.directory) == steps
+    for rank, worker in enumerate(jobs.workers):
+        assert f"rank {rank}: step {steps[-1]} is saved" in worker.errors
+
+
+def check_the_rest(jobs: Jobs, expected: list[str], **options: Any) -> None:
+    """A restart comes to the same end as a job that nobody has asked to leave."""
+    with Jobs(jobs.directory, **options) as again:
+        assert results(again) == expected
+
+
+# A notice at each moment.
+
+
+@pytest.mark.parametrize(
+    ("loop", "step"),
+    [("resumable", 0), ("resumable", 4), ("resumable", TOTAL - 1), ("run", 4), ("steps", TOTAL - 1), ("own", 4)],
+)
+def test_a_signal_to_one_worker_stops_all_at_one_step(
+    tmp_path: Path, uninterrupted: list[str], loop: str, step: int
+) -> None:
+    with Jobs(tmp_path / "run", each={1: {"pause": [step]}}, loop=loop, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        # It is heard on the other one too, which waits in the step.
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        check_left(jobs, [step + 1])
+        check_the_rest(jobs, uninterrupted, loop=loop)
+
+
+def test_workers_of_different_speeds_stop_at_a_step_that_none_has_passed(tmp_path: Path) -> None:
+    each = {0: {"step_seconds": 0.05}, 1: {"step_seconds": 0.001}}
+    with Jobs(tmp_path / "run", total=100_000, each=each) as jobs:
+        jobs.workers[0].wait_for("step 20")
+        jobs.workers[0].send(signal.SIGTERM)
+        assert jobs.end() == [42, 42], jobs.report()
+        (step,) = steps_of(tmp_path / "run")
+        assert step > 20
+
+
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.2])
+def test_signals_to_all(tmp_path: Path, uninterrupted: list[str], pause_seconds: float) -> None:
+    with Jobs(tmp_path / "run", pause=[3], **LOCKSTEP) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        for worker in jobs.workers:
+            worker.send(signal.SIGTERM)
+            time.sleep(pause_seconds)
+        for worker in jobs.workers:
+            worker.go_on()
+        check_left(jobs, [4])
+        check_the_rest(jobs, uninterrupted)
+
+
+def test_four_workers(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", 4, each={2: {"pause": [3]}}, **LOCKSTEP) as jobs:
+        jobs.workers[2].wait_for("paused")
+        jobs.workers[2].send(signal.SIGUSR1)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[2].go_on()
+        check_left(jobs, [4])
+        # Another number of workers goes on.
+        with Jobs(tmp_path / "run", 2) as fewer:
+            assert fewer.end() == [0, 0], fewer.report()
+
+
+@pytest.mark.parametrize("is_promised", [False, True])
+def test_a_signal_in_evaluation(tmp_path: Path, uninterrupted: list[str], is_promised: bool) -> None:
+    """In a block that promises to change nothing, nobody waits for its end."""
+    options = {"evaluate": [5], "checkpointable": is_promised, **LOCKSTEP}
+    with Jobs(tmp_path / "run", pause=["evaluation"], **options) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[0].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        if not is_promised:
+            for worker in jobs.workers:
+                worker.go_on()
+        check_left(jobs, [6])
+        if is_promised:
+            check_the_rest(jobs, uninterrupted)
+
+
+def test_one_worker_in_evaluation_and_one_in_a_step(tmp_path: Path, uninterrupted: list[str]) -> None:
+    """The evaluation is ended as the step is; there the same step is saved from two places."""
+    each = {0: {"pause": ["evaluation"], "evaluate": [5], "checkpointable": True}, 1: {"pause": [5]}}
+    with Jobs(tmp_path / "run", each=each) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[0].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        check_left(jobs, [6])
+
+
+@pytest.mark.parametrize("place", ["before", "restore", "after"])
+def test_a_signal_outside_of_the_loop(tmp_path: Path, uninterrupted: list[str], place: str) -> None:
+    saved = []
+    if place == "restore":
+        with Jobs(tmp_path / "run", each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
+            jobs.workers[0].wait_for("paused")
+            jobs.workers[0].send(signal.SIGTERM)
+            jobs.workers[1].wait_for("event NoticeHeard")
+            jobs.workers[0].go_on()
+            check_left(jobs, [5])
+            saved = [5]
+    with Jobs(tmp_path / "run", pause=[place]) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        # Nobody goes on: they leave from the middle of the wait.
+        assert jobs.end() == [42, 42], jobs.report()
+        assert steps_of(tmp_path / "run") == saved + ([TOTAL] if place == "after" else [])
+        check_the_rest(jobs, uninterrupted)
+
+
+def test_a_worker_that_has_not_begun_is_waited_for(tmp_path: Path, uninterrupted: list[str]) -> None:
+    with Jobs(tmp_path / "run", each={0: {"pause": ["before"]}, 1: {"pause": [0]}}) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[0].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        for worker in jobs.workers:
+            worker.go_on()
+        check_left(jobs, [1])
+        check_the_rest(jobs, uninterrupted)
+
+
+# How they leave.
+
+
+def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tmp_path: Path) -> None:
+    each = {0: {"pause": [2]}, 1: {"pause": [5]}}
+    with Jobs(tmp_path / "run", returns=1, each=each, **LOCKSTEP) as jobs:
+        for number in (0, 1):
+            jobs.workers[number].wait_for("paused")
+            jobs.workers[number].send(signal.SIGTERM)
+            jobs.workers[1 - number].wait_for("event NoticeHeard")
+            jobs.workers[number].go_on()
+            if number == 0:
+                jobs.workers[0].wait_for("exit_fn")
+        assert jobs.end() == [7, 7], jobs.report()
+        assert steps_of(tmp_path / "run") == [3, 6]
+
+
+def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", total=100_000, step_seconds=0.02, grace=6, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("step 10")
+        jobs.workers[1].send(signal.SIGTERM)
+        begun_at = time.monotonic()
+        assert jobs.end() == [42, 42], jobs.report()
+        assert time.monotonic() - begun_at < 6
+        first, last = steps_of(tmp_path / "run")
+        assert first < last
+
+
+def test_a_second_signal_ends_the_grace_period_of_all(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", total=100_000, step_seconds=0.02, grace=600, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("step 10")
+        jobs.workers[1].send(signal.SIGTERM)
+        for worker in jobs.workers:
+            worker.wait_for("event Committed")
+        jobs.workers[1].send(signal.SIGTERM)
+        assert jobs.end() == [42, 42], jobs.report()
+        assert len(steps_of(tmp_path / "run")) == 2
+
+
+def test_a_third_signal_ends_one_and_the_others_say_that_nothing_is_saved(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", liveness=1.0, each={1: {"pause": [4]}}, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        jobs.workers[1].wait_for("event NoticeHeard")
+        jobs.workers[1].send(signal.SIGTERM)
+        codes = jobs.end()
+        assert codes[1] == -signal.SIGTERM, jobs.report()
+        assert codes[0] in (1, 74), jobs.report()
+        assert steps_of(tmp_path / "run") == []
+
+
+def test_ctrl_c_on_a_terminal_leaves_with_the_code_of_a_person(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", pause=[4], **LOCKSTEP) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        for worker in jobs.workers:
+            worker.send(signal.SIGINT)
+            worker.wait_for("event NoticeHeard")
+        for worker in jobs.workers:
+            worker.go_on()
+        check_left(jobs, [5], 130)
+
+
+# What goes wrong then.
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed_after_the_notice_is_not_waited_for(
+    tmp_path: Path, uninterrupted: list[str], victim: int
+) -> None:
+    options = {"every": 2, "liveness": 1.0, **LOCKSTEP}
+    with Jobs(tmp_path / "run", each={victim: {"pause": [5]}}, **options) as jobs:
+        jobs.workers[victim].wait_for("paused")
+        jobs.workers[1 - victim].wait_for("event Committed 4")
+        jobs.workers[victim].send(signal.SIGTERM)
+        jobs.workers[1 - victim].wait_for("event NoticeHeard")
+        jobs.workers[victim].send(signal.SIGKILL)
+        codes = jobs.end()
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] in (1, 74), jobs.report()
+        assert steps_of(tmp_path / "run")[-1] == 4
+        check_the_rest(jobs, uninterrupted, every=2)
+
+
+def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"grace": 3, "liveness": 600.0, "total": 100_000, "step_seconds": 0.01}
+    with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGKILL)
+        jobs.workers[0].wait_for("step 30")
+        jobs.workers[0].send(signal.SIGTERM)
+        begun_at = time.monotonic()
+        assert jobs.workers[0].end() == 74, jobs.report()
+        assert time.monotonic() - begun_at < 6
+        assert "could NOT be saved: not all workers have said" in jobs.workers[0].errors
+
+
+def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Path, uninterrupted: list[str]) -> None:
+    each = {1: {"pause": [4], "file_bytes": 4000}}
+    with Jobs(tmp_path / "run", each=each, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        assert jobs.end() == [74, 74], jobs.report()
+        for worker in jobs.workers:
+            assert "step 5 could NOT be saved" in worker.errors
+            assert "EFBIG" in worker.errors
+        assert steps_of(tmp_path / "run") == []
+        check_the_rest(jobs, uninterrupted)
+
+
+# Errors of one are errors of all.
+
+
+@pytest.mark.parametrize("loop", ["resumable", "run"])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        ("ValueError", 1, "ValueError: the loss is no number"),
+        ("UnspeakableError", 1, "UnspeakableError"),
+        ("SystemExit", 3, "SystemExit: 3"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_worker_ends_all(
+    tmp_path: Path, uninterrupted: list[str], loop: str, error: str, code: int, text: str, rank: int
+) -> None:
+    if (loop, error) == ("run", "SystemExit") or (rank, error) == (0, "UnspeakableError"):
+        pytest.skip("thrift: each loop and each error is tried elsewhere")
+    options = {"loop": loop, "every": 2, **LOCKSTEP}
+    with Jobs(tmp_path / "run", each={rank: {"raise_in": 5, "error": error}}, **options) as jobs:
+        begun_at = time.monotonic()
+        codes = jobs.end()
+        assert codes[rank] == code, jobs.report()
+        assert codes[1 - rank] == 1, jobs.report()
+        told = jobs.workers[1 - rank].errors
+        assert re.search(rf"PeerError: rank {rank} on \S+: {text}", told), told
+        assert f"On rank {rank}:\nTraceback (most recent call last):" in told
+        assert "raise ERRORS" in told
+        assert time.monotonic() - begun_at < 10
+        check_the_rest(jobs, uninterrupted, loop=loop, every=2)
+
+
+def test_a_worker_that_returns_early_ends_all(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", loop="run", each={1: {"return_after": 4}}, **LOCKSTEP) as jobs:
+        codes = jobs.end()
+        assert codes[0] == 1, jobs.report()
+        assert "rank 1" in jobs.workers[0].errors
+        assert "its training has ended after step 4" in jobs.workers[0].errors
+
+
+def test_a_worker_that_vanishes_is_found_in_a_settable_time(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", liveness=1.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
+        jobs.workers[0].wait_for("paused")
+        jobs.workers[0].send(signal.SIGKILL)
+        assert jobs.workers[1].end() == 1, jobs.report()
+        assert "rank 0" in jobs.workers[1].errors
+        assert "has not been heard of for 1 s" in jobs.workers[1].errors
+
+
+# Faults at random moments.
+
+
+@pytest.mark.slow
+def test_a_job_that_is_struck_at_random_moments_comes_to_its_end(tmp_path: Path) -> None:
+    tally = leaving_crash.run(tmp_path, len(leaving_crash.WAYS), seed=1)
+    assert all(tally[way] for way in leaving_crash.WAYS)

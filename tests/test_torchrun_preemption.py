@@ -1,0 +1,97 @@
+"""Training with collectives of torch that is asked to leave, or of which a worker fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import read_catalog
+from holdfast.storage import LocalStorage
+from holdfast.testing.processes import Workers, python
+
+pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+TRAINING = HERE / "stopping_training.py"
+PATIENCE_SECONDS = 120.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{':'.join(sys.path)}"}
+
+
+def start_torchrun(workers: Workers, directory: Path, total: int, restarts: int) -> int:
+    options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    command = python("-m", "torch.distributed.run", *options, TRAINING, directory, str(total), "-")
+    return workers.start(command, ENVIRONMENT)
+
+
+def start_pair(workers: Workers, directory: Path, what: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        workers.start(python(TRAINING, directory, "100000", what), ENVIRONMENT | place)
+
+
+def found(records: list[dict[str, Any]], key: str) -> dict[int, Any]:
+    return {record["rank"]: record[key] for record in records if key in record}
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [name.step for name in read_catalog(LocalStorage(directory)).living]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_asked_to_leave_takes_the_other_along_and_torchrun_starts_both_again(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        untouched = start_torchrun(workers, tmp_path / "untouched", 60, 0)
+        assert workers.wait(PATIENCE_SECONDS, [untouched]) == [0], workers.report(untouched)
+        asked = start_torchrun(workers, tmp_path / "asked", 60, 1)
+        workers.wait_said(asked, "reached", PATIENCE_SECONDS)
+        process = next(r["process"] for r in workers.records(asked) if r["rank"] == 1 and "begun" in r)
+        os.kill(process, signal.SIGTERM)
+        assert workers.wait(PATIENCE_SECONDS, [asked]) == [0], workers.report(asked)
+        left = [step for step in steps_of(tmp_path / "asked") if step != 60]
+        assert len(left) == 1
+        assert workers.errors(asked).count(f"step {left[0]} is saved; leaving with exit code 42") == 2
+        begun = [record["begun"] for record in workers.records(asked) if "begun" in record]
+        assert sorted(begun) == [0, 0, left[0], left[0]]
+        assert found(workers.records(asked), "ended") == found(workers.records(untouched), "ended")
+
+
+@pytest.mark.slow
+def test_what_torchrun_is_asked_it_passes_on_and_all_leave(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        number = start_torchrun(workers, tmp_path / "run", 100_000, 3)
+        workers.wait_said(number, "reached", PATIENCE_SECONDS)
+        workers.kill(number, signal.SIGTERM)
+        assert workers.wait(PATIENCE_SECONDS, [number]) != [0]
+        (step,) = steps_of(tmp_path / "run")
+        assert workers.errors(number).count(f"step {step} is saved; leaving with exit code 42") == 2
+        # It has started nobody again.
+        assert len([record for record in workers.records(number) if "begun" in record]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["fails", "lingers"])
+def test_a_worker_that_waits_in_a_collective_is_freed_and_told_the_cause(tmp_path: Path, what: str) -> None:
+    with Workers(tmp_path) as workers:
+        start_pair(workers, tmp_path / "run", what)
+        assert workers.wait_said(1, "error", PATIENCE_SECONDS) == "ValueError"
+        begun_at = time.monotonic()
+        assert workers.wait(PATIENCE_SECONDS, [0]) == [1]
+        assert time.monotonic() - begun_at < 10
+        assert "ValueError: the loss is no number" in workers.errors(0), workers.report(0)
+        assert "raise ValueError" in workers.errors(0)
+        if what == "fails":
+            assert found(workers.records(0), "error") == {0: "PeerError"}, workers.report(0)
+        else:
+            # The other one's connections are still there, and Gloo waits for them whatever is aborted.
+            assert "This worker was in:" in workers.errors(0)
+            assert "dist.all_reduce(gradient)" in workers.errors(0)
