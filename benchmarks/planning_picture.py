@@ -168,7 +168,7 @@ def _draw(left: int, top: int, title: str, note: str, unit: str, lines: Sequence
 
 def _seconds(seconds: float) -> str:
     if seconds >= 1:
-        return f"{seconds:.3g} s"
+        return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 

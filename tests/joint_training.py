@@ -27,12 +27,15 @@ def main(directory: str, total: int, death: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    # A bucket for each tensor: how those of several are put together depends on how many steps a process has done, and
+    # with it the order in which gradients of more than two workers are added up, and so the last bits.
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank + 10)
     own = {"seen": torch.zeros(1)}
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker(own)}
-    options: dict[str, Any] = {"keep": hf.Latest(2), "check_replicas": True, "sinks": [tell_diverged]}
+    options: dict[str, Any] = {"keep": hf.Latest(2), "check_replicas": death == "flip", "sinks": [tell_diverged]}
     with hf.resumable(directory, save_every=hf.Steps(3), **options, **objects) as run:
         say({"rank": rank, "start": start, "begun": run.step})
         for step in run.steps(total):
@@ -45,9 +48,6 @@ def main(directory: str, total: int, death: str) -> None:
                 with torch.no_grad():
                     model.module[0].weight.view(torch.int32)[3, 5] ^= 1
             if start == 0 and death == f"{rank}:{step}":
-                # The order in which gradients are added up depends on how many steps a process has done: the bits are
-                # those of an untouched run only if the next start begins with the same step each time.
-                run.manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     state = b"".join(tensor.detach().numpy().tobytes() for tensor in [*model.state_dict().values(), own["seen"]])
     say({"rank": rank, "ended": digest(state), "restored": run.restored.step if run.restored else None})

@@ -19,6 +19,8 @@ from click.testing import CliRunner
 from holdfast.catalog import read_catalog
 from holdfast.cli.demo import command
 from holdfast.demo.kills import plan_kills
+from holdfast.demo.pair import PairRun, find_objections
+from holdfast.demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
 from holdfast.demo.process import DemoError, Process
 from holdfast.demo.reports import Evidence, StepDone
 from holdfast.demo.settings import Settings
@@ -180,6 +182,34 @@ def test_a_process_that_fails_of_itself_shows_its_log(tmp_path: Path) -> None:
             DemoError, match=r"broken failed with exit code 1; the end of its log:(.|\n)*ValidationError"
         ):
             process.wait_evidence()
+
+
+@pytest.mark.slow
+def test_two_workers_stop_at_one_step_and_end_bit_identical(tmp_path: Path, scratch: Path) -> None:
+    place = tmp_path / "demo"
+    done = run_demo(scratch, "--quick", "--directory", str(place), part="workers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "VERDICT: yes" in done.stdout
+    assert done.stdout.count("saved, and leaves with 42") == 2
+    assert done.stdout.count("torchrun has started rank") == 2
+
+
+def test_workers_that_part_are_found_out() -> None:
+    def make_run(*reports: PairReport) -> PairRun:
+        run = PairRun()
+        for report in reports:
+            run.note(report)
+        return run
+
+    steps = [PairStep(rank=rank, process=rank, step=1, loss="0x1p+0") for rank in (0, 1)]
+    ends = [PairEnded(rank=rank, digest=f"{rank}") for rank in (0, 1)]
+    left = [PairLeft(rank=rank, step=1, exit_code=42) for rank in (0, 1)]
+    untouched = make_run(*steps, *ends)
+    assert find_objections(untouched, make_run(*steps, *left, *ends)) == []
+    elsewhere = PairLeft(rank=1, step=2, exit_code=42)
+    assert len(find_objections(untouched, make_run(*steps, left[0], elsewhere, *ends))) == 1
+    assert len(find_objections(untouched, make_run(*steps, *left, ends[0]))) == 1
+    assert len(find_objections(untouched, make_run(*steps, steps[0], *left, *ends))) == 1
 
 
 @contextmanager

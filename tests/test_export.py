@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from safetensors.numpy import load_file as load_arrays
 
 import holdfast as hf
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
-from holdfast.interchange.extents import LeafReader
+from holdfast.interchange.archive_reading import SourceFile
+from holdfast.interchange.archive_writing import ArchiveWriter
+from holdfast.interchange.delivery import NewFile
+from holdfast.interchange.extents import LeafReader, StoredLeaf
+from holdfast.interchange.pickle_writing import write_pickle
+from holdfast.interchange.torch_import import TorchArchive
+from holdfast.interchange.torch_pickles import tensor_call
 from holdfast.restore.verify import open_step
 from holdfast.storage.memory import MemoryStorage
 from simulated_job import save_job
@@ -381,3 +389,44 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     for one in (tmp_path / "run-m.pt", tmp_path / "run-dcp", tmp_path / "run-m.safetensors"):
         assert call("verify", one).exit_code == 0
         assert (one / "step-000000000.g0001" / DATA).stat().st_size >= 256 << 20
+
+
+class SparseFile(NewFile):
+    """Leaves holes where zeros are written."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.descriptor = descriptor
+
+    def write(self, data: bytes | memoryview) -> None:
+        if len(data) < len(ZEROS):
+            super().write(data)
+        else:
+            self.size_bytes += len(data)
+            os.ftruncate(self.descriptor, self.size_bytes)
+            os.lseek(self.descriptor, 0, os.SEEK_END)
+
+
+ZEROS = memoryview(bytes(64 << 20))
+
+
+def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Sizes and places beyond 32 bits stand in fields of their own."""
+    path, count = tmp_path / "large.pt", (4 << 30) // len(ZEROS) + 1
+    small, large = StoredLeaf("F32", (3,)), StoredLeaf("U8", (count * len(ZEROS),))
+    with path.open("xb", buffering=0) as file:
+        archive = ArchiveWriter(SparseFile(file.fileno()), "archive")
+        tensors = {"first": tensor_call("0", small), "large": tensor_call("1", large), "last": tensor_call("2", small)}
+        archive.begin(write_pickle(tensors))
+        archive.add("data/0", 12, [np.arange(3, dtype=np.float32).tobytes()])
+        archive.add("data/1", large.size_bytes, itertools.repeat(ZEROS, count))
+        archive.add("data/2", 12, [np.ones(3, np.float32).tobytes()])
+        archive.finish()
+    found = torch.load(path, weights_only=True, mmap=True)
+    assert (found["first"].tolist(), found["last"].tolist()) == ([0, 1, 2], [1, 1, 1])
+    assert tuple(found["large"].shape) == large.shape
+    with SourceFile(path) as source:
+        read = TorchArchive(source, 0, source.size_bytes)
+        places = {name: read.tensor(made) for name, made in read.value.items()}
+        assert source.read(places["last"].begin, 12) == np.ones(3, np.float32).tobytes()
+        assert places["large"].shape == large.shape

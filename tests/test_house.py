@@ -78,6 +78,7 @@ IMPORT_BY_NAME = {
     "__init__.py",
     "cli/main.py",
     "cluster/opening.py",
+    "preemption/__init__.py",
     "preemption/rescue.py",
     "state/comparing.py",
     "state/registry.py",

@@ -500,6 +500,11 @@ def test_retention_keeps_what_it_is_told(tmp_path: Path) -> None:
     train(tmp_path / "finished")
     assert train(tmp_path / "finished", keep=hf.Latest(2))[2].saves_committed == 0
     assert epochs_of(tmp_path / "finished") == (3, 4), "also one that trains nothing more"
+    half = tmp_path / "finished" / "step-000000002.g0001"
+    half.mkdir()
+    (half / "data-00000-of-00001.safetensors").write_bytes(b"half")
+    train(tmp_path / "finished", keep=hf.Latest(2))
+    assert len(list((tmp_path / "finished").glob("step-*"))) == 2, "nothing partial is left"
 
 
 def test_saving_by_hand(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,7 @@ def test_a_worker_that_waits_in_a_collective_is_freed_and_told_the_cause(tmp_pat
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", what)
         assert workers.wait_said(1, "error", PATIENCE_SECONDS) == "ValueError"
-        begun_at = time.monotonic()
         assert workers.wait(PATIENCE_SECONDS, [0]) == [1]
-        assert time.monotonic() - begun_at < 10
         assert "ValueError: the loss is no number" in workers.errors(0), workers.report(0)
         assert "raise ValueError" in workers.errors(0)
         if what == "fails":

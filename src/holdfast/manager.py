@@ -101,8 +101,7 @@ class CheckpointManager:
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
-            check_replicas: True to compare at each save what several workers hold alike, for which each of them copies
-                all of it; a difference is an event.
+            check_replicas: True to copy and compare at each save what workers hold alike; a difference is an event.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -151,7 +150,7 @@ class CheckpointManager:
         self._process = os.getpid()
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
-        self._settling = threading.Lock()  # Held where that is cleared: another thread may wait for a save too.
+        self._settling = threading.Lock()  # Held to clear that: another thread may wait while this one begins a save.
         self._closed = False
         if reserved_bytes is not None:
             self._saver.prepare(reserved_bytes)
@@ -396,5 +395,6 @@ class CheckpointManager:
         handle.wait_ended(timeout_seconds)
         with self._settling:
             if self._in_flight is handle:
-                self._living |= {handle.step} if handle.committed else set()
+                if handle.committed:
+                    self._living.add(handle.step)
                 self._in_flight = None

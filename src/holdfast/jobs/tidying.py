@@ -16,7 +16,8 @@ def tidy_run(storage: Storage, keep: RetentionPolicy, emit: Sink) -> None:
     """**Blocks.** Removes the epochs that a policy does not keep.
 
     While a job runs, the epoch that it has gone on from stays whatever the policy says, as it is known to be good; and
-    a kill between a commit and what is removed behind it leaves one more. A job that has come to its end needs neither.
+    a kill between a commit and what is removed behind it leaves one more, or half of one. A job that has come to its
+    end needs none of these.
     What goes wrong here is told of, and changes nothing of how the job has ended. Nothing is removed where a newer job
     saves by now.
 
@@ -30,7 +31,10 @@ def tidy_run(storage: Storage, keep: RetentionPolicy, emit: Sink) -> None:
         newest = read_catalog(storage).newest
         if newest is None:
             return
-        cleaning = Line(storage, keep, reuse_space=False).clean(newest, {newest: "the newest"})
+        line = Line(storage, keep, reuse_space=False)
+        # As the one that has saved last: what it, and those before it, left unfinished is swept as well.
+        line.follow(newest.generation, newest)
+        cleaning = line.clean(newest, {newest: "the newest"})
     except Exception as error:  # noqa: BLE001  A policy of the user's own may raise anything.
         reason = error.message if isinstance(error, HoldfastError) else repr(error)
         emit(Warned(text=f"{storage.url}: the job is at its end, but old epochs are not removed: {reason}"))

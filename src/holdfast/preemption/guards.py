@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from holdfast.preemption.departure import Saves
 from holdfast.preemption.guard import Guard
-from holdfast.preemption.joint_guard import JointGuard
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.handle import SaveHandle
 
@@ -18,4 +17,7 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
     """
     if manager.company is None:
         return Guard(manager, config, keep)
+    # Most programs have one worker, and do without what several need.
+    from holdfast.preemption.joint_guard import JointGuard
+
     return JointGuard(manager, manager.company, config, keep)

@@ -10,13 +10,9 @@ from typing import Final
 
 import msgspec
 
-from holdfast.preemption.aws import AWS
-from holdfast.preemption.azure import Azure
-from holdfast.preemption.gcp import GCP
-from holdfast.preemption.kubernetes import Kubernetes
+from holdfast import preemption
 from holdfast.preemption.notices import NoticeSource
 from holdfast.preemption.signals import Signals
-from holdfast.preemption.slurm import Slurm
 
 _DMI: Final = Path("/sys/class/dmi/id")
 _DMI_FILES: Final = ("product_name", "sys_vendor", "bios_version", "chassis_asset_tag")
@@ -64,16 +60,17 @@ def choose_sources(seen: Surroundings) -> list[NoticeSource]:
     """
     sources: list[NoticeSource] = []
     if seen.in_main_thread:
-        sources.append(Kubernetes() if "KUBERNETES_SERVICE_HOST" in seen.environment else Signals())
+        in_kubernetes = "KUBERNETES_SERVICE_HOST" in seen.environment
+        sources.append(preemption.Kubernetes() if in_kubernetes else Signals())
     if "SLURM_JOB_ID" in seen.environment:
-        sources.append(Slurm(environment=seen.environment))
+        sources.append(preemption.Slurm(environment=seen.environment))
     match choose_cloud(seen.dmi):
         case "gcp":
-            sources += [GCP(), GCP("maintenance-event")]
+            sources += [preemption.GCP(), preemption.GCP("maintenance-event")]
         case "aws":
-            sources.append(AWS())
+            sources.append(preemption.AWS())
         case "azure":
-            sources.append(Azure())
+            sources.append(preemption.Azure())
     return sources
 
 

@@ -101,8 +101,8 @@ class _Handler(ManifestMetadataHandler):
         self._tell(f"saved {epoch}")
 
 
-def make_job() -> Job:
-    """The job, on all nodes."""
+def make_job(tell: Callable[[str], None]) -> Job:
+    """The job, on all nodes; it tells of each epoch that is trained and about to be saved."""
     import numpy as np
 
     with Job() as job:
@@ -115,6 +115,7 @@ def make_job() -> Job:
         @job.epoch_group
         def add(workspace: Workspace) -> bool:
             workspace["total"] += sum(workspace["rows"].read(3))
+            tell(f"trained {workspace.epoch}")
             return bool(workspace["rows"].at == 10)
 
     job.add_stop_condition(add.output)
@@ -128,7 +129,8 @@ def work(directory: Path, store: Path, rank: int, tell: Callable[[str], None]) -
         with TorchrunSession(cluster=cluster, liveness_seconds=LIVENESS_SECONDS) as session:
             tell("joined")
             runner = JobRunner(
-                make_job(), MultiNodeCheckpointManager(directory, keep=Latest(KEPT), metadata_handler=_Handler(tell))
+                make_job(tell),
+                MultiNodeCheckpointManager(directory, keep=Latest(KEPT), metadata_handler=_Handler(tell)),
             )
             epoch = runner.train(session)
             resumed_from, total = runner.result.resumed_from, session.workspace()["total"]
@@ -150,7 +152,7 @@ def play_start(
         store: Where its workers meet.
         newest: The newest epoch that was said to be saved before; -1 for none.
         dice: For the moment, and the victim.
-        span_seconds: Within how many seconds to kill it; None not to.
+        span_seconds: Within how many seconds to kill it, after an epoch that is thrown; None not to.
         tally: Takes note of what happens.
 
     Returns:
@@ -165,6 +167,7 @@ def play_start(
         if span_seconds is None:
             job.wait(set(range(WORKERS)), PATIENCE_SECONDS, "the job")
         else:
+            _wait_trained(job, dice.choice((0, 1, 1, 2, 3)))
             job.look(dice.random() * span_seconds)
         ended = len(job.codes) == WORKERS
         if not ended:
@@ -183,6 +186,15 @@ def play_start(
     _check_epochs(directory, saved, tally, ended=ended)
     tally.jobs += ended
     return saved, ended
+
+
+def _wait_trained(job: joint_crash.Job, epochs: int) -> None:
+    """Waits until each worker has trained so many epochs, or one has ended."""
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while not job.codes and len(job.numbers("trained")) < WORKERS * epochs:
+        job.look(0.001)
+        if time.monotonic() >= end_at:
+            raise WrongStateError(f"the job does not come on: {job.tails()}")
 
 
 def _kill(job: joint_crash.Job, dice: random.Random, tally: Tally) -> None:
@@ -220,7 +232,7 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         directory: A new directory for the runs, and for the stores where the workers meet.
         kills: How many.
         seed: What the random moments follow from, as far as the machine lets them.
-        span_seconds: Within how many seconds after all have joined the job is killed.
+        span_seconds: Within how many seconds after an epoch that is thrown the job is killed.
 
     Raises:
         WrongStateError: At the first start in which something is not as it must be.
@@ -244,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m holdfast.testing.job_crash", description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--span", type=float, default=0.4, help="seconds within which the job is killed")
+    parser.add_argument("--span", type=float, default=0.1, help="seconds after an epoch within which to kill")
     parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
     options = parser.parse_args()
     begun_at = time.monotonic()
