@@ -13,9 +13,11 @@ import subprocess
 import sys
 import termios
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -44,6 +46,27 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(made_run: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may spoil."""
     return Path(shutil.copytree(made_run, tmp_path / "gpt"))
+
+
+@contextmanager
+def behind(function: Callable[..., Any], act: Callable[[], object]) -> Iterator[None]:
+    """Lets something happen in the very moment in which a function returns for the first time."""
+    acts = [act]
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "return" and acts:
+            acts.pop()()
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    assert not acts, "the function was not called"
 
 
 def lines_of(text: str) -> list[list[str]]:

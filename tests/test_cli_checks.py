@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import holdfast as hf
 from command_line import (
@@ -14,6 +15,7 @@ from command_line import (
     FIRST_300,
     INDEX,
     NEWEST,
+    behind,
     call,
     call_json,
     complaint,
@@ -23,6 +25,7 @@ from command_line import (
     run_program,
 )
 from holdfast.cli.exit_codes import ExitCode
+from holdfast.cli.target import choose_step
 from holdfast.cli.verdicts import Outcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName
@@ -246,3 +249,22 @@ def test_a_step_that_a_job_removes_meanwhile_is_not_taken_for_damage(run: Path) 
     (run / NEWEST / "manifest.json").unlink()
     name = StepName(300, 2)
     assert judge_step(LocalStorage(run), name.directory, name).outcome is Outcome.REMOVED
+
+
+@pytest.mark.parametrize("verb", ["verify", "show"])
+def test_the_newest_step_is_looked_for_again_where_a_job_removes_it_meanwhile(tmp_path: Path, verb: str) -> None:
+    trainer = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1))
+    trainer.save(1).wait_ended()
+    with behind(choose_step, lambda: trainer.save(2).wait_ended()):
+        document = call_json(verb, tmp_path)
+    if verb == "show":
+        assert document["step"] == 2
+    else:
+        assert [(step["step"], step["outcome"]) for step in document["steps"]] == [(1, "removed"), (2, "whole")]
+        assert (document["is_whole"], document["newest_whole_step"]) == (True, 2)
+    with behind(choose_step, lambda: trainer.save(3).wait_ended()):
+        result = call(verb, f"{tmp_path}@2")
+    assert result.exit_code == ExitCode.NOTHING_THERE
+    with behind(choose_step, lambda: trainer.save(4).wait_ended()):
+        assert call(verb, tmp_path).exit_code == ExitCode.OK
+    trainer.close()

@@ -5,6 +5,7 @@ One of the two is let run to its end in the midst of the other, at each of its s
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,14 +17,18 @@ import pytest
 
 import holdfast as hf
 from holdfast.catalog import read_catalog, read_manifest
+from holdfast.cli.contents import Contents, read_checkpoint
 from holdfast.cli.removals import RemovalPlan, Removed, carry_out
 from holdfast.cli.survey import survey_run
-from holdfast.errors import HoldfastError, NoCheckpointError, SaveFailedError
+from holdfast.cli.target import Target
+from holdfast.cluster import Cluster
+from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import Entry, MemoryStorage
 from holdfast.storage.memory import MemoryReader, MemoryWriter
+from holdfast.testing.memory_engine import run_workers
 
 
 class Interrupted(MemoryStorage):
@@ -312,3 +317,80 @@ def test_what_cannot_be_withdrawn_keeps_what_it_refers_to(name: StepName) -> Non
     # Step 2 refers to step 1, and not the other way round.
     assert done == {StepName(1, 1): False, StepName(2, 1): name == StepName(1, 1)}
     check_all_whole(storage, "after a removal that failed")
+
+
+# Readers beside a job that goes on, and removes what they have just seen.
+
+
+class Going:
+    """A job that keeps every fifth step and the newest, and goes on when a reader makes its call of that number."""
+
+    def __init__(self, at: int) -> None:
+        self.storage = Interrupted()
+        self._state = np.zeros(5000)
+        policy = hf.EveryN(5) | hf.Latest(1)
+        self._manager = hf.CheckpointManager(
+            self.storage, hf.Checkpoint(x=self._state), keep=policy, cluster="alone", incremental=True
+        )
+        for step in (5, 6, 7):
+            self._save(step)
+        self.storage.interrupt(at, partial(self._save, 8))
+
+    def _save(self, step: int) -> None:
+        self._state[...] = step
+        self._manager.save(step).wait_ended()
+
+
+def each_call() -> Iterator[Going]:
+    for at in itertools.count(1):
+        going = Going(at)
+        yield going
+        if not going.storage.was_interrupted:
+            assert at > 5
+            return
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_restore_takes_what_is_there_when_a_job_goes_on(workers: int, step: int | None) -> None:
+    def restore(going: Going, cluster: Cluster | None) -> int:
+        state = np.zeros(5000)
+        with hf.CheckpointManager(going.storage, hf.Checkpoint(x=state), cluster=cluster or "alone") as manager:
+            try:
+                restored = manager.restore(step)
+            except NoCheckpointError as error:
+                # It is gone, which is not to say that anything is damaged, or that one should begin anew.
+                return -1 if isinstance(error, NoWholeCheckpointError) else 0
+            except PeerError as error:
+                return 0 if error.kind == NoCheckpointError.__name__ else -1
+            assert restored is not None
+            assert restored.passed_over == ()
+            assert set(state) == {restored.step}
+            return restored.step
+
+    for going in each_call():
+        found = {restore(going, None)} if workers == 1 else set(run_workers(workers, partial(restore, going)))
+        assert found in ([{7}, {8}] if step is None else [{7}, {0}])
+
+
+def test_what_is_shown_is_there_when_a_job_goes_on() -> None:
+    for going in each_call():
+        heading, contents = read_checkpoint(Target(going.storage, "run", None, is_step=False))
+        assert isinstance(contents, Contents)
+        assert heading.manifest.step in (7, 8)
+    for going in each_call():
+        assert all(not found.damages for found in survey_run(going.storage).found)
+
+
+def test_a_job_that_removes_everything_at_once_does_not_hold_a_restore_for_ever() -> None:
+    class Restless(Interrupted):
+        def read(self, path: str, limit_bytes: int) -> bytes:
+            if path.endswith("index-00000-of-00001.json") and threading.current_thread() is threading.main_thread():
+                trainer.save((trainer.latest_step() or 0) + 1).wait_ended()
+            return super().read(path, limit_bytes)
+
+    storage = Restless()
+    trainer = hf.CheckpointManager(storage, hf.Checkpoint(x=np.zeros(3)), keep=hf.Latest(1))
+    trainer.save(1).wait_ended()
+    with pytest.raises(NoWholeCheckpointError):
+        hf.CheckpointManager(storage, hf.Checkpoint(x=np.ones(3))).restore()

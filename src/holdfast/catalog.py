@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -36,7 +38,9 @@ from holdfast.format.names import (
     parse_generation_file,
     parse_step_directory,
 )
-from holdfast.storage.protocol import Storage
+from holdfast.storage.protocol import Entry, Storage
+
+_MOST_LOOKS: Final = 30
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -86,22 +90,29 @@ def read_catalog(storage: Storage) -> Catalog:
 
     A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify.
 
+    A job that goes on may commit a step that is not in the list of directories yet, and then remove one that is, before
+    that is looked into. So where one has no manifest, and others have come since, all are looked at again.
+
     Raises:
         StorageError: If the place cannot be read.
     """
-    committed: list[StepName] = []
-    unfinished: list[StepName] = []
+    entries = storage.list("")
+    for _ in range(_MOST_LOOKS):
+        committed, unfinished = _sort_steps(storage, entries)
+        if not unfinished:
+            break
+        known, entries = {entry.name for entry in entries}, storage.list("")
+        if not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
+            break
     trash: list[str] = []
     spare_bytes = None
-    for entry in storage.list(""):
+    for entry in entries:
         if not entry.is_directory:
             if entry.name == SPARE_NAME:
                 spare_bytes = entry.size_bytes
             continue
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
-        elif (name := parse_step_directory(entry.name)) is not None:
-            (committed if _has_manifest(storage, name) else unfinished).append(name)
     bases, generation, faults = _read_bases(storage)
     return Catalog(
         committed=tuple(sorted(committed)),
@@ -114,8 +125,22 @@ def read_catalog(storage: Storage) -> Catalog:
     )
 
 
-def _has_manifest(storage: Storage, name: StepName) -> bool:
-    """Whether a step has a manifest. To list the directory would be a look at each file of each worker."""
+def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName]]:
+    """The steps among the directories of a run: those with a manifest, and those without."""
+    committed: list[StepName] = []
+    unfinished: list[StepName] = []
+    # Older ones first: where one of two is removed once the other is committed, the other is seen.
+    for name in sorted(name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))):
+        (committed if is_committed(storage, name) else unfinished).append(name)
+    return committed, unfinished
+
+
+def is_committed(storage: Storage, name: StepName) -> bool:
+    """**Blocks.** Whether a step has a manifest. To list the directory would be a look at each file of each worker.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
     try:
         storage.open_reader(name.manifest_path).close()
     except NotFoundError:

@@ -78,7 +78,10 @@ class MismatchError(HoldfastError):
 
 
 class ApplyError(HoldfastError):
-    """An object refused the state that was read for it; objects before it have been changed."""
+    """An object refused the state that was read for it, or live arrays that share memory cannot hold what is stored.
+
+    Objects before it have been changed.
+    """
 
 
 class StorageError(HoldfastError):

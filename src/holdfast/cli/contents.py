@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
-from holdfast.cli.target import Target, choose_step
+from holdfast.cli.target import MOST_LOOKS, Target, choose_step
 from holdfast.cli.values import count_values, find_nodes
-from holdfast.errors import NoCheckpointError, NotFoundError
+from holdfast.errors import DamageError, NoCheckpointError, NotFoundError
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
@@ -99,8 +99,8 @@ class Leaf:
         return array_bytes(self.dtype, self.shape)
 
 
-def read_heading(target: Target) -> Heading:
-    """**Blocks.** Finds the checkpoint that is meant and reads its manifest.
+def _read_heading(target: Target) -> Heading | None:
+    """**Blocks.** Finds the checkpoint that is meant and reads its manifest; None if it has been removed meanwhile.
 
     Raises:
         NoCheckpointError: If there is none.
@@ -118,6 +118,8 @@ def read_heading(target: Target) -> Heading:
     try:
         data = target.storage.read(path, MAX_MANIFEST_BYTES)
     except NotFoundError:
+        if name is not None:
+            return None
         raise NoCheckpointError(
             f"{target.location} is no checkpoint: it has no {MANIFEST_NAME}",
             hint="Its save never ended, or is going on; only a manifest makes a checkpoint of the other files.",
@@ -227,11 +229,29 @@ class Contents:
         }
 
 
-def read_contents(target: Target, heading: Heading) -> Contents:
-    """**Blocks.** Reads the indexes of a checkpoint.
+def read_checkpoint(target: Target) -> tuple[Heading, Contents | DamageError]:
+    """**Blocks.** Finds the checkpoint that is meant and reads its manifest and its indexes.
+
+    Where a job goes on, it may be removed meanwhile: then what is meant is looked for again.
+
+    Returns:
+        Which one it is, and its records, or what is wrong with its indexes.
 
     Raises:
-        DamageError: If one of them is missing or damaged.
+        NoCheckpointError: If there is none.
+        DamageError: If the manifest is damaged.
         StorageError: If the place fails.
     """
-    return Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+    for _ in range(MOST_LOOKS):
+        heading = _read_heading(target)
+        if heading is None:
+            continue
+        try:
+            return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+        except DamageError as damage:
+            if heading.expected is None or is_committed(target.storage, heading.expected):
+                return heading, damage
+    raise NoCheckpointError(
+        f"{target.location}: each checkpoint was removed before it could be read",
+        hint="A job that goes on removes them as fast; try again, or let it keep more.",
+    )

@@ -27,29 +27,32 @@ def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None
     With one or more NAMEs those leaves and values are shown in full: an object (model), a leaf
     (model/layers.0.weight), or a pattern ('model/layers.*.weight').
     """
-    from holdfast.cli.contents import read_contents, read_heading
+    from holdfast.cli.contents import read_checkpoint
     from holdfast.cli.screen import Screen, write_json
     from holdfast.cli.target import find_target
+    from holdfast.errors import DamageError
     from holdfast.restore.selection import make_selection
 
     target = find_target(run)
     selection = make_selection(names) if names else None
-    heading = read_heading(target)
-    if as_json:
-        contents = read_contents(target, heading)
+    heading, contents = read_checkpoint(target)
+    page = None
+    if not as_json:
+        from holdfast.cli.contents_page import ContentsPage
+
+        page = ContentsPage(Screen(sys.stdout))
+        if selection is None:
+            # First, so that it is seen also where an index is damaged.
+            page.show_heading(heading)
+    if isinstance(contents, DamageError):
+        raise contents
+    if page is None:
         document = contents.document(selection)
         _check_found(contents, selection, target)
         write_json(sys.stdout, "show", document)
-        return
-    from holdfast.cli.contents_page import ContentsPage
-
-    page = ContentsPage(Screen(sys.stdout))
-    if selection is None:
-        # First, so that it is seen also where an index is damaged.
-        page.show_heading(heading)
-        page.show_overview(read_contents(target, heading), depth)
+    elif selection is None:
+        page.show_overview(contents, depth)
     else:
-        contents = read_contents(target, heading)
         arrays, values = contents.arrays(selection), contents.values(selection)
         _check_found(contents, selection, target)
         page.show_details(contents, arrays, values)

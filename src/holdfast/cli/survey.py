@@ -12,7 +12,7 @@ from holdfast.cli.wording import iso_text
 from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import DATA_SUFFIX, SPARE_NAME, StepName, data_name, index_name
+from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
 from holdfast.policies import Referrer
 from holdfast.storage import Storage
 
@@ -188,6 +188,8 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
         size_bytes = _size_bytes(storage, directory)
         return Found(directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
     sizes = {entry.name: entry.size_bytes for entry in storage.list(directory) if not entry.is_directory}
+    if MANIFEST_NAME not in sizes:
+        return None  # It goes just now, and nothing of it is damaged.
     misfits = tuple(_find_misfits(directory, manifest, sizes))
     refers_to = tuple(reference.name for reference in manifest.references)
     return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits, refers_to=refers_to)

@@ -19,6 +19,9 @@ from holdfast.format.names import (
 )
 from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
+MOST_LOOKS: Final = 30
+"""How often the newest checkpoint is looked for again, since a job that goes on has removed what was found."""
+
 _MAX_STEP_DIGITS: Final = 16
 
 

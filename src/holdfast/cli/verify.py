@@ -25,12 +25,14 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
     """Read every byte and say whether it is what was written.
 
     RUN is the directory that a job saves into, and its newest checkpoint is read unless a step is given, as in
-    runs/gpt@500. RUN may also be the directory of a single step, wherever that was copied to.
+    runs/gpt@500; if a job removes that one meanwhile, the newest that is there then. RUN may also be the directory of a
+    single step, wherever that was copied to.
 
     The exit code is 0 if all that was read is whole, and 1 if there is damage.
     """
     from holdfast.cli.screen import Screen, write_json
-    from holdfast.cli.target import find_target
+    from holdfast.cli.target import MOST_LOOKS, find_target
+    from holdfast.cli.verdicts import Outcome
     from holdfast.cli.verify_report import VerifyReport
     from holdfast.errors import UsageError
 
@@ -42,11 +44,18 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
     screen = None if as_json else Screen(sys.stdout)
     if screen is not None:
         report.show_records(screen)
-    for verdict in _judge(target, names):
-        report.add(verdict)
-        if screen is not None:
-            report.show_verdict(screen, verdict)
-            sys.stdout.flush()
+    for _ in range(MOST_LOOKS):
+        is_removed = False
+        for verdict in _judge(target, names):
+            report.add(verdict)
+            is_removed = verdict.outcome is Outcome.REMOVED
+            if screen is not None:
+                report.show_verdict(screen, verdict)
+                sys.stdout.flush()
+        if verify_all or target.step is not None or not is_removed:
+            break
+        catalog, names = _choose(target, verify_all)
+        report.look_again(catalog)
     if screen is None:
         write_json(sys.stdout, "verify", report.document())
     else:

@@ -40,6 +40,10 @@ class VerifyReport:
         self._records = records
         self._verdicts: list[Verdict] = []
 
+    def look_again(self, catalog: Catalog | None) -> None:
+        """Goes by what the run is now."""
+        self._catalog = catalog
+
     def add(self, verdict: Verdict) -> None:
         """Takes in a verdict."""
         self._verdicts.append(verdict)

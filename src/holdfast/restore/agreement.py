@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from holdfast.catalog import is_committed
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
@@ -24,6 +25,7 @@ SIGHT_SECONDS: Final = 30.0
 """How long what one node sees may stay unseen on another: network file systems remember for a while."""
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
+_FIRST_PATIENCE_SECONDS: Final = 0.05
 _MOST_NAMES: Final = 10_000
 _DAMAGED: Final = "damaged"
 
@@ -42,6 +44,10 @@ class Agreement(Protocol):
 
     def see(self, storage: Storage, name: StepName) -> None:
         """**Blocks.** Makes sure that all see the same checkpoint under a name."""
+        ...
+
+    def is_gone(self, storage: Storage, name: StepName) -> bool:
+        """**Blocks.** Whether a checkpoint in which there was damage has been removed, so that it was none."""
         ...
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
@@ -63,6 +69,10 @@ class AloneAgreement:
     def see(self, storage: Storage, name: StepName) -> None:
         """See `Agreement`."""
 
+    def is_gone(self, storage: Storage, name: StepName) -> bool:
+        """See `Agreement`."""
+        return not is_committed(storage, name)
+
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """See `Agreement`."""
         try:
@@ -81,6 +91,8 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
         step: The step that was asked for.
         names: The directories that it would try, the best first.
         seen: What tells the manifest that it sees from any other; empty if it sees none.
+        is_open: Whether that is to be looked at once more.
+        is_gone: Whether the checkpoint has been removed.
     """
 
     failure: Failure | None = None
@@ -88,6 +100,8 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int | None = None
     names: tuple[str, ...] = ()
     seen: str = ""
+    is_open: bool = False
+    is_gone: bool = False
 
 
 class JointAgreement:
@@ -117,19 +131,42 @@ class JointAgreement:
         return chosen
 
     def see(self, storage: Storage, name: StepName) -> None:
-        """See `Agreement`."""
+        """See `Agreement`.
+
+        What the leader sees may come into sight with the others yet. But it may also be removed meanwhile, for all of
+        them: so the leader looks again as often as they do, and where it sees nothing, nobody waits.
+        """
+        sight_seconds = min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
+        end_at = time.monotonic() + sight_seconds
+        patience_seconds = 0.0
+        names = (make_sendable(f"{storage.url}/{name.manifest_path}"),)
+        is_open = True
+        while is_open:
+            error: HoldfastError | None = None
+            seen = ""
+            try:
+                seen = self._find_seen(storage, name, patience_seconds)
+            except HoldfastError as problem:
+                error = problem
+            report = _Report(self._describe(error), seen=seen, names=names, is_open=time.monotonic() < end_at)
+            answer = self._confer(report, _decide_seen)
+            if answer.failure is not None:
+                self._raise(answer.failure, error)
+            patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, sight_seconds / 4)
+            is_open = answer.is_open
+
+    def is_gone(self, storage: Storage, name: StepName) -> bool:
+        """See `Agreement`; the leader's look is that of all."""
         error: HoldfastError | None = None
-        seen = ""
+        is_gone = False
         try:
-            seen = self._find_seen(storage, name)
+            is_gone = self._peers.is_leader and not is_committed(storage, name)
         except HoldfastError as problem:
             error = problem
-        report = _Report(
-            self._describe(error), seen=seen, names=(make_sendable(f"{storage.url}/{name.manifest_path}"),)
-        )
-        answer = self._confer(report, _decide_seen)
+        answer = self._confer(_Report(self._describe(error), is_gone=is_gone), _follow_leader)
         if answer.failure is not None:
             self._raise(answer.failure, error)
+        return answer.is_gone
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """See `Agreement`."""
@@ -155,14 +192,14 @@ class JointAgreement:
         answer = self._peers.confer(msgspec.json.encode(report), decide_encoded, "the restore")
         return msgspec.json.decode(answer, type=_Report)
 
-    def _find_seen(self, storage: Storage, name: StepName) -> str:
-        end_at = time.monotonic() + min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
+    def _find_seen(self, storage: Storage, name: StepName, patience_seconds: float) -> str:
+        end_at = time.monotonic() + patience_seconds
         pause_seconds = 0.01
         while True:
             try:
                 return digest(storage.read(name.manifest_path, MAX_MANIFEST_BYTES))
             except NotFoundError:
-                # The leader has just seen it, or is the one that has not.
+                # What the leader does not see is not there.
                 if self._peers.is_leader or time.monotonic() >= end_at:
                     return ""
             except DamageError:
@@ -196,16 +233,24 @@ def _decide_names(reports: list[_Report]) -> _Report:
 
 
 def _decide_seen(reports: list[_Report]) -> _Report:
-    """**Pure.** Whether all see the same manifest."""
+    """**Pure.** Whether all see the same manifest. If the leader sees none, all will find that there is none."""
     leader = reports[LEADER]
-    for rank, report in enumerate(reports):
+    for report in reports:
         if report.failure is not None:
             return _Report(report.failure)
-        if report.seen != leader.seen:
+    for rank, report in enumerate(reports):
+        if leader.seen and report.seen != leader.seen:
+            if not report.seen and leader.is_open:
+                return _Report(is_open=True)
             what = "is not what rank 0 sees there" if report.seen else "is not there for it, but for rank 0"
             text = f"{report.names[0]} {what}"
             return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
     return _Report()
+
+
+def _follow_leader(reports: list[_Report]) -> _Report:
+    """**Pure.** What the leader has found."""
+    return reports[LEADER]
 
 
 def _decide_stage(reports: list[_Report]) -> _Report:

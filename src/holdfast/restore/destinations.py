@@ -25,6 +25,9 @@ class Destinations:
     An array that lies in host memory as it is stored is its own destination. Any other one is gathered in host memory
     first, and filled from there when its last span has come. So are arrays that lie partly in the same memory: one
     might be filled while the other is checked.
+
+    Attributes:
+        overlapping: The targets that may have something of the same memory.
     """
 
     def __init__(self, index: Index, targets: Mapping[str, Target]) -> None:
@@ -53,6 +56,11 @@ class Destinations:
                 continue
             if target.address is None:
                 self._has_others = True
+                extent = target.backend.extent(target.array)
+                if extent is not None:
+                    numbers.append(number)
+                    begins.append(extent[0])
+                    ends.append(extent[1])
                 continue
             if target.spec.dtype != leaf.dtype or target.spec.shape != leaf.shape:
                 raise ValueError(f"{leaf.name}: the array is not of the form that is stored")
@@ -66,9 +74,11 @@ class Destinations:
             arrays.append(target.array)
         for backend, arrays in changing.items():
             backend.note_changes(arrays)
-        for number in find_overlapping(begins, ends):
+        self.overlapping: list[Target] = []
+        for number in sorted(find_overlapping(begins, ends)):
             self._shifts[numbers[number]] = None
             self._has_others = True
+            self.overlapping.append(targets[index.leaves[numbers[number]].name])
 
     def parts_of(self, piece: Piece) -> Parts:
         """**Thread-safe.** The memory of each span of a piece."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import (
@@ -15,6 +15,7 @@ from holdfast.errors import (
     ClusterError,
     DamageError,
     MismatchError,
+    NoCheckpointError,
     NoWholeCheckpointError,
     StorageError,
     UsageError,
@@ -27,13 +28,17 @@ from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
 from holdfast.restore.selection import Selection
 from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step
 from holdfast.state import Differences, Matching, match_objects
 from holdfast.state.collection import no_collection
-from holdfast.state.leaves import ArraySpec, spec_of
+from holdfast.state.leaves import ArraySpec, Target, spec_of
 from holdfast.storage import Storage
+
+_MOST_LOOKS: Final = 30
+"""How often a run is looked at again, since a job that goes on has removed what was found there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,9 @@ def restore_objects(
     a damaged span that is found there sends the whole restore to the next older checkpoint, which overwrites what was
     read. Python state and counters are set last, when every byte has been checked.
 
+    A checkpoint that goes while it is being read was not damaged: a job that goes on has removed it, and committed a
+    newer one before. Then the run is looked at again.
+
     Args:
         storage: Where the run lies.
         objects: The live objects by name.
@@ -101,6 +109,7 @@ def restore_objects(
 
     Raises:
         MismatchError: If the checkpoint does not fit; nothing has been changed.
+        ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
         PeerError: If another worker has failed.
         AbsentError: If another worker does not come, or dies.
         NoCheckpointError: If the step that was asked for does not exist.
@@ -112,23 +121,31 @@ def restore_objects(
     catalog = read_catalog(storage)
     for fault in catalog.faults:
         emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
-    candidates = agreement.choose(step, lambda: choose_candidates(catalog, step))
+    candidates = list(agreement.choose(step, lambda: choose_candidates(catalog, step)))
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
-    damages: list[DamageError] = []
+    damages: dict[StepName, DamageError] = {}
     touched = False
-    for name in candidates:
+    looks = 1
+    while candidates:
+        name, *candidates = candidates
         trial = _Trial(storage, name, objects, select, strict, threads, worker, touched)
         try:
             damage = trial.go(agreement)
-        except (StorageError, ApplyError, ClusterError, AbsentError) as error:
+            found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
+        except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
                 error.add_note("Some live arrays hold what was read before: restore again before training on.")
             raise
         touched = trial.touched
+        if found:
+            looks += 1
+            candidates = [other for other in found if other not in damages]
+            emit(Warned(text=f"{name.directory} was removed while it was being restored; what is there now is tried"))
+            continue
         if damage is not None:
-            damages.append(damage)
+            damages[name] = damage
             emit(
                 PassedOver(
                     step=name.step,
@@ -160,11 +177,19 @@ def restore_objects(
             manifest=manifest,
             differences=matching.differences,
             replaced=trial.replaced,
-            passed_over=tuple(damages),
+            passed_over=tuple(damages.values()),
             size_bytes=trial.size_bytes,
             seconds=seconds,
         )
-    raise _no_whole(storage, step, tuple(damages), touched)
+    raise _no_whole(storage, step, tuple(damages.values()), touched)
+
+
+def _look_again(storage: Storage, step: int | None, name: StepName, agreement: Agreement) -> list[StepName]:
+    """**Blocks.** The checkpoints to try, if the one that could not be read is no longer there; empty if it is."""
+    if not agreement.is_gone(storage, name):
+        return []
+    found = agreement.choose(step, lambda: choose_candidates(read_catalog(storage), step))
+    return [] if name in found else list(found)
 
 
 class _Trial:
@@ -200,7 +225,10 @@ class _Trial:
         self._threads = threads
         self._worker = worker
         self._files = ExitStack()
-        self._read: Callable[[], int]
+        self._read: Callable[[Sequence[Target]], int]
+        # Where one file holds all, what is found while it is read.
+        self._overlapping: list[Target] = []
+        self._seen: list[Target] | None = None
         self.touched = touched
         self.size_bytes = 0
         self.replaced: Mapping[str, Any] = {}
@@ -221,18 +249,42 @@ class _Trial:
             self.matching = _match(opened, self._objects, self._select, self._strict, self.touched, self._worker)
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
-                targets = {target.leaf: target for target in wanted}
-                self._read = lambda: read_parts(parts, targets, threads=self._threads)
+                self._seen = self._overlapping if len(parts) == 1 else None
+                self._read = lambda targets: read_parts(
+                    parts,
+                    {target.leaf: target for target in targets},
+                    threads=self._threads,
+                    overlapping=self._seen,
+                )
             else:
-                orders = assign_parts(storage, opened, wanted, _list_specs(opened))
+                specs = _list_specs(opened)
+                # Before anything live is touched, it is known that all is there.
+                orders = assign_parts(storage, opened, wanted, specs)
                 readers = {part.path: reader for part, reader in parts}
-                self._read = lambda: read_orders(storage, orders, readers, threads=self._threads)
+                self._read = lambda targets: read_orders(
+                    storage,
+                    orders if targets is wanted else assign_parts(storage, opened, targets, specs),
+                    readers,
+                    threads=self._threads,
+                )
 
     def _fill(self) -> None:
         """Reads into live arrays."""
         self.touched = True
+        targets = self.matching.targets
         with _enough_memory(self.opened):
-            self.size_bytes = self._read()
+            self.size_bytes = self._read(targets)
+            if self._seen is None or any(target.copies for target in targets):
+                self._overlapping = find_overlapping_targets(targets)
+            self._seen = None
+            clashes = find_clashes(self._overlapping, self._read) if self._overlapping else []
+        self.matching.differences.wrong_kind.extend(clashes)
+        if clashes and self._strict:
+            raise ApplyError(
+                "live arrays that share memory cannot hold what is stored for each:\n  " + "\n  ".join(clashes[:20]),
+                hint="Let them share it as they did when they were saved, or give each memory of its own; strict=False "
+                "leaves them as they are.",
+            )
 
     def _apply(self) -> None:
         """Sets all else, when every byte has been checked, by all workers."""

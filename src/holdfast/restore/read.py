@@ -88,7 +88,15 @@ class ScratchParts:
         return [memory[begin - first : end - first] for begin, end in zip(piece.begins, piece.ends, strict=True)]
 
 
-def read_targets(reader: FileReader, index: Index, path: str, targets: Mapping[str, Target], *, threads: int) -> int:
+def read_targets(
+    reader: FileReader,
+    index: Index,
+    path: str,
+    targets: Mapping[str, Target],
+    *,
+    threads: int,
+    overlapping: list[Target] | None = None,
+) -> int:
     """**Blocks.** Fills each target from the data file; every byte is checked.
 
     Args:
@@ -97,6 +105,7 @@ def read_targets(reader: FileReader, index: Index, path: str, targets: Mapping[s
         path: Its path, for errors.
         targets: By leaf, where its bytes are wanted.
         threads: How many threads read.
+        overlapping: Gets the targets that may have something of the same memory.
 
     Returns:
         How many bytes were read.
@@ -107,6 +116,8 @@ def read_targets(reader: FileReader, index: Index, path: str, targets: Mapping[s
         StorageError: If the place fails.
     """
     destinations = Destinations(index, targets)
+    if overlapping is not None:
+        overlapping += destinations.overlapping
     size_bytes = 0
 
     def pieces() -> Iterator[Piece]:

@@ -117,13 +117,20 @@ def open_parts(storage: Storage, opened: OpenedStep) -> Iterator[list[OpenPart]]
         yield [(part, stack.enter_context(closing(open_part(storage, part, storage)))) for part in list_parts(opened)]
 
 
-def read_parts(parts: Sequence[OpenPart], targets: Mapping[str, Target], *, threads: int) -> int:
+def read_parts(
+    parts: Sequence[OpenPart],
+    targets: Mapping[str, Target],
+    *,
+    threads: int,
+    overlapping: list[Target] | None = None,
+) -> int:
     """**Blocks.** Fills each target from the file that holds its bytes; every byte is checked.
 
     Args:
         parts: The open files.
         targets: By leaf, where its bytes are wanted.
         threads: How many threads read.
+        overlapping: Gets the targets of one file that may have something of the same memory.
 
     Returns:
         How many bytes were read.
@@ -138,7 +145,7 @@ def read_parts(parts: Sequence[OpenPart], targets: Mapping[str, Target], *, thre
         if len(parts) > 1:
             wanted = {leaf.name: targets[leaf.name] for leaf in part.index.leaves if leaf.name in targets}
         try:
-            size_bytes += read_targets(reader, part.index, part.path, wanted, threads=threads)
+            size_bytes += read_targets(reader, part.index, part.path, wanted, threads=threads, overlapping=overlapping)
         except DamageError as damage:
             raise part.explain(damage) from damage
     return size_bytes

@@ -141,6 +141,13 @@ class ArrayBackend(Protocol):
         """
         ...
 
+    def extent(self, array: Any) -> tuple[int, int] | None:
+        """The addresses between which all of its elements lie, the last exclusive, whether or not others lie there too.
+
+        None if it has none, or if no other array can have anything of its memory.
+        """
+        ...
+
     def glance(self, arrays: Sequence[Any]) -> object:
         """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
 

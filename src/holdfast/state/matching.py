@@ -58,7 +58,7 @@ class Matching(msgspec.Struct, frozen=True):
         """
         for target in self.targets:
             if target.copies:
-                _fill_copies(target)
+                fill_copies(target)
         changed: dict[str, object] = {}
         settled: Settled = {}
         for renewal in self._renewals:
@@ -130,7 +130,8 @@ def match_objects(
     )
 
 
-def _fill_copies(target: Target) -> None:
+def fill_copies(target: Target) -> None:
+    """Gives the further arrays of a target its values."""
     data = target.backend.writable_view(target.array)
     if data is None:
         data = memoryview(bytearray(target.spec.size_bytes))

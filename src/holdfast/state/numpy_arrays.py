@@ -12,7 +12,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_adapter, register_backend
-from holdfast.state.strides import may_share_elements
+from holdfast.state.strides import extent_of, may_share_elements
 
 _DTYPES = {
     "bool": "BOOL",
@@ -67,6 +67,13 @@ class NumpyBackend:
         if not (array.size and array.flags.c_contiguous and array.dtype.newbyteorder("<") == array.dtype):
             return None
         return int(array.__array_interface__["data"][0])
+
+    def extent(self, array: Any) -> tuple[int, int] | None:
+        """From the first byte of any element to the last."""
+        if not array.size:
+            return None
+        address = array.__array_interface__["data"][0]
+        return extent_of(address, array.shape, array.strides, array.itemsize)
 
     def glance(self, arrays: Sequence[Any]) -> object:
         """Address, type, byte order, shape and strides of each."""

@@ -98,6 +98,10 @@ class JaxBackend:
             return None
         return int(memory.__array_interface__["data"][0])
 
+    def extent(self, array: Any) -> tuple[int, int] | None:
+        """None: what is to be made has memory of its own."""
+        return None
+
     def glance(self, arrays: Sequence[Any]) -> object:
         """Nothing: there is no quicker look."""
         return None

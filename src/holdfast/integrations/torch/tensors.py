@@ -13,7 +13,7 @@ import torch
 from holdfast.errors import UnsupportedValueError
 from holdfast.integrations.torch.devices import TorchDevices, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
-from holdfast.state.strides import may_share_elements
+from holdfast.state.strides import extent_of, may_share_elements
 
 DTYPES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL",
@@ -91,6 +91,16 @@ class TorchBackend:
         if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
             return None
         return array.data_ptr() or None
+
+    def extent(self, array: Any) -> tuple[int, int] | None:
+        """From the first byte of any element to the last; addresses of CUDA's memory are not those of others."""
+        if not (array.is_cpu or array.is_cuda) or not array.numel():
+            return None
+        address = array.data_ptr()
+        if array.is_contiguous():
+            return address, address + array.nbytes
+        item_bytes = array.itemsize
+        return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
     def glance(self, arrays: Sequence[Any]) -> object:
         """Address, shape and type of each, if all lie as they are stored."""

@@ -1,0 +1,131 @@
+"""Live arrays that share memory, each in a form of its own: whether all of them hold what is stored for them.
+
+Arrays that are one and the same have one leaf. But a view of another shape, a transposed one or a slice may have been
+stored apart, with values that do not agree: then none of them is right when both have been filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.format.digests import digest
+from holdfast.restore.destinations import find_overlapping
+from holdfast.state.leaves import ArrayBackend, Target
+from holdfast.state.matching import fill_copies
+
+_BATCH_BYTES: Final = 1 << 28
+"""So much is read a second time at once."""
+
+
+def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
+    """**Pure.** The targets that may have something of the memory of another one, or of its copies.
+
+    Boxes of one leaf do not count: they may interleave, but have no element in common.
+    """
+    owners, begins, ends = _lay_out(targets)
+    clusters: list[list[Target]] = []
+    reach = 0
+    for number in sorted(find_overlapping(begins, ends), key=begins.__getitem__):
+        if not clusters or begins[number] >= reach:
+            clusters.append([])
+        clusters[-1].append(owners[number])
+        reach = max(reach, ends[number])
+    found: dict[int, Target] = {}
+    for cluster in clusters:
+        if len({target.leaf for target in cluster}) > 1 or any(target.copies for target in cluster):
+            found.update((id(target), target) for target in cluster)
+    return list(found.values())
+
+
+def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:
+    """**Blocks.** Looks whether overlapping targets, which have been filled, hold what is stored for them.
+
+    Arrays that interleave and have no element in common do, and so do those whose stored values agree.
+
+    Args:
+        targets: What `find_overlapping_targets` gave.
+        read: Fills targets from what is stored.
+
+    Returns:
+        A sentence for each that does not.
+    """
+    for target in targets:
+        if target.copies:
+            fill_copies(target)
+    clashes: list[str] = []
+    for batch in _batches(targets):
+        fresh = [_renew(target) for target in batch]
+        read(fresh)
+        for target, stored in zip(batch, fresh, strict=True):
+            expected = _digest_of(stored.backend, stored.array, stored)
+            receivers = ((target.backend, target.array), *target.copies)
+            if any(_digest_of(backend, array, target) != expected for backend, array in receivers):
+                clashes.append(
+                    f"{target.leaf}: stored apart from {_name_partner(target, targets)} with other values, live the "
+                    "two share memory"
+                )
+    return clashes
+
+
+def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], list[int], list[int]]:
+    """The memory of targets and their copies, each with the target."""
+    owners: list[Target] = []
+    begins: list[int] = []
+    ends: list[int] = []
+    # There may be very many, most of them alike.
+    sizes_bytes: dict[int, int] = {}
+    for target in targets:
+        address, spec = target.address, target.spec
+        if address is not None and not target.copies:
+            size_bytes = sizes_bytes.get(id(spec))
+            if size_bytes is None:
+                size_bytes = sizes_bytes[id(spec)] = spec.size_bytes
+            owners.append(target)
+            begins.append(address)
+            ends.append(address + size_bytes)
+            continue
+        for backend, array in ((target.backend, target.array), *target.copies):
+            extent = backend.extent(array)
+            if extent is not None:
+                owners.append(target)
+                begins.append(extent[0])
+                ends.append(extent[1])
+    return owners, begins, ends
+
+
+def _batches(targets: Iterable[Target]) -> Iterator[list[Target]]:
+    batch: list[Target] = []
+    size_bytes = 0
+    for target in targets:
+        if batch and size_bytes + target.spec.size_bytes > _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(target)
+        size_bytes += target.spec.size_bytes
+    if batch:
+        yield batch
+
+
+def _renew(target: Target) -> Target:
+    """A target for the same values, with memory of its own."""
+    array = target.backend.new(target.spec)
+    return msgspec.structs.replace(target, array=array, copies=(), address=target.backend.address(array))
+
+
+def _digest_of(backend: ArrayBackend, array: Any, target: Target) -> str:
+    data = memoryview(bytearray(target.spec.size_bytes))
+    backend.copy_out([array], data, [0])
+    return digest(data)
+
+
+def _name_partner(target: Target, targets: Sequence[Target]) -> str:
+    """The leaf of another target that has something of its memory."""
+    _, own_begins, own_ends = _lay_out([target])
+    owners, begins, ends = _lay_out(other for other in targets if other is not target)
+    for owner, begin, end in zip(owners, begins, ends, strict=True):
+        if any(begin < own_end and own_begin < end for own_begin, own_end in zip(own_begins, own_ends, strict=True)):
+            return owner.leaf
+    return target.leaf
