@@ -1,6 +1,6 @@
 """One of the two workers of the demo's second part: data-parallel training, in a program as a user would write it.
 
-    torchrun --nproc-per-node=2 --max-restarts=1 -m holdfast.demo.pair_worker STEPS SEED [DIRECTORY]
+    torchrun --nproc-per-node=2 -m holdfast.demo.pair_worker STEPS SEED [DIRECTORY]
 
 Without a directory nothing is saved. What it does is told on standard output, in lines of JSON.
 """
