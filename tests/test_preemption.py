@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -747,3 +749,71 @@ def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:
                 with run.checkpointable():
                     assert run.save() is None
     assert steps_of(tmp_path) == [3, 4]
+
+
+WITHOUT_BLOCK = """
+import os, signal, sys
+import holdfast as hf
+
+state = {"text": ""}
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
+handler = hf.PreemptionCheckpointHandler(manager)
+
+def step():
+    state["text"] += "a"
+    if handler.total_run_calls == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("half of the step is done")
+
+def loop():
+    while True:
+        handler.run(step)
+
+def numbers():
+    for _ in handler.steps(9):
+        step()
+
+{"run": loop, "steps": numbers}[sys.argv[2]]()
+"""
+
+
+@pytest.mark.parametrize("loop", ["run", "steps"])
+def test_a_program_that_an_error_ends_saves_nothing_more_without_a_block_either(tmp_path: Path, loop: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_BLOCK, str(tmp_path / "run"), loop]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "half of the step is done" in done.stderr
+    assert "is saved" not in done.stderr
+    assert steps_of(tmp_path / "run") == []
+
+
+BACK = """
+import os, signal, sys
+import holdfast as hf
+
+state = {"text": ""}
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state), save_every=hf.Steps(5))
+with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+    def step(letter):
+        state["text"] += letter
+    if handler.restored is not None:
+        print(state["text"])
+        sys.exit()
+    for _ in range(10):
+        handler.run(step, "a")
+    manager.save(10)
+    manager.restore(5)
+    assert handler.total_run_calls == 5
+    for _ in range(5):
+        handler.run(step, "b")
+    os.kill(os.getpid(), signal.SIGTERM)
+    handler.run(step, "c")
+"""
+
+
+def test_what_was_saved_before_going_back_is_not_taken_for_the_same_step_after_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BACK, str(tmp_path / "run")]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert asked.returncode == 42, asked.stderr
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert again.stdout == "aaaaabbbbb\n", again.stderr

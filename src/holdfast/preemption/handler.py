@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
@@ -118,6 +119,7 @@ class PreemptionCheckpointHandler:
             raise
         self._begun_at = self._calls.count
         self._saved: tuple[int, SaveHandle | None] | None = (self._calls.count, None) if self.restored else None
+        self._known = manager.restored
         self._guard.rest(self._calls.count)
         atexit.register(self._close_at_exit)
 
@@ -234,12 +236,15 @@ class PreemptionCheckpointHandler:
         if error is None:
             self.close()
         elif os.getpid() == self._process:
-            # The step that failed may have changed half of the state: only what was saved before counts.
-            self._closed = True
-            cause = self._guard.fail(error)
-            self._end()
-            if cause is not None:
-                raise cause from error
+            self._end_badly(error)
+
+    def _end_badly(self, error: BaseException) -> None:
+        """The step that failed may have changed half of the state: only what was saved before counts."""
+        self._closed = True
+        cause = self._guard.fail(error)
+        self._end()
+        if cause is not None:
+            raise cause from error
 
     def _steps(self, total: int) -> Iterator[int]:
         while True:
@@ -301,6 +306,11 @@ class PreemptionCheckpointHandler:
         self._saved = (saved.step, saved)
 
     def _is_saved(self, step: int) -> bool:
+        restored = self._manager.restored
+        if restored is not self._known:
+            # The user has gone back: what was saved under a number since then is of another line.
+            self._known = restored
+            self._saved = None if restored is None else (restored.step, None)
         if self._saved is None or self._saved[0] != step:
             return False
         handle = self._saved[1]
@@ -312,6 +322,11 @@ class PreemptionCheckpointHandler:
 
     def _close_at_exit(self) -> None:
         """For a handler that was not closed: a notice after its last step must not be lost."""
+        # What the interpreter has printed as the program's end, before it called this.
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._closed and os.getpid() == self._process:
+            self._end_badly(error)
+            return
         try:
             self.close()
         except SystemExit as leaving:
