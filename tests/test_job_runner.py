@@ -26,7 +26,7 @@ from holdfast.errors import (
     TaskFailedError,
     UsageError,
 )
-from holdfast.events import Event, Failed, GroupEnded, NodesTimed, Warned
+from holdfast.events import Event, Failed, GroupEnded, NodesTimed, PassedOver, Warned
 from holdfast.jobs import (
     Counter,
     ManifestMetadataHandler,
@@ -256,6 +256,19 @@ def test_a_damaged_epoch_is_passed_over_aloud_unless_it_was_asked_for(tmp_path: 
     (manifest,) = tmp_path.glob("step-000000004.g0002/manifest.json")
     manifest.write_bytes(b"{}")
     assert train(tmp_path)[2].resumed_from == 3
+
+
+def test_an_epoch_whose_records_are_damaged_is_passed_over_aloud_as_well(tmp_path: Path) -> None:
+    train(tmp_path)
+    for index in tmp_path.glob("step-000000004.*/index-*"):
+        index.write_bytes(b"{}")
+    events: list[Event] = []
+    runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(tmp_path, sinks=[events.append]))
+    with hf.LocalSession(NODES) as session:
+        runner.train(session)
+    assert runner.result.resumed_from == 3
+    passed = [event for event in events if isinstance(event, PassedOver)]
+    assert [(event.step, Path(event.file).name[:5]) for event in passed] == [(4, "index")]
 
 
 def test_a_full_disk_for_one_epoch_and_for_all() -> None:

@@ -377,3 +377,13 @@ def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> Non
     assert starts == sorted(starts)
     assert len(set(starts)) > 2
     assert steps_of(tmp_path) == []
+
+
+def test_a_backup_that_was_not_restored_is_not_deleted(tmp_path: Path) -> None:
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        state.back_up(0)
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        assert not state.delete_backup()
+        assert state.restore()
+        state.back_up(1)
+        assert state.delete_backup()

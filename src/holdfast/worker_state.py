@@ -215,7 +215,8 @@ class WorkerTrainingState:
 
         Files that are not holdfast's stay, and so do the directory, the journal of events, and a record of a few
         hundred bytes that keeps a late writer from putting a backup there afterwards. A backup beyond which this run
-        has not trained, since it is one of a later epoch than the run asks for, is kept, and that is said.
+        has not trained, since it is one of a later epoch than the run asks for, is kept, and so is one that was not
+        restored; that is said.
 
         Of several workers the leader removes them, when all have called this: until then one may still need them.
 
@@ -230,7 +231,8 @@ class WorkerTrainingState:
             ClusterError: If the job's store does not answer.
         """
         self._check_open()
-        kept_for = self._together.agree_to_clear(self._kept_for)
+        unseen = "it was there before, and was not restored" if self._unseen else ""
+        kept_for = self._together.agree_to_clear(self._kept_for or unseen)
         if kept_for:
             self._emit(Warned(text=f"{self._storage.url}: the backup is kept: {kept_for}"))
             return False

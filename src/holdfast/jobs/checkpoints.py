@@ -207,6 +207,9 @@ class MultiNodeCheckpointManager:
                 return self._load(name, epoch, damages)
             except NoWholeCheckpointError as error:
                 damages += error.damages
+                # Of data files the restore itself tells.
+                for one in (damage for damage in error.damages if not damage.path.endswith(".safetensors")):
+                    self._emit(PassedOver(step=name.step, generation=name.generation, file=one.path, error=one.message))
         listed = "\n".join(f"  {damage.message}" for damage in damages)
         raise NoWholeCheckpointError(
             f"{self.url}: epoch {epoch} is damaged{', and so is every older one' if or_older else ''}:\n{listed}",
@@ -331,7 +334,6 @@ class MultiNodeCheckpointManager:
             stored = stored_nodes(self._storage, name)
             metadata = read_manifest(self._storage, name).metadata
         except DamageError as damage:
-            self._emit(PassedOver(step=name.step, generation=name.generation, file=damage.path, error=damage.message))
             raise NoWholeCheckpointError(damage.message, damages=(damage,)) from damage
         new, gone = self._compare_nodes(name, stored)
         here = {node: None for node in self._nodes if node not in new}
