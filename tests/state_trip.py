@@ -52,12 +52,7 @@ def fill(stored: Stored, matching: Matching) -> None:
     """Does what the restore does with the targets."""
     for target in matching.targets:
         assert target.spec == stored.specs[target.leaf]
-        data = memoryview(stored.data[target.leaf])
-        view = target.backend.writable_view(target.array)
-        if view is None:
-            target.backend.copy_in(target.array, data)
-        else:
-            view[:] = data
+        target.backend.copy_in(target.array, memoryview(stored.data[target.leaf]))
 
 
 def bring_back(

@@ -31,7 +31,7 @@ from holdfast.errors import (
 from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import LocalStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 
@@ -67,7 +67,7 @@ class Toy:
 @pytest.fixture(scope="module", autouse=True)
 def _numpy_is_known() -> None:
     """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1))) as manager:
+    with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(array=np.zeros(1))) as manager:
         manager.save(1)
 
 

@@ -168,6 +168,13 @@ class Exchange:
             with suppress(HoldfastError):
                 self._announce(replace(self._position, has_ended=True))
 
+    def heed(self) -> None:
+        """**Blocks.** Raises what the others have said of this save, if it has ended for them; see `hand_in`."""
+        verdict = self._peers.cluster.try_get(self._key("verdict"))
+        if verdict is not None:
+            self._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
+        self._check_way(LEADER)
+
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
         standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))

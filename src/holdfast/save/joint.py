@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import ClusterError, HoldfastError, PeerError
+from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
@@ -117,7 +117,12 @@ class JointLine:
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes what is this worker's, and makes it last."""
-        receipts = self._line.write(snapshot, name, crew, metrics)
+        try:
+            receipts = self._line.write(snapshot, name, crew, metrics)
+        except NotFoundError:
+            # Where it writes is gone: others may have taken this worker for dead, and swept the save away.
+            self._now.heed()
+            raise
         self._holding = make_holding(snapshot, crew, self._holding)
         return receipts
 

@@ -170,13 +170,6 @@ class ArrayBackend(Protocol):
         """
         ...
 
-    def writable_view(self, array: Any) -> memoryview | None:
-        """The array's own bytes (format `B`), to be read into directly.
-
-        None if they do not lie contiguous, little-endian and writable in host memory.
-        """
-        ...
-
     def note_changes(self, arrays: Sequence[Any]) -> None:
         """Says that arrays are about to be changed at their addresses, behind their library's back."""
         ...

@@ -132,9 +132,7 @@ def match_objects(
 
 def fill_copies(target: Target) -> None:
     """Gives the further arrays of a target its values."""
-    data = target.backend.writable_view(target.array)
-    if data is None:
-        data = memoryview(bytearray(target.spec.size_bytes))
-        target.backend.copy_out([target.array], data, [0])
+    data = memoryview(bytearray(target.spec.size_bytes))
+    target.backend.copy_out([target.array], data, [0])
     for backend, array in target.copies:
         backend.copy_in(array, data)

@@ -106,13 +106,6 @@ class NumpyBackend:
                 part = flat[offset : offset + array.nbytes].view(dtype).reshape(array.shape)
                 np.copyto(part, array)
 
-    def writable_view(self, array: Any) -> memoryview | None:
-        """The array's bytes, if they lie as they are stored."""
-        little = array.dtype.newbyteorder("<") == array.dtype
-        if not (little and array.flags.c_contiguous and array.flags.writeable):
-            return None
-        return memoryview(array.reshape(-1).view(np.uint8))
-
     def note_changes(self, arrays: Sequence[Any]) -> None:
         """NumPy counts no changes."""
 

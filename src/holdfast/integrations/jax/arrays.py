@@ -124,13 +124,6 @@ class JaxBackend:
             if values.size:
                 image[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8).data
 
-    def writable_view(self, array: Any) -> memoryview | None:
-        """The bytes of an array that is still to be made."""
-        memory = _memory_of(array)
-        if memory is None or not memory.flags.writeable or not memory.flags.c_contiguous:
-            return None
-        return memoryview(memory.reshape(-1).view(np.uint8))
-
     def note_changes(self, arrays: Sequence[Any]) -> None:
         """Nobody watches."""
 

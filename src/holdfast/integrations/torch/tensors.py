@@ -142,17 +142,6 @@ class TorchBackend:
         if transfer is not None:
             transfer.wait()
 
-    def writable_view(self, array: Any) -> memoryview | None:
-        """The tensor's bytes, if they lie contiguous in host memory."""
-        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
-            return None
-        array = array.detach()
-        self.note_changes([array])
-        # NumPy is quicker at changing shapes. Scalars, and rows of one, which may have any stride, torch has to change.
-        if not array.dim() or array.stride(-1) != 1:
-            array = array.as_strided((array.numel(),), (1,))
-        return memoryview(array.view(torch.uint8).numpy().reshape(-1))
-
     def note_changes(self, arrays: Sequence[Any]) -> None:
         """Lets autograd, and other watchers of the version, notice changes that torch cannot see."""
         try:
