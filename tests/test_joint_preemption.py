@@ -173,6 +173,23 @@ def test_a_worker_that_has_not_begun_is_waited_for(tmp_path: Path, uninterrupted
         check_the_rest(jobs, uninterrupted)
 
 
+@pytest.mark.parametrize("step", [4, TOTAL - 1])
+@pytest.mark.parametrize("slower", [0, 1])
+def test_a_signal_to_a_worker_that_the_other_waits_for_at_its_end(
+    tmp_path: Path, uninterrupted: list[str], slower: int, step: int
+) -> None:
+    with Jobs(tmp_path / "run", each={slower: {"pause": [step]}}) as jobs:
+        jobs.workers[slower].wait_for("paused")
+        jobs.workers[1 - slower].wait_for("event Staged")
+        jobs.workers[slower].send(signal.SIGTERM)
+        jobs.workers[slower].wait_for("event NoticeHeard")
+        jobs.workers[slower].go_on()
+        codes = jobs.end()
+        assert (codes[slower], codes[1 - slower]) == (42, 0), jobs.report()
+        assert steps_of(tmp_path / "run") == [TOTAL]
+        check_the_rest(jobs, uninterrupted)
+
+
 # How they leave.
 
 

@@ -255,9 +255,13 @@ class Accord:
             self.herald.wake()
 
     def _is_collector(self) -> bool:
-        """Whether all before this worker are gone: the lowest one that lives looks at what the others write."""
+        """Whether all before this worker are gone, or at their end and deaf to calls.
+
+        The lowest one that is neither looks at what the others write. What follows from it is the same whoever looks.
+        """
         dead = self._peers.dead
-        return all(rank in dead for rank in range(self._peers.rank))
+        before = (rank for rank in range(self._peers.rank) if rank not in dead)
+        return all(self.mishaps.try_find_end(rank) is not None for rank in before)
 
     def _seek_stop(self) -> None:
         number = self._agreement.round
