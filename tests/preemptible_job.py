@@ -131,6 +131,15 @@ def evaluate(learned: Learned, block: contextlib.AbstractContextManager[Any]) ->
                 learned.values -= 1
 
 
+SAVE: list[Callable[[], Any]] = []
+
+
+def save_or_raise() -> Any:
+    if OPTIONS["save_fn"] == "raises":
+        raise ZeroDivisionError("of the user's")
+    return SAVE[0]()
+
+
 def make_termination() -> hf.TerminationConfig:
     options: dict[str, Any] = {"grace_period": OPTIONS.get("grace")}
     calls: list[int] = []
@@ -149,6 +158,8 @@ def make_termination() -> hf.TerminationConfig:
 
     if "returns" in OPTIONS:
         options["exit_fn"] = exit_once_for_good
+    if "save_fn" in OPTIONS:
+        options["save_fn"] = save_or_raise
     if OPTIONS.get("watcher"):
         options["termination_watcher_fn"] = watch
     if "file" in OPTIONS:
@@ -195,6 +206,7 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
     ) as manager:
         with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
             say("calls", handler.total_run_calls)
+            SAVE.append(lambda: manager.save(handler.total_run_calls))
             pause("before")
             LOOPS[OPTIONS["loop"]](handler, learned)
             pause("after")

@@ -193,6 +193,19 @@ def test_a_signal_to_a_worker_that_the_other_waits_for_at_its_end(
 # How they leave.
 
 
+@pytest.mark.parametrize("raises", [0, 1])
+def test_a_save_fn_that_raises_on_one_worker_is_a_failed_save_on_all(tmp_path: Path, raises: int) -> None:
+    each = {raises: {"save_fn": "raises"}, 1 - raises: {"save_fn": "saves", "pause": [3]}}
+    with Jobs(tmp_path / "run", each=each, loop="run", **LOCKSTEP) as jobs:
+        jobs.workers[1 - raises].wait_for("paused")
+        jobs.workers[1 - raises].send(signal.SIGTERM)
+        jobs.workers[raises].wait_for("event NoticeHeard")
+        jobs.workers[1 - raises].go_on()
+        assert jobs.end() == [74, 74], jobs.report()
+        assert "of the user's" in jobs.workers[raises].errors
+        assert steps_of(tmp_path / "run") == []
+
+
 def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tmp_path: Path) -> None:
     each = {0: {"pause": [2]}, 1: {"pause": [5]}}
     with Jobs(tmp_path / "run", returns=1, each=each, **LOCKSTEP) as jobs:

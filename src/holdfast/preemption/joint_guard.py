@@ -294,10 +294,15 @@ class JointGuard(Guard):
         else:
             error = self._wait_for(self._early, outlook)
             step = self._early_step if self._early_step is not None else step
+        if error and self._save_fn is not None:
+            # The others may be in a save of theirs that this worker takes no part in.
+            self._manager.abandon()
         outcome = Outcome(error, self.hearing.is_by_hand(), is_proof=not error and self._save_fn is None)
         together = self._accord.conclude(outcome, end_at)
         seconds = time.monotonic() - begun_at
-        self._leave(step, call.reason, together.error, seconds, by_hand=together.by_hand)
+        # What failed here says more than what the others have seen of it.
+        told = together.error and (error or together.error)
+        self._leave(step, call.reason, told, seconds, by_hand=together.by_hand)
 
     def _leave_alone(self, step: int | None, error: str) -> None:
         """Leaves without a save, since the others cannot take part in one."""
