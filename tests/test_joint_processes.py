@@ -1,6 +1,6 @@
 """Jobs of several real processes that save together: under torchrun, killed, with a full disk, two in one directory."""
 
-from __future__ import annotations
+from __future__ import os
 
 import re
 import signal
@@ -116,8 +116,14 @@ def ends(records: list[dict[str, Any]]) -> dict[int, str]:
     return {record["rank"]: record["ended"] for record in records if "ended" in record}
 
 
+# Four workers take a minute of two processors.
+FOUR = pytest.param(
+    4, "3:8", marks=pytest.mark.skipif("HOLDFAST_LONG" not in os.environ, reason="`make crash` runs it")
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "death"), [(2, "0:7"), (4, "3:8")])
+@pytest.mark.parametrize(("count", "death"), [(2, "0:7"), FOUR])
 def test_a_job_that_torchrun_restarts_ends_as_if_nothing_had_happened(tmp_path: Path, count: int, death: str) -> None:
     pytest.importorskip("torch")
     with Workers(tmp_path) as workers:
