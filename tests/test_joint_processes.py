@@ -1,7 +1,8 @@
 """Jobs of several real processes that save together: under torchrun, killed, with a full disk, two in one directory."""
 
-from __future__ import os
+from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
