@@ -168,13 +168,6 @@ class Exchange:
             with suppress(HoldfastError):
                 self._announce(replace(self._position, has_ended=True))
 
-    def heed(self) -> None:
-        """**Blocks.** Raises what the others have said of this save, if it has ended for them; see `hand_in`."""
-        verdict = self._peers.cluster.try_get(self._key("verdict"))
-        if verdict is not None:
-            self._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
-        self._check_way(LEADER)
-
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
         standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
@@ -261,6 +254,14 @@ class Exchange:
 
     def _key(self, name: str) -> str:
         return self._peers.key(self.place.key(name))
+
+
+def heed(exchange: Exchange) -> None:
+    """**Blocks.** Raises what the others have said of a save, if it has ended for them; see `Exchange.hand_in`."""
+    verdict = exchange._peers.cluster.try_get(exchange._key("verdict"))
+    if verdict is not None:
+        exchange._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
+    exchange._check_way(LEADER)
 
 
 _LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"

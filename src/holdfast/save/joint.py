@@ -21,7 +21,7 @@ from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.company import Company
-from holdfast.save.exchange import Exchange
+from holdfast.save.exchange import Exchange, heed
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
 from holdfast.save.places import NameRecord, PartRecord
@@ -121,7 +121,7 @@ class JointLine:
             receipts = self._line.write(snapshot, name, crew, metrics)
         except NotFoundError:
             # Where it writes is gone: others may have taken this worker for dead, and swept the save away.
-            self._now.heed()
+            heed(self._now)
             raise
         self._holding = make_holding(snapshot, crew, self._holding)
         return receipts
