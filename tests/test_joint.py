@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -464,16 +463,13 @@ def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path) -> None:
             step += 1
             manager.save(step).wait_ended(PATIENCE_SECONDS)
             together.wait()
-        # A worker that the leader did not wait for may take a save that was committed for one that was given up.
-        with suppress(SaveFailedError):
-            manager.close()
+        manager.close()
         cluster.close()
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(work, rank) for rank in range(2)]:
             done.result(PATIENCE_SECONDS)
-    # What the late worker itself has said may stay, if the leader had cleared that away before it was said.
-    assert not [key for key in store.keys if "/save/" in key and not key.endswith("/part/1")]
+    assert not [key for key in store.keys if "/save/" in key]
 
 
 def test_a_worker_that_does_not_restore_is_named(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ _LOOK_SECONDS: Final = 0.5
 """How often to look whether a worker has gone on without this one."""
 
 
+class _CommittedError(Exception):
+    """The others have committed the save, and wait for this worker no more."""
+
+
 class Exchange:
     """One save as this worker speaks of it with the others. Not thread-safe.
 
@@ -54,6 +58,7 @@ class Exchange:
         self.inquiry = Inquiry(peers, self._key)
         # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
         self._is_over = False
+        self._is_committed = False
 
     def announce(self) -> None:
         """Says that this worker is at this save."""
@@ -84,9 +89,18 @@ class Exchange:
             LeftOutError: If a worker cannot take part.
             FencedError: If another job has taken over.
         """
-        self._put(f"part/{self._peers.rank}", record)
+        part = f"part/{self._peers.rank}"
+        self._put(part, record)
         what = f"commit step {self.place.step}"
-        self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what, holding=holding))
+        try:
+            self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what, holding=holding))
+        except _CommittedError:
+            # The leader had this part, and did not wait until this worker had heard of the commit.
+            pass
+        finally:
+            if self._is_over:
+                # It may have come after the leader had deleted all that was said.
+                self._peers.delete([self._key(part)])
 
     def collect_parts(self) -> list[PartRecord]:
         """**Blocks.** What all workers but the leader have made to last, in order of rank.
@@ -124,6 +138,7 @@ class Exchange:
 
     def tell_committed(self) -> None:
         """The leader says that the step is committed; it is, whether the others hear of it or not."""
+        self._is_committed = True
         with suppress(HoldfastError):
             self._put("result", WELL)
 
@@ -157,7 +172,7 @@ class Exchange:
 
         Args:
             is_newest: Whether it has come to no other save since. Then whoever was taken for dead, and comes to this
-                one after all, learns that it is too late.
+                one after all, learns that it is too late, and how it ended.
         """
         with suppress(HoldfastError):
             self.inquiry.forget()
@@ -166,7 +181,7 @@ class Exchange:
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
         if is_newest:
             with suppress(HoldfastError):
-                self._announce(replace(self._position, has_ended=True))
+                self._announce(replace(self._position, has_ended=True, was_committed=self._is_committed))
 
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
@@ -243,6 +258,8 @@ class Exchange:
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
             self._is_over = True
+            if position.was_committed:
+                raise _CommittedError
             text = f"came to the save of step {self.place.step} when the others had given it up"
             raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
@@ -261,7 +278,8 @@ def heed(exchange: Exchange) -> None:
     verdict = exchange._peers.cluster.try_get(exchange._key("verdict"))
     if verdict is not None:
         exchange._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
-    exchange._check_way(LEADER)
+    with suppress(_CommittedError):
+        exchange._check_way(LEADER)
 
 
 _LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"

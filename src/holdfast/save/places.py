@@ -52,11 +52,13 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
         count: How many saves it has come to.
         place: The last of them.
         has_ended: Whether all that was said about that one has been deleted.
+        was_committed: Whether it ended well; said with its end.
     """
 
     count: int
     place: Place
     has_ended: bool = False
+    was_committed: bool = False
 
     def is_beyond(self, other: Position) -> bool:
         """Whether a worker at this position will not come to that of another one any more."""
