@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
-from holdfast.errors import DamageError, FormatError, NoCheckpointError, NotFoundError, StorageError
+from holdfast.errors import (
+    DamageError,
+    FormatError,
+    NoCheckpointError,
+    NotFoundError,
+    NoWholeCheckpointError,
+    StorageError,
+)
+from holdfast.events.kinds import Committed, decode_event
+from holdfast.events.run_journal import JOURNAL_NAMES
 from holdfast.format.digests import digest
 from holdfast.format.generation import (
     MAX_GENERATION_BYTES,
@@ -41,6 +51,8 @@ from holdfast.format.names import (
 from holdfast.storage.protocol import Entry, Storage
 
 _MOST_LOOKS: Final = 30
+_MOST_JOURNAL_BYTES: Final = 64 << 20
+_NAMED_STEPS: Final = 5
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -163,6 +175,65 @@ def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatErro
         except FormatError as fault:
             faults.append(fault)
     return bases, max(opened, default=0), faults
+
+
+def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
+    """**Blocks.** Steps that were committed and have no manifest any more, in a run where no other step has one.
+
+    Nothing of holdfast's leaves a run like this: whatever removes the newest checkpoint removes all of them and their
+    data, or begins a line of its own before. That one was committed is known from generations that began from it, and
+    from the run's journal of events, where there is one. An unfinished save is one of which neither knows.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    if catalog.living or not catalog.unfinished:
+        return ()
+    bases, _, _ = _read_bases(storage)
+    told = _read_committed(storage)
+    known = {base.name for base in bases.values()}
+    living = choose_living((*catalog.committed, *catalog.unfinished), bases)
+    return tuple(name for name in living if name in known or (name.step, name.generation) in told)
+
+
+def check_nothing_lost(storage: Storage) -> None:
+    """**Blocks.** Makes sure that a run without any checkpoint to go on from has none because none was saved.
+
+    Raises:
+        NoWholeCheckpointError: If checkpoints were committed, and their manifests are gone.
+        StorageError: If the place cannot be read.
+    """
+    lost = find_lost(storage, read_catalog(storage))
+    if lost:
+        gone = "the manifest is gone"
+        missing = [DamageError(gone, step=name.step, path=name.manifest_path) for name in lost]
+        raise NoWholeCheckpointError(
+            f"{storage.url}: {describe_lost(lost)}",
+            damages=tuple(missing),
+            hint="Bring the manifests back from a copy of the run; or begin from nothing on purpose (begin_anew=True).",
+        )
+
+
+def describe_lost(lost: Sequence[StepName]) -> str:
+    """**Pure.** What is wrong, in words."""
+    many, few = len(lost) > 1, lost[-_NAMED_STEPS:]
+    steps = ", ".join(str(name.step) for name in few)
+    before = f"{len(lost)} steps, the last of them " if len(lost) > len(few) else "steps " if many else "step "
+    what = "their manifests are" if many else "its manifest is"
+    return f"{before}{steps} {'were' if many else 'was'} committed, and {what} gone; the data files are still there"
+
+
+def _read_committed(storage: Storage) -> set[tuple[int, int]]:
+    """The steps and generations that the run's journal tells of; what cannot be read of it tells nothing."""
+    told = set()
+    for name in JOURNAL_NAMES:
+        with suppress(NotFoundError, DamageError):
+            for line in storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
+                with suppress(FormatError):
+                    event = decode_event(line)
+                    if isinstance(event, Committed):
+                        told.add((event.step, event.generation))
+    return told
 
 
 def read_generations(storage: Storage) -> list[int]:

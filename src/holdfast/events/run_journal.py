@@ -14,6 +14,8 @@ from holdfast.events.kinds import (
 )
 
 JOURNAL_NAME: Final = "events.jsonl"
+JOURNAL_NAMES: Final = ("events.1.jsonl", JOURNAL_NAME)
+"""The file that was put aside, if there is one, and the one that is written."""
 _MAX_WAITING: Final = 100
 
 

@@ -1,6 +1,6 @@
 """The epoch job: groups of tasks on named nodes, with a checkpoint of all nodes after each epoch."""
 
-from holdfast.jobs.checkpoints import MultiNodeCheckpointManager, NodeCheckpointManager
+from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.counter import Counter
 from holdfast.jobs.job import Job, epoch_limiter
 from holdfast.jobs.keeper import NodeDurations
@@ -9,6 +9,7 @@ from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.result import JobResult
 from holdfast.jobs.runner import JobRunner
 from holdfast.jobs.session import Session
+from holdfast.jobs.single_node import NodeCheckpointManager
 from holdfast.jobs.task import Task, TaskGroup, TaskOutput
 from holdfast.jobs.torchrun_session import RemoteOutput, TorchrunSession
 from holdfast.jobs.upload import UploadTaskGroupBuilder, UploadTo

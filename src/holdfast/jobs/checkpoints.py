@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import check_nothing_lost, read_catalog, read_manifest
 from holdfast.errors import (
     DamageError,
     MismatchError,
@@ -16,9 +16,10 @@ from holdfast.errors import (
     SaveFailedError,
     UsageError,
 )
-from holdfast.events import Failed, Fanout, NodesTimed, PassedOver, Sink, Warned
+from holdfast.events import Committed, Event, Failed, Fanout, NodesTimed, PassedOver, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.names import StepName
+from holdfast.jobs.beginning import check_alike
 from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving
 from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
@@ -108,13 +109,20 @@ class MultiNodeCheckpointManager:
         self._take_over_nodes = take_over_nodes
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
-        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, tuple(sinks))
+        told = (self._note, *sinks)
+        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, told)
         self._begins_anew = begin_anew
         self._session: Session | None = None
         self._nodes: tuple[str, ...] = ()
         self._keeper: Keeper | None = None
         # The epoch that was saved or loaded last, for as long as the session is the same.
         self._stands_at: int | None = None
+        self._committed: int | None = None
+
+    @property
+    def committed(self) -> int | None:
+        """The epoch whose save was begun last, once it is committed, also if nobody waits for it; else None."""
+        return self._committed
 
     @property
     def url(self) -> str:
@@ -173,18 +181,23 @@ class MultiNodeCheckpointManager:
 
         Raises:
             NoCheckpointError: If that epoch was not saved; the hint names those that are there.
-            UsageError: If one was asked for although the manager begins anew.
+            NoWholeCheckpointError: If epochs were saved, and none is there any more that can be gone on from.
+            UsageError: If one was asked for although the manager begins anew, or workers ask for different ones.
         """
         session = self._ready()[0]
+        check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
         if self._begins_anew:
             if user_epoch is not None:
                 raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
-        epoch = session.agree(self._handler.last_epoch(asked) if session.is_master else None)
-        if epoch is not None:
-            self._find(check_step(epoch))
-        return None if epoch is None else check_step(epoch)
+        last_epoch = self._handler.last_epoch(asked) if session.is_master else None
+        epoch = session.share("the epoch to go on from", last_epoch)[0]
+        if epoch is None:
+            check_nothing_lost(self._storage)
+            return None
+        self._find(check_step(epoch))
+        return check_step(epoch)
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.
@@ -225,10 +238,12 @@ class MultiNodeCheckpointManager:
             UnsupportedValueError: If a workspace holds what cannot be stored.
         """
         session, keeper = self._ready()
-        if not session.agree(not session.is_master or self._is_accessible()):
+        is_accessible = session.is_master and self._is_accessible()
+        if not session.share(f"whether epoch {epoch} is saved", is_accessible)[0]:
             reason = "checkpoints cannot be written now, says the metadata handler"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
+        self._committed = None
         return keeper.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
 
     def finish_save(self, epoch: int, saving: Saving) -> None:
@@ -378,22 +393,9 @@ class MultiNodeCheckpointManager:
         except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever the user's handler makes of it.
             self._warn(f"epoch {epoch} stands, but the metadata handler failed at {what}: {error!r}")
 
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._committed = event.step
+
     def _warn(self, text: str) -> None:
         self._emit(Warned(text=text))
-
-
-class NodeCheckpointManager(MultiNodeCheckpointManager):
-    """The same for a job whose only node has a state to keep; a second node is refused."""
-
-    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
-        """**Blocks.** As `MultiNodeCheckpointManager.init`.
-
-        Raises:
-            UsageError: If there is more than one node.
-        """
-        if len(nodes) != 1:
-            raise UsageError(
-                f"this manager keeps the state of one node, not of {', '.join(nodes)}",
-                hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
-            )
-        super().init(session, nodes, goes_on=goes_on)

@@ -237,8 +237,10 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
 
     Raises:
         OutOfRangeError: If that is less than one; it is a `ValueError` too.
-        UsageError: If it is not a whole number.
+        UsageError: If it is not a whole number, or the job is none.
     """
+    if not isinstance(job, Job):
+        raise UsageError(f"{job!r} is no Job", hint="Write: epoch_limiter(job, num_epochs).")
     if isinstance(num_epochs, bool) or not hasattr(num_epochs, "__index__"):
         raise UsageError(f"num_epochs={num_epochs!r} is not a whole number")
     limit = operator.index(num_epochs)

@@ -9,7 +9,7 @@ from holdfast.errors import UsageError
 from holdfast.jobs.keeper import KeeperOptions
 from holdfast.jobs.local_keeper import LocalKeeper
 from holdfast.jobs.session import Placed, Session
-from holdfast.jobs.task import TaskGroup, check_place
+from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.workspace import Workspace
 
@@ -35,9 +35,9 @@ class LocalSession(Session):
             grace_seconds: How long the other tasks of a group may go on when one has failed.
 
         Raises:
-            UsageError: If a name cannot be one.
+            UsageError: If a name cannot be one, or is there twice.
         """
-        super().__init__(check_place(nodes, "nodes"))
+        super().__init__(nodes)
         self._grace_seconds = grace_seconds
         self._workspaces: dict[str, Workspace] = {}
 

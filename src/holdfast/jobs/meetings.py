@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Final
+
+import msgspec
 
 from holdfast.cluster import Cluster
 from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
 from holdfast.cluster.rendezvous import LEADER, gather, make_absent_error
-from holdfast.errors import AbsentError, HoldfastError
+from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError
 
 _FOR_EVER_SECONDS: Final = 1e9
 """An epoch lasts as long as it does. Those who wait look whether the others live."""
@@ -22,9 +25,12 @@ _FOR_EVER_SECONDS: Final = 1e9
 _LOOK_SECONDS: Final = 0.5
 _PAUSE_SECONDS: Final = 0.005
 _FAREWELL_SECONDS: Final = 5.0
-_INTERRUPT_SECONDS: Final = 1.0
+_INTERRUPT: Final = signal.SIGURG
+"""Nobody else uses it, a process that does not know it ignores it, and no shell has it ignored from the start."""
+
 _BEATS: Final = 15
 _TEXT_BYTES: Final = 10_000
+_GONE: Final = "died, or left, amid the job's work"
 
 _numbers: dict[tuple[str, int], int] = {}
 """How many sessions each worker of a cluster has had in this process, so that no two have the same keys."""
@@ -32,6 +38,18 @@ _numbers: dict[tuple[str, int], int] = {}
 
 class PeerFailedError(HoldfastError):
     """Another worker's task has failed while this one was at work; the session tells of it."""
+
+
+class _Trouble(msgspec.Struct, frozen=True):
+    """Why the workers are no longer together: the first that was met with, for all alike.
+
+    Attributes:
+        ranks: Who is missing.
+        what: What they have not done, or why they have left.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
 
 
 class Meetings:
@@ -51,6 +69,50 @@ class Meetings:
             cluster, liveness_seconds / _BEATS, liveness_seconds, name=f"{self._scope}/heartbeat"
         )
         self._number = 0
+        self._left = ""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all workers do. An error in there is one worker's own, after which it cannot meet the others.
+
+        They hear of it at once, and none of them takes part in anything any more. What all have met with alike is
+        raised behind the block.
+
+        Raises:
+            ClosedError: If there was such an error before.
+        """
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def check(self) -> None:
+        """Makes sure that the workers are still together.
+
+        Raises:
+            ClosedError: If they are not; it says why.
+        """
+        if self._left:
+            raise ClosedError(
+                f"the session cannot be used any more, for the workers are no longer together: {self._left}",
+                hint="Make a new TorchrunSession, on all workers.",
+            )
+
+    def leave(self, error: BaseException) -> None:
+        """Takes part in nothing any more, and tells the others why; harmless twice."""
+        if self._left:
+            return
+        self._left = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        # Where it is the store that does not answer, the others notice that by themselves.
+        if not isinstance(error, ClusterError):
+            trouble = _Trouble((self.cluster.rank,), f"left the job: {self._left}")
+            if isinstance(error, AbsentError):
+                trouble = _Trouble(error.ranks, _GONE)
+            with suppress(HoldfastError):
+                self._tell(trouble)
+        self._heartbeat.leave()
 
     def begin(self) -> None:
         """Called by all workers at the same place: what is met for from now on is something new."""
@@ -62,58 +124,64 @@ class Meetings:
         with suppress(HoldfastError):
             self.cluster.set(self._key("failed"), _encode(text))
 
-    def meet(self, record: bytes, patience_seconds: float | None = None) -> list[bytes]:
+    def meet(self, what: str, record: bytes, patience_seconds: float | None = None) -> list[bytes]:
         """**Collective.** **Blocks.** The records of all workers, by rank, once all have come.
 
         Args:
+            what: What the meeting is about: the same for all, if all make the same calls.
             record: What this worker brings.
             patience_seconds: How long to wait for those that live and do not come; None for ever.
 
         Raises:
             AbsentError: If a worker is lost or has left, or has not come in that time.
-            ClusterError: If the store does not answer any more.
+            ClusterError: If the store does not answer any more, or workers have come for something else.
         """
         timeout_seconds = _FOR_EVER_SECONDS if patience_seconds is None else patience_seconds
         try:
-            records = gather(self.cluster, self._key("met"), record, timeout_seconds, check=self._heartbeat.check)
+            brought = msgspec.msgpack.encode((what, record))
+            met = gather(self.cluster, self._key("met"), brought, timeout_seconds, check=self._heartbeat.check)
         except AbsentError as error:
             raise self._explain(error) from error
         if self.cluster.rank == LEADER:
             self.cluster.delete(self._key("failed"))
-        return records
+        records = [msgspec.msgpack.decode(one, type=tuple[str, bytes]) for one in met]
+        if any(other != what for other, _ in records):
+            came = "; ".join(f"rank {rank} for {other}" for rank, (other, _) in enumerate(records))
+            raise ClusterError(
+                f"the workers have come to a meeting for different things: {came}",
+                hint="All workers have to make the same calls of a session, in the same order.",
+            )
+        return [own for _, own in records]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Interrupts what runs in the main thread when another worker's part has failed, or a worker is gone.
 
         Elsewhere than in the main thread nothing can be interrupted: then that is noticed at the meeting. The interrupt
-        is that of Ctrl-C, which a task may catch to tidy up.
+        is like that of Ctrl-C, which a task may catch to tidy up, but comes also where Ctrl-C is ignored.
 
         Raises:
             PeerFailedError: If another worker's part has failed.
             AbsentError: If a worker is gone.
         """
         in_main = threading.current_thread() is threading.main_thread()
-        # Where Ctrl-C is not one, nothing can be interrupted either.
-        if self.cluster.world_size == 1 or not in_main or not callable(signal.getsignal(signal.SIGINT)):
+        if self.cluster.world_size == 1 or not in_main:
             yield
             return
         watch = _Watch(self.cluster, self._check, self._key("failed"))
+        before = signal.signal(_INTERRUPT, watch.interrupt)
         _thread.start_new_thread(watch.run, ())
         try:
             try:
                 yield
-            except KeyboardInterrupt:
-                watch.end(awaits_interrupt=False)
-                raise
-            except BaseException:
+            finally:
                 watch.end()
-                raise
-            watch.end()
         except KeyboardInterrupt:
             if watch.trouble is None:
                 raise  # That was a person.
             raise watch.trouble from None
+        finally:
+            signal.signal(_INTERRUPT, signal.SIG_DFL if before is None else before)
 
     def close(self, trouble: str = "") -> None:
         """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well.
@@ -123,8 +191,8 @@ class Meetings:
         """
         if trouble:
             with suppress(HoldfastError):
-                self.cluster.set(self._key_of_trouble(self.cluster.rank), _encode(trouble))
-        elif self.cluster.rank == LEADER:
+                self._tell(_Trouble((self.cluster.rank,), f"left the job: {trouble}"))
+        elif self.cluster.rank == LEADER and not self._left:
             end_at = time.monotonic() + _FAREWELL_SECONDS
             others = set(range(1, self.cluster.world_size))
             while time.monotonic() < end_at and not others <= {*self._heartbeat.gone, *self._heartbeat.lost}:
@@ -138,20 +206,20 @@ class Meetings:
             raise self._explain(error) from error
 
     def _explain(self, error: AbsentError) -> AbsentError:
-        """The same in words that say why, where those who left have told."""
-        told = []
-        for rank in error.ranks:
-            with suppress(HoldfastError):
-                text = self.cluster.try_get(self._key_of_trouble(rank))
-                told += [] if text is None else [text.decode(errors="replace")]
-        what = "left the job: " + "; ".join(told) if told else "died, or left, amid the job's work"
-        return make_absent_error(self.cluster, error.ranks, what)
+        """The same in words that say why, where that is known: one who leaves has others leave as well."""
+        trouble = _Trouble(error.ranks, _GONE)
+        with suppress(HoldfastError):
+            trouble = self._tell(trouble)
+        return make_absent_error(self.cluster, trouble.ranks, trouble.what)
+
+    def _tell(self, trouble: _Trouble) -> _Trouble:
+        """Notes the trouble, unless there is some already; gives what stands."""
+        what = _encode(trouble.what).decode(errors="replace")
+        stands = self.cluster.set_once(f"{self._scope}/trouble", msgspec.json.encode(_Trouble(trouble.ranks, what)))
+        return msgspec.json.decode(stands, type=_Trouble)
 
     def _key(self, part: str) -> str:
         return f"{self._scope}/{self._number}/{part}"
-
-    def _key_of_trouble(self, rank: int) -> str:
-        return f"{self._scope}/trouble/{rank}"
 
 
 class _Watch:
@@ -181,16 +249,17 @@ class _Watch:
                     if self._armed:
                         self.trouble = trouble
                         # A real signal: only that ends a sleep, or a wait for the network.
-                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                        signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
 
-    def end(self, *, awaits_interrupt: bool = True) -> None:
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Called in the main thread, by the signal."""
+        if self._armed and self.trouble is not None:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
         self._wake.put(None)
         with self._lock:
             self._armed = False
-        # An interrupt that was asked for comes within a few instructions: here, and not where nobody expects it.
-        end_at = time.monotonic() + _INTERRUPT_SECONDS
-        while self.trouble is not None and awaits_interrupt and time.monotonic() < end_at:
-            pass
 
     def _is_on(self) -> bool:
         try:

@@ -24,7 +24,7 @@ _STOPPED: Final = "stopped"
 
 # Guards the runs that go on in this process.
 _lock = threading.Lock()
-_runs: dict[Job, object] = {}
+_runs: dict[Job | Session, object] = {}
 
 
 class JobRunner:
@@ -90,7 +90,8 @@ class JobRunner:
         self._failures_allowed = failures_allowed
         self._emit = Fanout([LoggingSink(), *sinks])
         self._result = JobResult()
-        self._pending: tuple[int, Saving] | None = None
+        # The epoch whose save has no end yet that is known, and the save once it has begun.
+        self._pending: tuple[int, Saving | None] | None = None
         self._failures_in_a_row = 0
         self._last_failure: SaveFailedError | None = None
         # Which of the stop conditions that are outputs of tasks were true after the last epoch. They are kept with it:
@@ -122,7 +123,11 @@ class JobRunner:
             SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
                 one has.
         """
-        with _running_alone(self._job):
+        _check_session(session)
+        with (
+            _running_alone(self._job, "the job is being run already", "Make a job of its own for each run."),
+            _running_alone(session, "the session is running a job already", "Make a session for each run."),
+        ):
             self._check(session)
             self._result = JobResult()
             self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
@@ -130,6 +135,7 @@ class JobRunner:
                 epoch = self._train(session)
                 self._close()
             except BaseException as error:
+                session.note_end(error)
                 self._close_after(error)
                 raise
         self._raise_what_was_left()
@@ -181,7 +187,6 @@ class JobRunner:
                 "the job has no stop condition, so it would never end",
                 hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
             )
-        _check_session(session)
         session.bind(job.named_nodes())
         job.freeze(session.nodes)
 
@@ -207,9 +212,10 @@ class JobRunner:
             epoch += 1
             self._run(session, job.epoch_group, epoch)
             self._result = replace(self._result, last_epoch=epoch)
-            self._outputs = session.agree(
-                [any(map(bool, output.task.results().values())) for output in job.stop_outputs]
-            )
+            self._outputs = session.share(
+                f"the outputs of epoch {epoch}",
+                [any(map(bool, output.task.results().values())) for output in job.stop_outputs],
+            )[0]
             stopped = self._is_stopped(session, epoch) or any(self._outputs)
             if self._manager is not None:
                 self._save(epoch)
@@ -227,6 +233,9 @@ class JobRunner:
         """Waits for a save in flight; what ended the job matters more than what comes of that."""
         with telling_behind(error):
             self._close()
+        if self._pending is not None and self._manager is not None and self._manager.committed == self._pending[0]:
+            # Ctrl-C, say, has ended the wait for it.
+            self._note_saved(self._pending[0])
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
         """The manager, made ready for a session that is not in a run."""
@@ -276,11 +285,12 @@ class JobRunner:
         """Whether one of the stop conditions that are not outputs of the epoch's tasks is true."""
         session.run(self._job.stop_group, epoch=epoch)
         found = [value for task in self._job.stop_group for value in task.results().values()]
-        return bool(session.agree(any(map(bool, found))))
+        return bool(session.share(f"the end after epoch {epoch}", any(map(bool, found)))[0])
 
     def _save(self, epoch: int) -> None:
         assert self._manager is not None, "who has no manager saves nothing"
         self._settle()
+        self._pending = (epoch, None)
         try:
             self._pending = (epoch, self._manager.begin_save(epoch, {_STOPPED: self._outputs}))
         except SaveFailedError as failure:
@@ -293,20 +303,21 @@ class JobRunner:
         """Waits for the save in flight, and takes note of what came of it."""
         if self._pending is None or self._manager is None:
             return
-        (epoch, saving), self._pending = self._pending, None
+        epoch, saving = self._pending
+        assert saving is not None, "what has not begun has raised"
         try:
             self._manager.finish_save(epoch, saving)
         except SaveFailedError as failure:
             self._note_failure(epoch, failure)
         else:
-            self._failures_in_a_row, self._last_failure = 0, None
-            self._result = replace(
-                self._result, last_saved_epoch=epoch, saves_committed=self._result.saves_committed + 1
-            )
+            self._note_saved(epoch)
+
+    def _note_saved(self, epoch: int) -> None:
+        self._pending, self._failures_in_a_row, self._last_failure = None, 0, None
+        self._result = replace(self._result, last_saved_epoch=epoch, saves_committed=self._result.saves_committed + 1)
 
     def _note_failure(self, epoch: int, failure: SaveFailedError) -> None:
-        self._failures_in_a_row += 1
-        self._last_failure = failure
+        self._pending, self._failures_in_a_row, self._last_failure = None, self._failures_in_a_row + 1, failure
         self._result = replace(
             self._result,
             saves_failed=self._result.saves_failed + 1,
@@ -352,20 +363,20 @@ def _check_session(session: object) -> None:
 
 
 @contextmanager
-def _running_alone(job: Job) -> Iterator[None]:
-    """Makes sure that a job is run once at a time, as its tasks have one place for what they return.
+def _running_alone(taken: Job | Session, trouble: str, hint: str) -> Iterator[None]:
+    """Makes sure that a job, or a session, has one run at a time: tasks have one place for what they return, and nodes.
 
     Raises:
-        UsageError: If it is being run already.
+        UsageError: If it has one already.
     """
     run = object()
     try:
         with _lock:
-            stands = _runs.setdefault(job, run)
+            stands = _runs.setdefault(taken, run)
         if stands is not run:
-            raise UsageError("the job is being run already", hint="Make a job of its own for each run.")
+            raise UsageError(trouble, hint=hint)
         yield
     finally:
         with _lock:
-            if _runs.get(job) is run:
-                del _runs[job]
+            if _runs.get(taken) is run:
+                del _runs[taken]

@@ -45,8 +45,8 @@ class Session(ABC):
 
     is_master: bool = True
 
-    def __init__(self, nodes: Sequence[str] | None) -> None:
-        self._nodes = check_place(nodes, "nodes")
+    def __init__(self, nodes: str | Sequence[str] | None) -> None:
+        self._nodes = _check_nodes(nodes)
         self._closed = False
         self._keepers: list[Keeper] = []
 
@@ -62,7 +62,7 @@ class Session(ABC):
             UsageError: If one is not.
         """
         if self._nodes is None:
-            self._nodes = check_place(named) if named else None
+            self._nodes = _check_nodes(named) if named else None
         absent = [node for node in named if node not in self.nodes]
         if absent:
             raise UsageError(
@@ -119,9 +119,17 @@ class Session(ABC):
         """**Blocks.** Runs a task that makes an object, on all of its nodes."""
         self.run(group)
 
-    def agree(self, value: Any) -> Any:
-        """What the master gives for `value`, in every process of the session; plain JSON."""
-        return value
+    def share(self, what: str, value: Any) -> list[Any]:
+        """What each process of the session gives for `value`, the master first; plain JSON.
+
+        Args:
+            what: What it is about, in words: the same in each process.
+            value: What this one gives.
+        """
+        return [value]
+
+    def note_end(self, error: BaseException) -> None:  # noqa: B027  Most kinds of session need not know.
+        """Called when an error has ended a run."""
 
     def try_replace(self, lost: NodeLostError) -> bool:
         """**Blocks.** Makes nodes that are gone anew, so that all can go on from a checkpoint.
@@ -180,6 +188,13 @@ class Session(ABC):
     ) -> None:
         with telling_behind(error):
             self.close()
+
+
+def _check_nodes(nodes: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    names = check_place(nodes, "nodes")
+    if names is not None and not isinstance(nodes, str) and len(names) != len(nodes or ()):
+        raise UsageError(f"nodes={nodes!r} has a name twice", hint="Each node has a name of its own.")
+    return names
 
 
 @contextmanager

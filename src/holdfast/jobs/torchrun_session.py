@@ -12,14 +12,20 @@ import msgspec
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.cluster.opening import Choice
 from holdfast.cluster.peers import LIVENESS_SECONDS
-from holdfast.errors import HoldfastError, TaskFailedError, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    MismatchError,
+    NoCheckpointError,
+    SaveFailedError,
+    TaskFailedError,
+    UsageError,
+)
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.meetings import Meetings, PeerFailedError
 from holdfast.jobs.node_keeper import NodeKeeper
 from holdfast.jobs.session import Placed, Session, telling_behind
-from holdfast.jobs.task import check_place
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.worker_keeper import WorkerKeeper
 from holdfast.jobs.workspace import Workspace
@@ -27,6 +33,9 @@ from holdfast.save.arguments import check_liveness
 
 _MOST_BYTES: Final = 1 << 16
 """An output that is longer stays where it is."""
+
+_ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
+"""What ends a run on all workers: they have told each other of it, or see the same checkpoints."""
 
 
 class RemoteOutput:
@@ -111,12 +120,12 @@ class TorchrunSession(Session):
         self._cluster: Cluster = open_cluster(cluster)
         self._owns_cluster = self._cluster is not cluster
         world_size = self._cluster.world_size
-        names = check_place(nodes, "nodes") or tuple(f"worker_{rank}" for rank in range(world_size))
+        names = tuple(f"worker_{rank}" for rank in range(world_size)) if nodes is None else nodes
+        super().__init__(names)
         if len(names) != world_size:
             raise UsageError(
                 f"{len(names)} names for {world_size} workers", hint="Name each worker, in order of rank, or none."
             )
-        super().__init__(names)
         self.is_master = self._cluster.rank == 0
         self._grace_seconds = grace_seconds
         self._liveness_seconds = liveness_seconds
@@ -134,7 +143,7 @@ class TorchrunSession(Session):
         Raises:
             UsageError: If another one was asked for.
         """
-        self.check_open()
+        super().check_open()
         if node not in (None, self.node):
             raise UsageError(f"{node} is another worker's node; this one is {self.node}")
         return self._workspace
@@ -143,47 +152,41 @@ class TorchrunSession(Session):
         """**Collective.** **Blocks.** Runs this node's tasks, and meets the others; see `Session`."""
         if epoch is not None:
             self._workspace.begin_epoch(epoch)
-        self._meetings.begin()
-        own = [one for one in placed if one.node == self.node]
-        results: dict[Placed, Any] = {}
-        failure: TaskFailedError | None = None
-        is_interrupted = False
-        try:
-            with self._meetings.watching():
-                results = run_here(group, own, {self.node: self._workspace}, self._grace_seconds) if own else {}
-        except TaskFailedError as error:
-            failure = error
-            self._meetings.cry(error.message)
-        except PeerFailedError:
-            is_interrupted = True
-        part = _Part(task=failure.task, text=failure.message) if failure else _Part(_encode(placed, results))
-        patience_seconds = self._grace_seconds if failure or is_interrupted else None
-        try:
-            records = self._meetings.meet(msgspec.json.encode(part), patience_seconds)
-        except HoldfastError as error:
-            if failure is None:
-                raise
-            failure.add_note(f"{type(error).__name__} when this was told to the others: {error.message}")
-            raise failure from failure.__cause__
-        parts = [msgspec.json.decode(record, type=_Part) for record in records]
+        with self._meetings.together():
+            parts, results, failure = self._run_own(group, placed)
         self._raise_failure(group, parts, failure)
         return {one: self._output(place, one, parts, results) for place, one in enumerate(placed)}
 
-    def agree(self, value: Any) -> Any:
-        """**Collective.** **Blocks.** What rank 0 gives for `value`; plain JSON."""
-        self._meetings.begin()
-        record = msgspec.json.encode(value) if self.is_master else b""
-        return msgspec.json.decode(self._meetings.meet(record)[0])
+    def share(self, what: str, value: Any) -> list[Any]:
+        """**Collective.** **Blocks.** What each worker gives for `value`, by rank; plain JSON."""
+        with self._meetings.together():
+            self._meetings.begin()
+            return [msgspec.json.decode(one) for one in self._meetings.meet(what, msgspec.json.encode(value))]
+
+    def note_end(self, error: BaseException) -> None:
+        """Called when an error has ended a run: unless all workers have met with it, they are no longer together."""
+        if not isinstance(error, _ALIKE):
+            self._meetings.leave(error)
+
+    def check_open(self) -> None:
+        """Makes sure that the session can be used.
+
+        Raises:
+            ClosedError: If it is closed, or one of the workers has met with an error of its own.
+        """
+        super().check_open()
+        self._meetings.check()
 
     def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
         """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
-        keeper = NodeKeeper(
-            self._workspace,
-            is_kept=self.node in nodes,
-            cluster=self._cluster,
-            options=options,
-            liveness_seconds=self._liveness_seconds,
-        )
+        with self._meetings.together():
+            keeper = NodeKeeper(
+                self._workspace,
+                is_kept=self.node in nodes,
+                cluster=self._cluster,
+                options=options,
+                liveness_seconds=self._liveness_seconds,
+            )
         return WorkerKeeper(keeper, self.node, self.nodes, self._meetings)
 
     def close(self) -> None:
@@ -205,6 +208,34 @@ class TorchrunSession(Session):
             self._meetings.close(trouble)
             if self._owns_cluster:
                 self._cluster.close()
+
+    def _run_own(
+        self, group: str, placed: Sequence[Placed]
+    ) -> tuple[list[_Part], dict[Placed, Any], TaskFailedError | None]:
+        """Runs this node's tasks and meets the others: gives what became of each part, and of the own one."""
+        self._meetings.begin()
+        own = [one for one in placed if one.node == self.node]
+        results: dict[Placed, Any] = {}
+        failure: TaskFailedError | None = None
+        is_interrupted = False
+        try:
+            with self._meetings.watching():
+                results = run_here(group, own, {self.node: self._workspace}, self._grace_seconds) if own else {}
+        except TaskFailedError as error:
+            failure = error
+            self._meetings.cry(error.message)
+        except PeerFailedError:
+            is_interrupted = True
+        part = _Part(task=failure.task, text=failure.message) if failure else _Part(_encode(placed, results))
+        patience_seconds = self._grace_seconds if failure or is_interrupted else None
+        try:
+            records = self._meetings.meet(f"the group {group}", msgspec.json.encode(part), patience_seconds)
+        except HoldfastError as error:
+            if failure is None:
+                raise
+            failure.add_note(f"{type(error).__name__} when this was told to the others: {error.message}")
+            raise failure from failure.__cause__
+        return [msgspec.json.decode(record, type=_Part) for record in records], results, failure
 
     def _raise_failure(self, group: str, parts: Sequence[_Part], own: TaskFailedError | None) -> None:
         failed = [(rank, part) for rank, part in enumerate(parts) if part.task]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ class WorkerKeeper:
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> WorkerSaving:
         """**Collective.** Copies the workspaces and returns; see `Keeper`."""
-        self._keeper.save(epoch, metadata)
+        with self._meetings.together():
+            self._keeper.save(epoch, metadata)
         return WorkerSaving(self, epoch)
 
     def wait(self, epoch: int) -> NodeDurations:
         """**Collective.** **Blocks.** Waits until the save is committed; what the leader met with counts for all."""
-        return check_save(epoch, self._share(self._keeper.wait()))
+        return check_save(epoch, self._share(f"the save of epoch {epoch}", self._keeper.wait))
 
     def load(
         self,
@@ -44,25 +45,31 @@ class WorkerKeeper:
         strict: bool = True,
     ) -> NodeDurations:
         """**Collective.** **Blocks.** Each worker loads its own node; see `Keeper`."""
-        outcome = Outcome()
-        if self._node in nodes:
-            outcome = self._keeper.load(name, nodes[self._node], stored, keep_added=keep_added, strict=strict)
-        return check_outcomes(self._share(outcome))
+
+        def load_own() -> Outcome:
+            if self._node not in nodes:
+                return Outcome()
+            return self._keeper.load(name, nodes[self._node], stored, keep_added=keep_added, strict=strict)
+
+        return check_outcomes(self._share(f"the load of epoch {name.step}", load_own))
 
     def go_on_from(self, epoch: int) -> None:
         """**Collective.** **Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
-        self._keeper.go_on_from(epoch)
+        with self._meetings.together():
+            self._keeper.go_on_from(epoch)
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
         self._keeper.close()
 
-    def _share(self, outcome: Outcome) -> dict[str, Outcome]:
-        self._meetings.begin()
-        records = self._meetings.meet(msgspec.json.encode(outcome))
-        return {
-            node: msgspec.json.decode(record, type=Outcome) for node, record in zip(self._nodes, records, strict=True)
-        }
+    def _share(self, what: str, act: Callable[[], Outcome]) -> dict[str, Outcome]:
+        """What the act has come to on each node."""
+        with self._meetings.together():
+            outcome = act()
+            self._meetings.begin()
+            records = self._meetings.meet(what, msgspec.json.encode(outcome))
+            outcomes = [msgspec.json.decode(record, type=Outcome) for record in records]
+        return dict(zip(self._nodes, outcomes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from holdfast.catalog import Catalog, read_catalog
+from holdfast.catalog import Catalog, check_nothing_lost, read_catalog
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -113,7 +113,7 @@ def restore_objects(
         PeerError: If another worker has failed.
         AbsentError: If another worker does not come, or dies.
         NoCheckpointError: If the step that was asked for does not exist.
-        NoWholeCheckpointError: If there are checkpoints, but none is whole.
+        NoWholeCheckpointError: If there are checkpoints, or were and their manifests are gone, but none is whole.
         StorageError: If the place fails.
     """
     begun_at = time.monotonic()
@@ -121,7 +121,7 @@ def restore_objects(
     catalog = read_catalog(storage)
     for fault in catalog.faults:
         emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
-    candidates = list(agreement.choose(step, lambda: choose_candidates(catalog, step)))
+    candidates = list(agreement.choose(step, lambda: _find_candidates(storage, catalog, step)))
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
@@ -182,6 +182,13 @@ def restore_objects(
             seconds=seconds,
         )
     raise _no_whole(storage, step, tuple(damages.values()), touched)
+
+
+def _find_candidates(storage: Storage, catalog: Catalog, step: int | None) -> tuple[StepName, ...]:
+    found = choose_candidates(catalog, step)
+    if not found:
+        check_nothing_lost(storage)
+    return found
 
 
 def _look_again(storage: Storage, step: int | None, name: StepName, agreement: Agreement) -> list[StepName]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from holdfast.catalog import describe_lost
 from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
@@ -43,6 +44,7 @@ class Cleaner:
             problems = (error,)
         else:
             self._warn_of_absent(cleaning.absent)
+            self._warn_of_lost(cleaning.lost)
             self._emit(
                 Retained(
                     kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
@@ -73,3 +75,8 @@ class Cleaner:
                 self._told_problems.add(metric)
                 text = f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
                 self._emit(Warned(text=text))
+
+    def _warn_of_lost(self, lost: tuple[StepName, ...]) -> None:
+        if lost and (text := describe_lost(lost)) not in self._told_problems:
+            self._told_problems.add(text)
+            self._emit(Warned(text=f"{text}. This run has begun without them; a later one sweeps them away"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalog import Catalog, open_generation, read_catalog, record_base
+from holdfast.catalog import Catalog, find_lost, open_generation, read_catalog, record_base
 from holdfast.errors import HoldfastError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
@@ -40,6 +40,7 @@ class Cleaning(msgspec.Struct, frozen=True):
         swept: The directories of unfinished saves that were removed.
         problems: What could not be removed, and why.
         absent: Metrics that the policy asks for and none of several checkpoints has.
+        lost: Steps that were committed and have lost their manifests, and whose data files are left alone therefore.
     """
 
     kept: dict[StepName, str]
@@ -47,6 +48,7 @@ class Cleaning(msgspec.Struct, frozen=True):
     swept: tuple[str, ...]
     problems: tuple[HoldfastError, ...]
     absent: tuple[str, ...]
+    lost: tuple[StepName, ...] = ()
 
 
 class Line:
@@ -61,6 +63,7 @@ class Line:
         self._ledger = Ledger(storage)
         self._space = Space(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._ledger) if incremental else None
+        self._lost: tuple[StepName, ...] = ()
 
     @property
     def generation(self) -> int | None:
@@ -100,6 +103,9 @@ class Line:
         """
         base = None
         if self._generation is None:
+            if origin is None:
+                # Once the new base stands, these are off the line.
+                self._lost = find_lost(self._storage, read_catalog(self._storage))
             generation = open_generation(self._storage)
             base = make_base(generation, origin)
             record_base(self._storage, base)
@@ -186,9 +192,9 @@ class Line:
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred.union(busy), newest_bytes, problems)
+        swept = self._sweep(catalog, referred.union(busy, self._lost), newest_bytes, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
-        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent)
+        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, self._lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
@@ -238,7 +244,8 @@ class Line:
     ) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
-        One that lost its manifest, but holds what a step refers to, stays; so does one that others write to.
+        One that lost its manifest, but holds what a step refers to, stays; so does one that others write to, and one of
+        those that were committed when nothing was left to go on from.
         """
         swept: list[str] = []
         try:

@@ -17,7 +17,6 @@ from holdfast.integrations.ray.node import Answer, Call, NodeActor
 from holdfast.integrations.ray.store import StoreActor
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.session import Placed, Session
-from holdfast.jobs.task import check_place
 from holdfast.jobs.threads import GRACE_SECONDS
 
 _LOOK_SECONDS: Final = 1.0
@@ -67,9 +66,8 @@ class RaySession(Session):
             UsageError: If an argument is wrong.
             NodeLostError: If nodes could not be started in that time.
         """
-        names = check_place(() if nodes is None else nodes, "nodes")
-        assert names is not None, "there are names, or an error"
-        super().__init__(names)
+        super().__init__(() if nodes is None else nodes)
+        names = self.nodes
         if not isinstance(actor_options, Mapping | None):
             raise UsageError(f"actor_options={actor_options!r} is no mapping", hint='Write {"num_cpus": 2}, say.')
         if isinstance(replacements_allowed, bool) or not isinstance(replacements_allowed, int):
