@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,34 @@ def test_a_node_killed_while_an_epoch_is_saved_is_replaced(tmp_path: Path, momen
     assert (runner.result.replacements, runner.result.resumed_from) == (1, 2)
     assert epochs_of(run) == (3, 4)
     assert len(list(run.glob("step-*"))) == 2, "nothing partial is left"
+
+
+def find_stores() -> set[int]:
+    """The processes of actors through which nodes agree: Ray names processes for what they do."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().startswith(b"ray::StoreActor"):
+                found.add(int(path.parent.name))
+    return found
+
+
+def test_the_actor_through_which_nodes_agree_is_replaced_with_them(tmp_path: Path) -> None:
+    before = find_stores()
+    with hf.RaySession(NODES[:2]) as session:
+        (store,) = find_stores() - before
+
+        def kill(workspace: Workspace) -> None:
+            if workspace.epoch == 2 and workspace.node == NODES[0]:
+                with suppress(ProcessLookupError):
+                    os.kill(store, signal.SIGKILL)
+
+        job = make_job(NODES[:2], before_epoch=kill)
+        total = add_total(job)
+        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path))
+        assert runner.train(session) == 4
+    assert total.results() == dict.fromkeys(NODES[:2], 145.0)
+    assert (runner.result.replacements, runner.result.resumed_from) == (1, 1)
 
 
 def test_a_node_is_not_replaced_for_ever(tmp_path: Path) -> None:

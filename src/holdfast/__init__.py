@@ -96,12 +96,23 @@ _HOMES: Final = {
 }
 """What is imported when it is asked for: it needs a framework, or is not what most programs use."""
 
+_EXTRAS: Final = {"ray": "ray", "torch": "torch"}
+"""By module, the extra of holdfast that brings it."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "jobs":
         return import_module("holdfast.jobs")
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            raise errors.MissingPackageError(
+                f"holdfast.{name} needs {error.name}, which is not installed",
+                hint=f"pip install 'holdfast[{_EXTRAS[error.name]}]'",
+            ) from error
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 

@@ -57,6 +57,10 @@ class OutOfRangeError(UsageError, ValueError):
     """A number is not one that can be meant."""
 
 
+class MissingPackageError(UsageError, ImportError):
+    """A part of holdfast was asked for that needs a package which is not installed."""
+
+
 class StepExistsError(UsageError):
     """The step is committed already and `replace` was not asked for."""
 

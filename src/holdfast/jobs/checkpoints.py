@@ -109,8 +109,8 @@ class MultiNodeCheckpointManager:
         self._take_over_nodes = take_over_nodes
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
-        told = (self._note, *sinks)
-        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, told)
+        sinks = (self._note, *sinks)
+        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
         self._begins_anew = begin_anew
         self._session: Session | None = None
         self._nodes: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class MultiNodeCheckpointManager:
 
     @property
     def committed(self) -> int | None:
-        """The epoch whose save was begun last, once it is committed, also if nobody waits for it; else None."""
+        """The epoch whose save was begun last, once it is committed, waited for or not; else None."""
         return self._committed
 
     @property
@@ -191,13 +191,12 @@ class MultiNodeCheckpointManager:
                 raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
-        last_epoch = self._handler.last_epoch(asked) if session.is_master else None
-        epoch = session.share("the epoch to go on from", last_epoch)[0]
+        found = self._handler.last_epoch(asked) if session.is_master else None
+        epoch = session.share("the epoch to go on from", found)[0]
         if epoch is None:
             check_nothing_lost(self._storage)
             return None
-        self._find(check_step(epoch))
-        return check_step(epoch)
+        return self._find(check_step(epoch)).step
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.

@@ -34,6 +34,10 @@ class Nodes(Protocol):
         """**Blocks.** Calls a method of all nodes at the same time."""
         ...
 
+    def check_store(self) -> None:
+        """**Blocks.** Makes sure that the nodes can agree; `NodeLostError` if they cannot any more."""
+        ...
+
 
 class RayKeeper:
     """A `Keeper` whose parts are with the actors."""
@@ -100,6 +104,9 @@ class RayKeeper:
             for event in events:
                 with suppress(HoldfastError):
                     self._emit(decode_event(event))
+        if any(outcome.kind for outcome in outcomes.values()):
+            # What the nodes say of it is long, and not that they would have to be replaced.
+            self._session.check_store()
         return outcomes
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.integrations.ray.keeper import RayKeeper
@@ -20,6 +20,7 @@ from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.threads import GRACE_SECONDS
 
 _LOOK_SECONDS: Final = 1.0
+_STORE_SECONDS: Final = 10.0
 
 
 class RaySession(Session):
@@ -145,6 +146,23 @@ class RaySession(Session):
         answers: dict[str, Any] = {}
         self._collect(refs, answers)
         return answers
+
+    def check_store(self) -> None:
+        """**Blocks** for moments. Makes sure that the actor lives through which the nodes agree.
+
+        Raises:
+            NodeLostError: If it is gone; then the nodes are of no use either.
+        """
+        try:
+            ray.get(self._store.try_get.remote(""), timeout=_STORE_SECONDS)
+        except RayActorError as error:
+            raise NodeLostError(
+                "the actor through which the nodes agree is gone: its process has ended",
+                nodes=self.nodes,
+                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+            ) from error
+        except GetTimeoutError:
+            return  # One that is slow lives.
 
     def close(self) -> None:
         """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
