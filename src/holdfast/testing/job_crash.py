@@ -31,6 +31,7 @@ from holdfast.errors import HoldfastError
 from holdfast.jobs import (
     Job,
     JobRunner,
+    LocalSession,
     ManifestMetadataHandler,
     MultiNodeCheckpointManager,
     TorchrunSession,
@@ -38,7 +39,7 @@ from holdfast.jobs import (
 )
 from holdfast.policies import Latest
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import LocalStorage
+from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import joint_crash
 from holdfast.testing.crash import WrongStateError
 from holdfast.testing.file_engine import join_in_directory
@@ -237,6 +238,9 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
     Raises:
         WrongStateError: At the first start in which something is not as it must be.
     """
+    # What this process has imported, those that it forks need not import each.
+    with LocalSession() as session:
+        JobRunner(make_job(lambda line: None), MultiNodeCheckpointManager(MemoryStorage())).train(session)
     dice = random.Random(seed)
     tally = Tally()
     newest, ended = -1, True
