@@ -63,7 +63,9 @@ def keep(session: TorchrunSession, directory: str, befalls: str = "") -> None:
 
 
 def fail(session: TorchrunSession) -> None:
-    """A task fails on one worker, while the others would go on for long."""
+    """A task fails on one worker, while the others would go on for long; one of these has Ctrl-C ignored."""
+    if session.node == "worker_2":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def work(workspace: Workspace) -> None:
         if workspace.node == "worker_1":

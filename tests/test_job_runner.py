@@ -22,6 +22,7 @@ from holdfast.errors import (
     FencedError,
     MismatchError,
     NoCheckpointError,
+    NoWholeCheckpointError,
     SaveFailedError,
     TaskFailedError,
     UsageError,
@@ -560,6 +561,68 @@ def test_a_job_is_run_once_at_a_time() -> None:
                 hf.JobRunner(job).train(session)
 
 
+def test_a_session_runs_one_job_at_a_time() -> None:
+    tried: list[UsageError] = []
+
+    def run_others(workspace: Workspace) -> None:
+        own = hf.Job()
+        hf.epoch_limiter(own, 1)
+        with pytest.raises(UsageError, match="session is running a job already") as raised:
+            hf.JobRunner(own).train(session)
+        tried.append(raised.value)
+        # What was refused can be run elsewhere meanwhile.
+        with hf.LocalSession() as another:
+            assert hf.JobRunner(own).train(another) == 1
+
+    job = hf.Job()
+    job.epoch_group.add(run_others)
+    hf.epoch_limiter(job, 1)
+    with hf.LocalSession() as session:
+        assert hf.JobRunner(job).train(session) == 1
+        assert len(tried) == 1
+        with pytest.raises(UsageError, match="no session"):
+            hf.JobRunner(job).train([])  # type: ignore[arg-type]
+        again = hf.Job()
+        hf.epoch_limiter(again, 2)
+        assert hf.JobRunner(again).train(session) == 2, "when the first is over, it is free"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_ctrl_c_amid_a_save_does_not_hide_that_it_was_committed(tmp_path: Path, background: bool) -> None:
+    class Interrupted(ManifestMetadataHandler):
+        def report(self, action: str, stats: NodeDurations) -> None:
+            if action == "checkpoint_save" and manager.committed == 2:
+                raise KeyboardInterrupt
+
+    manager = hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=Interrupted(), background=background)
+    runner = hf.JobRunner(make_job(), manager)
+    with hf.LocalSession(NODES) as session, pytest.raises(KeyboardInterrupt):
+        runner.train(session)
+    assert (runner.result.last_saved_epoch, runner.result.saves_committed) == (2, 3)
+    assert epochs_of(tmp_path)[-1] == runner.result.last_epoch - background
+
+
+def remove_manifests(place: Path) -> None:
+    for manifest in place.glob("step-*/manifest.json"):
+        manifest.unlink()
+
+
+def test_a_job_whose_manifests_are_all_gone_does_not_begin_again_in_silence(tmp_path: Path) -> None:
+    assert train(tmp_path)[0] == 4
+    remove_manifests(tmp_path)
+    before = sorted(tmp_path.glob("step-*/*"))
+    for keep in (None, hf.Latest(1)):
+        with pytest.raises(NoWholeCheckpointError, match=r"steps 0, 1, 2, 3, 4 were committed") as raised:
+            train(tmp_path, keep=keep)
+        assert "begin_anew=True" in raised.value.hint
+        assert len(raised.value.damages) == 5
+        assert sorted(tmp_path.glob("step-*/*")) == before, "nothing is swept"
+    events: list[Event] = []
+    assert train(tmp_path, begin_anew=True, sinks=[events.append])[0] == 4, "on purpose it does"
+    (warned,) = [event.text for event in events if isinstance(event, Warned)]
+    assert "steps 0, 1, 2, 3, 4 were committed, and their manifests are gone" in warned
+
+
 def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:
     job = make_job()
     made: list[Counter] = []
@@ -727,12 +790,16 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
     for kill in [True] * 6 + [False]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
             assert program.stdout is not None
+            # One that hangs is an end of output, and no wait without an end.
+            limit = threading.Timer(120, program.kill)
+            limit.start()
             assert program.stdout.readline() == "begun\n"
             if kill:
                 with suppress(subprocess.TimeoutExpired):
                     program.wait(moments.uniform(0.0, 0.06))
                 program.kill()
             rest = program.stdout.read()
+            limit.cancel()
         assert rest == "ended 145.0 145.0 145.0\n" or (kill and rest == "")
         assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,30 @@ def test_a_limit_below_one_is_an_error_when_it_is_made(number: int) -> None:
 def test_a_limit_is_a_whole_number(number: Any) -> None:
     with pytest.raises(UsageError):
         hf.epoch_limiter(hf.Job(), number)
+
+
+def test_a_limit_is_one_of_a_job() -> None:
+    with pytest.raises(UsageError, match="'x' is no Job"):
+        hf.epoch_limiter("x", 2)  # type: ignore[arg-type]
+
+
+def test_nodes_have_names_of_their_own() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        hf.LocalSession(["a", "b", "a"])
+    with hf.LocalSession("node") as session:
+        assert session.nodes == ("node",)
+
+
+def test_a_part_whose_package_is_missing_says_what_to_install() -> None:
+    # Where Ray is installed, a process that does not find it.
+    program = (
+        "import sys; sys.modules['ray'] = None\n"
+        "try:\n    from holdfast import RaySession\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "MissingPackageError holdfast.RaySession needs ray" in done.stdout
+    assert "pip install 'holdfast[ray]'" in done.stdout
 
 
 def test_wrong_parts_of_a_job_are_refused() -> None:

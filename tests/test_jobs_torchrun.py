@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,17 @@ import pytest
 import holdfast as hf
 from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
-from holdfast.errors import AbsentError, SaveFailedError, TaskFailedError, UnsupportedValueError, UsageError
-from holdfast.jobs import TorchrunSession, UploadTo
+from holdfast.errors import (
+    AbsentError,
+    ClosedError,
+    ClusterError,
+    NoCheckpointError,
+    SaveFailedError,
+    TaskFailedError,
+    UnsupportedValueError,
+    UsageError,
+)
+from holdfast.jobs import Task, TorchrunSession, UploadTo, Workspace
 from holdfast.testing.memory_engine import run_workers
 from holdfast.testing.processes import Workers, python
 
@@ -84,6 +94,7 @@ def test_a_worker_killed_while_an_epoch_is_saved(tmp_path: Path) -> None:
 
 def test_a_task_that_fails_ends_the_others_within_seconds(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
+        # Worker 2 is as the shell starts it with `&`: deaf to Ctrl-C.
         start(workers, tmp_path, "fail")
         assert workers.wait(60, [0, 1, 2]) == [1, 1, 1]
         for rank in range(3):
@@ -291,6 +302,73 @@ def test_what_fails_outside_of_tasks_is_told_to_the_others(tmp_path: Path) -> No
         assert isinstance(error, AbsentError)
         assert error.ranks == (1,)
         assert "UnsupportedValueError: worker_1/stubborn: the state of Stubborn" in error.message
+
+
+def test_after_an_error_of_one_worker_the_session_is_refused_on_all(tmp_path: Path) -> None:
+    def work(session: TorchrunSession) -> list[Exception]:
+        job = make_job(None)
+        job.add_object("stubborn", lambda: Stubborn("state", is_broken=session.node == "worker_1"))
+        errors: list[Exception] = []
+        # The program catches the error and goes on, as if nothing were.
+        for number, again in enumerate((job, make_job(None), make_job(None))):
+            try:
+                hf.JobRunner(again, hf.MultiNodeCheckpointManager(tmp_path / str(number))).train(session)
+            except Exception as error:
+                errors.append(error)
+        with pytest.raises(ClosedError):
+            session.run(Task(lambda workspace: None))
+        assert "total" in session.workspace(), "what a worker has can still be looked at"
+        return errors
+
+    for rank, errors in enumerate(run_three(work)):
+        first, *later = errors
+        if rank == 1:
+            assert isinstance(first, UnsupportedValueError)
+        else:
+            assert isinstance(first, AbsentError)
+            assert first.ranks == (1,)
+            assert "UnsupportedValueError" in first.message
+        assert [type(error) for error in later] == [ClosedError] * 2
+        assert "no longer together" in str(later[0])
+        assert "Make a new TorchrunSession" in str(later[0])
+
+
+def test_after_an_error_of_all_workers_the_session_can_be_used(tmp_path: Path) -> None:
+    def fail(workspace: Workspace) -> None:
+        if workspace.node == "worker_2":
+            raise ZeroDivisionError("no more")
+
+    def work(session: TorchrunSession) -> None:
+        job = hf.Job()
+        job.epoch_group.add(fail)
+        hf.epoch_limiter(job, 1)
+        with pytest.raises(TaskFailedError, match="no more"):
+            hf.JobRunner(job).train(session)
+        with pytest.raises(NoCheckpointError, match="epoch 7 was not saved"):
+            hf.JobRunner(make_job(None), hf.MultiNodeCheckpointManager(tmp_path), 7).train(session)
+        assert hf.JobRunner(make_job(None), hf.MultiNodeCheckpointManager(tmp_path)).train(session) == 4
+
+    assert run_three(work) == [None] * 3
+
+
+def test_workers_that_do_different_things_are_told_so(tmp_path: Path) -> None:
+    train = partial(train_kept, place=tmp_path)
+    assert run_three(lambda session: train(session)[0].result.last_epoch) == [4] * 3
+    epochs = {"worker_0": 3, "worker_1": 2}
+    for error in run_three(lambda session: train(session, epoch=epochs.get(session.node))):
+        lambda session: train(session, epoch={"worker_1": 2, "worker_2": None}.get(session.node, 3))
+    ):
+        assert isinstance(error, UsageError)
+        assert "worker_0 from epoch 3, worker_1 from epoch 2, worker_2 from the newest epoch" in error.message
+
+    def run_one_more(session: TorchrunSession) -> None:
+        if session.node == "worker_1":
+            session.run(Task(lambda workspace: None, name="one more"))
+        session.run(Task(lambda workspace: None, name="the same"))
+
+    for error in run_three(run_one_more):
+        assert isinstance(error, ClusterError)
+        assert "rank 0 for the group the same; rank 1 for the group one more" in error.message
 
 
 def test_wrong_arguments_are_refused() -> None:
