@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.testing.crash import Tally, Toy, WrongStateError, check_after
+from holdfast.testing.command import WrongStateError
+from holdfast.testing.crash import Tally, Toy, check_after
 
 
 @pytest.mark.slow

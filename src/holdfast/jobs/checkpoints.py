@@ -20,7 +20,7 @@ from holdfast.events import Committed, Event, Failed, Fanout, NodesTimed, Passed
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.names import StepName
 from holdfast.jobs.beginning import check_alike
-from holdfast.jobs.keeper import Keeper, KeeperOptions, NodeDurations, Saving
+from holdfast.jobs.keeper import Keeper, KeeperOptions, LoadOrder, NodeDurations, Saving
 from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.session import Session
@@ -289,7 +289,7 @@ class MultiNodeCheckpointManager:
             )
         found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
         found = {node: taken for node, taken in found.items() if taken}
-        durations = keeper.load(name, found, stored=[place.node for place in places])
+        durations = keeper.load(LoadOrder(name, found, tuple(place.node for place in places)))
         self._report(PARTIAL_LOAD, epoch, durations)
         return found
 
@@ -352,7 +352,7 @@ class MultiNodeCheckpointManager:
         new, gone = self._compare_nodes(name, stored)
         here = {node: None for node in self._nodes if node not in new}
         keep_added = self._stands_at == epoch == name.step
-        durations = keeper.load(name, here, stored=stored, keep_added=keep_added, strict=self._strict)
+        durations = keeper.load(LoadOrder(name, here, tuple(stored), keep_added, self._strict))
         keeper.go_on_from(name.step)
         self._stands_at = name.step
         if gone or new:

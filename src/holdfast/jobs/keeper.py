@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from holdfast.catalog import read_index, read_manifest
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.events import Sink
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
+from holdfast.jobs.loading import find_place, load_node
+from holdfast.jobs.workspace import Workspace
+from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy
 from holdfast.storage import Storage
 
@@ -52,6 +59,26 @@ class NodeDurations:
         return max(self.node_seconds, key=lambda node: self.node_seconds[node], default="")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What is to be loaded.
+
+    Attributes:
+        name: The checkpoint.
+        nodes: The nodes, each with the names of the values to load; None for all of them.
+        stored: All nodes of the checkpoint, in order.
+        keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is all
+            there was.
+        strict: Whether any difference is an error.
+    """
+
+    name: StepName
+    nodes: Mapping[str, tuple[str, ...] | None]
+    stored: tuple[str, ...]
+    keep_added: bool = False
+    strict: bool = True
+
+
 class Saving(Protocol):
     """A save of all nodes that has begun."""
 
@@ -65,6 +92,23 @@ class Saving(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CommonSaving:
+    """A save whose end the nodes have to tell each other.
+
+    Attributes:
+        epoch: Which it is.
+        wait_for: Has them do that.
+    """
+
+    epoch: int
+    wait_for: Callable[[int], NodeDurations]
+
+    def wait(self) -> NodeDurations:
+        """**Blocks.** Waits until it is committed for all nodes."""
+        return self.wait_for(self.epoch)
+
+
 class Keeper(Protocol):
     """Saves and restores the workspaces of a session's nodes: all of them in one commit."""
 
@@ -72,24 +116,8 @@ class Keeper(Protocol):
         """Copies the state of all nodes and returns; the rest goes on behind it."""
         ...
 
-    def load(
-        self,
-        name: StepName,
-        nodes: Mapping[str, Sequence[str] | None],
-        *,
-        stored: Sequence[str],
-        keep_added: bool = False,
-        strict: bool = True,
-    ) -> NodeDurations:
+    def load(self, order: LoadOrder) -> NodeDurations:
         """**Blocks.** Gives nodes the state that they had in a checkpoint; every byte is checked.
-
-        Args:
-            name: The checkpoint.
-            nodes: The nodes, each with the names of the values to load; None for all of them.
-            stored: All nodes of the checkpoint, in order.
-            keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is
-                all there was.
-            strict: Whether any difference is an error.
 
         Raises:
             NoWholeCheckpointError: If it is damaged for one of them.
@@ -105,6 +133,54 @@ class Keeper(Protocol):
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
         ...
+
+
+def open_manager(
+    checkpoint: Checkpoint,
+    options: KeeperOptions,
+    note: Sink,
+    *,
+    cluster: Cluster | Literal["alone"],
+    liveness_seconds: float = LIVENESS_SECONDS,
+) -> CheckpointManager:
+    """What saves the workspaces of one process.
+
+    Args:
+        checkpoint: The workspaces.
+        options: How to save and restore.
+        note: Told of each event first.
+        cluster: The processes that save together; "alone" if the session is this one, whoever else there may be.
+        liveness_seconds: After how long without a sign of life a process is taken for dead.
+    """
+    return CheckpointManager(
+        options.storage,
+        checkpoint,
+        keep=options.keep,
+        begin_anew=options.begin_anew,
+        # Whoever waits for a save hears of its failure, and counts them.
+        failures_allowed=sys.maxsize,
+        sinks=[note, *options.sinks],
+        timeout_seconds=options.timeout_seconds,
+        threads=options.threads,
+        cluster=cluster,
+        liveness_seconds=liveness_seconds,
+    )
+
+
+def load_workspace(workspace: Workspace, order: LoadOrder, options: KeeperOptions, emit: Sink) -> float:
+    """**Blocks.** Gives a node of this process its state; how long that took, in seconds. See `load_node`."""
+    restoration = load_node(
+        options.storage,
+        order.name,
+        find_place(options.storage, order.name, workspace.node, order.stored),
+        workspace,
+        only=order.nodes[workspace.node],
+        keep_added=order.keep_added,
+        strict=order.strict,
+        threads=options.threads,
+        emit=emit,
+    )
+    return restoration.seconds
 
 
 def share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.events import Committed, Event, Fanout
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.names import StepName, parse_step_directory
-from holdfast.jobs.keeper import KeeperOptions, NodeDurations, share_by_bytes
-from holdfast.jobs.loading import find_place, load_node
+from holdfast.format.names import parse_step_directory
+from holdfast.jobs.keeper import (
+    KeeperOptions,
+    LoadOrder,
+    NodeDurations,
+    load_workspace,
+    open_manager,
+    share_by_bytes,
+)
 from holdfast.jobs.workspace import Workspace
-from holdfast.manager import CheckpointManager
 from holdfast.save.handle import SaveHandle
-
-ANY_NUMBER: Final = 1 << 62
-"""Of failures that the manager tolerates: whoever waits for a save hears of its failure, and counts them."""
 
 
 class LocalKeeper:
@@ -26,54 +28,22 @@ class LocalKeeper:
 
     def __init__(self, workspaces: Sequence[Workspace], options: KeeperOptions) -> None:
         self._workspaces = {workspace.node: workspace for workspace in workspaces}
-        self._storage = options.storage
-        self._threads = options.threads
+        self._options = options
         self._emit = Fanout([LoggingSink(), *options.sinks])
         self._seconds: dict[int, float] = {}
         self._checkpoint = Checkpoint()
-        self._manager = CheckpointManager(
-            options.storage,
-            self._checkpoint,
-            keep=options.keep,
-            begin_anew=options.begin_anew,
-            failures_allowed=ANY_NUMBER,
-            sinks=[self._note, *options.sinks],
-            timeout_seconds=options.timeout_seconds,
-            threads=options.threads,
-            # The session is this process, whoever else there may be.
-            cluster="alone",
-        )
+        self._manager = open_manager(self._checkpoint, options, self._note, cluster="alone")
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> LocalSaving:
         """Copies all workspaces and returns; see `Keeper`."""
         self._name(self._workspaces)
         return LocalSaving(self, self._manager.save(epoch, metadata=metadata))
 
-    def load(
-        self,
-        name: StepName,
-        nodes: Mapping[str, Sequence[str] | None],
-        *,
-        stored: Sequence[str],
-        keep_added: bool = False,
-        strict: bool = True,
-    ) -> NodeDurations:
+    def load(self, order: LoadOrder) -> NodeDurations:
         """**Blocks.** Restores workspaces, one after the other; see `Keeper`."""
-        node_seconds = {}
-        for node, only in nodes.items():
-            restoration = load_node(
-                self._storage,
-                name,
-                find_place(self._storage, name, node, stored),
-                self._workspaces[node],
-                only=only,
-                keep_added=keep_added,
-                strict=strict,
-                threads=self._threads,
-                emit=self._emit,
-            )
-            node_seconds[node] = restoration.seconds
-        return NodeDurations(node_seconds)
+        return NodeDurations(
+            {node: load_workspace(self._workspaces[node], order, self._options, self._emit) for node in order.nodes}
+        )
 
     def go_on_from(self, epoch: int) -> None:
         """**Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
@@ -87,7 +57,7 @@ class LocalKeeper:
         name = parse_step_directory(handle.path.rpartition("/")[2])
         try:
             assert name is not None, "a save that is committed has a place"
-            return share_by_bytes(seconds, self._storage, name, nodes)
+            return share_by_bytes(seconds, self._options.storage, name, nodes)
         except HoldfastError:
             # The checkpoint stands; how its bytes are shared out cannot be looked up now.
             return NodeDurations(dict.fromkeys(nodes, seconds / len(nodes)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
@@ -11,13 +11,9 @@ from holdfast.cluster.peers import LIVENESS_SECONDS
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Fanout, Staged, Written
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.names import StepName
-from holdfast.jobs.keeper import KeeperOptions
-from holdfast.jobs.loading import find_place, load_node
-from holdfast.jobs.local_keeper import ANY_NUMBER
+from holdfast.jobs.keeper import KeeperOptions, LoadOrder, load_workspace, open_manager
 from holdfast.jobs.outcome import Outcome, failed
 from holdfast.jobs.workspace import Workspace
-from holdfast.manager import CheckpointManager
 from holdfast.save.handle import SaveHandle
 
 
@@ -52,17 +48,8 @@ class NodeKeeper:
         self._checkpoint = Checkpoint()
         self._handle: SaveHandle | None = None
         self._seconds: dict[int, float] = {}
-        self._manager = CheckpointManager(
-            options.storage,
-            self._checkpoint,
-            keep=options.keep,
-            begin_anew=options.begin_anew,
-            failures_allowed=ANY_NUMBER,
-            sinks=[self._note, *options.sinks],
-            timeout_seconds=options.timeout_seconds,
-            threads=options.threads,
-            cluster=cluster,
-            liveness_seconds=liveness_seconds,
+        self._manager = open_manager(
+            self._checkpoint, options, self._note, cluster=cluster, liveness_seconds=liveness_seconds
         )
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> None:
@@ -85,26 +72,14 @@ class NodeKeeper:
         seconds = self._seconds.pop(handle.step, 0.0)
         return Outcome(seconds if self._is_kept else None)
 
-    def load(
-        self, name: StepName, only: Sequence[str] | None, stored: Sequence[str], *, keep_added: bool, strict: bool
-    ) -> Outcome:
-        """**Blocks.** Gives the workspace its state; see `load_node`."""
-        storage, node = self._options.storage, self._workspace.node
+    def load(self, order: LoadOrder) -> Outcome:
+        """**Blocks.** Gives the workspace its state, if it is to have one."""
+        if self._workspace.node not in order.nodes:
+            return Outcome()
         try:
-            restoration = load_node(
-                storage,
-                name,
-                find_place(storage, name, node, stored),
-                self._workspace,
-                only=only,
-                keep_added=keep_added,
-                strict=strict,
-                threads=self._options.threads,
-                emit=self._emit,
-            )
+            return Outcome(load_workspace(self._workspace, order, self._options, self._emit))
         except HoldfastError as error:
             return failed(error)
-        return Outcome(restoration.seconds)
 
     def go_on_from(self, epoch: int) -> None:
         """**Collective.** Has what is saved next follow this epoch; all prove that they see the same one."""

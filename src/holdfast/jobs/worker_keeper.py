@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import FencedError, SaveFailedError
-from holdfast.format.names import StepName
-from holdfast.jobs.keeper import NodeDurations
+from holdfast.jobs.keeper import CommonSaving, LoadOrder, NodeDurations
 from holdfast.jobs.meetings import Meetings
 from holdfast.jobs.node_keeper import NodeKeeper
 from holdfast.jobs.outcome import Outcome, check_outcomes
@@ -25,33 +23,19 @@ class WorkerKeeper:
         self._nodes = tuple(nodes)
         self._meetings = meetings
 
-    def save(self, epoch: int, metadata: Mapping[str, Any]) -> WorkerSaving:
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> CommonSaving:
         """**Collective.** Copies the workspaces and returns; see `Keeper`."""
         with self._meetings.together():
             self._keeper.save(epoch, metadata)
-        return WorkerSaving(self, epoch)
+        return CommonSaving(epoch, self.wait)
 
     def wait(self, epoch: int) -> NodeDurations:
         """**Collective.** **Blocks.** Waits until the save is committed; what the leader met with counts for all."""
         return check_save(epoch, self._share(f"the save of epoch {epoch}", self._keeper.wait))
 
-    def load(
-        self,
-        name: StepName,
-        nodes: Mapping[str, Sequence[str] | None],
-        *,
-        stored: Sequence[str],
-        keep_added: bool = False,
-        strict: bool = True,
-    ) -> NodeDurations:
+    def load(self, order: LoadOrder) -> NodeDurations:
         """**Collective.** **Blocks.** Each worker loads its own node; see `Keeper`."""
-
-        def load_own() -> Outcome:
-            if self._node not in nodes:
-                return Outcome()
-            return self._keeper.load(name, nodes[self._node], stored, keep_added=keep_added, strict=strict)
-
-        return check_outcomes(self._share(f"the load of epoch {name.step}", load_own))
+        return check_outcomes(self._share(f"the load of epoch {order.name.step}", lambda: self._keeper.load(order)))
 
     def go_on_from(self, epoch: int) -> None:
         """**Collective.** **Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
@@ -70,18 +54,6 @@ class WorkerKeeper:
             records = self._meetings.meet(what, msgspec.json.encode(outcome))
             outcomes = [msgspec.json.decode(record, type=Outcome) for record in records]
         return dict(zip(self._nodes, outcomes, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSaving:
-    """A save of all nodes that has begun."""
-
-    keeper: WorkerKeeper
-    epoch: int
-
-    def wait(self) -> NodeDurations:
-        """**Collective.** **Blocks.** Waits until it is committed for all nodes."""
-        return self.keeper.wait(self.epoch)
 
 
 def check_save(epoch: int, outcomes: Mapping[str, Outcome]) -> NodeDurations:

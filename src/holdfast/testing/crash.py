@@ -18,8 +18,6 @@ import os
 import random
 import select
 import signal
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +27,15 @@ from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.references import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage
+from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 
 ARRAYS = ((1, 1), (1000, 1), (30_000, 1), (30_000, 7), (200_000, 50), (5000, 1_000_000))
 """The length of each array, and for how many steps it stays as it is."""
 
 _KEPT = 2
 _INCREMENTAL_SHARE = 0.7
-
-
-class WrongStateError(AssertionError):
-    """A crash left something that must not be."""
 
 
 @dataclass
@@ -201,10 +195,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     # The one that was restored from is kept too, and each with what it refers to.
     if len(catalog.committed) > (_KEPT + 1) * (1 + _KEPT + MAX_KEPT_STEPS):
         raise WrongStateError(f"{len(catalog.committed)} checkpoints are kept")
-    storage = LocalStorage(directory)
-    for name in catalog.committed:
-        if damages := verify_data(storage, open_step(storage, name.directory, name)):
-            raise WrongStateError(f"{name} is not whole: {damages[0]}")
+    check_whole(LocalStorage(directory), catalog)
     return step + 1
 
 
@@ -229,31 +220,24 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         tally.promised += count
         incremental = dice.random() < _INCREMENTAL_SHARE
         newest = check_after(directory, max(promised, newest), begun, tally, incremental=incremental)
-        if sys.stderr.isatty():
-            print(f"\r{tally.kills} of {kills} kills survived", end="", file=sys.stderr)  # noqa: T201
+        show_progress(tally.kills, kills, "kills")
     return tally
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.crash", description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--span", type=float, default=0.25, help="seconds within which a child is killed")
-    parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
-    options = parser.parse_args()
-    begun_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-crash-") as temporary:
-        try:
-            tally = run(options.directory or Path(temporary) / "run", options.kills, options.seed, options.span)
-        except WrongStateError as error:
-            raise SystemExit(f"\nWRONG: {error}") from error
-    seconds = time.monotonic() - begun_at
-    print(  # noqa: T201
-        f"\n{tally.kills} kills in {seconds:.0f} s: nothing was lost. {tally.in_save} hit an unfinished save, "
-        f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were kept, "
-        f"{tally.referring} of the checkpoints that came back refer to earlier ones, {tally.spares} left a spare file."
-    )
+
+    def play(directory: Path, options: argparse.Namespace) -> str:
+        tally = run(directory, options.kills, options.seed, options.span)
+        return (
+            f"{tally.kills} kills in SECONDS: nothing was lost. {tally.in_save} hit an unfinished save, "
+            f"{tally.unspoken} left a whole checkpoint that nobody had been told of, {tally.promised} promises were "
+            f"kept, {tally.referring} of the checkpoints that came back refer to earlier ones, {tally.spares} left a "
+            "spare file."
+        )
+
+    span = {"type": float, "default": 0.25, "help": "seconds within which a child is killed"}
+    run_command("crash", __doc__, {"--kills": {"type": int, "default": 300}, "--span": span}, play)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,10 +36,9 @@ from holdfast.jobs import (
     Workspace,
 )
 from holdfast.policies import Latest
-from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.testing import joint_crash
-from holdfast.testing.crash import WrongStateError
+from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
 
 WORKERS: Final = 3
@@ -218,9 +215,7 @@ def _check_epochs(directory: Path, saved: int, tally: Tally, *, ended: bool) -> 
     # While it runs there are the one that it has gone on from, and one that has just been committed.
     if len(epochs) > KEPT + 2 or max(epochs, default=-1) < saved:
         raise WrongStateError(f"epoch {saved} was saved, and there are {epochs}")
-    for name in catalog.committed:
-        if damages := verify_data(storage, open_step(storage, name.directory, name)):
-            raise WrongStateError(f"{name} is not whole: {damages[0]}")
+    check_whole(storage, catalog)
     steps = sorted(path.name for path in directory.glob("step-*"))
     if ended and (epochs != [EPOCHS - 1, EPOCHS] or len(steps) != KEPT or catalog.trash):
         raise WrongStateError(f"the job has ended, and there are {epochs}, in {steps}")
@@ -250,31 +245,23 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         newest, ended = play_start(place / "run", place / "store", newest, dice, span, tally)
         if ended:
             newest = -1
-        if sys.stderr.isatty():
-            print(f"\r{tally.kills} of {kills} kills survived", end="", file=sys.stderr)  # noqa: T201
+        show_progress(tally.kills, kills, "kills")
     return tally
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.job_crash", description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--span", type=float, default=0.1, help="seconds after an epoch within which to kill")
-    parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
-    options = parser.parse_args()
-    begun_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-job-crash-") as temporary:
-        try:
-            tally = run(options.directory or Path(temporary), options.kills, options.seed, options.span)
-        except WrongStateError as error:
-            raise SystemExit(f"\nWRONG: {error}") from error
-    seconds = time.monotonic() - begun_at
-    print(  # noqa: T201
-        f"\n{tally.kills} kills in {seconds:.0f} s: nothing was lost. {tally.jobs} jobs have ended with {TOTAL}, "
-        f"and {KEPT} epochs each. {tally.in_save} kills hit an unfinished save; {tally.survived} times the others had "
-        "to notice."
-    )
+
+    def play(directory: Path, options: argparse.Namespace) -> str:
+        tally = run(directory, options.kills, options.seed, options.span)
+        return (
+            f"{tally.kills} kills in SECONDS: nothing was lost. {tally.jobs} jobs have ended with {TOTAL}, and {KEPT} "
+            f"epochs each. {tally.in_save} kills hit an unfinished save; {tally.survived} times the others had to "
+            "notice."
+        )
+
+    span = {"type": float, "default": 0.1, "help": "seconds after an epoch within which to kill"}
+    run_command("job_crash", __doc__, {"--kills": {"type": int, "default": 100}, "--span": span}, play)
 
 
 if __name__ == "__main__":

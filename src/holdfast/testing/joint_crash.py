@@ -20,21 +20,18 @@ import os
 import random
 import select
 import signal
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from holdfast.catalog import read_catalog
 from holdfast.errors import FencedError, HoldfastError, PeerError, SaveFailedError
-from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
-from holdfast.testing.crash import WrongStateError
+from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
 from holdfast.testing.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 
@@ -335,9 +332,7 @@ def _check_line(directory: Path, newest: int) -> None:
     catalog = read_catalog(storage)
     if catalog.newest is None or catalog.newest.step != newest:
         raise WrongStateError(f"step {newest} was promised, the newest is {catalog.newest}")
-    for name in catalog.committed:
-        if damages := verify_data(storage, open_step(storage, name.directory, name)):
-            raise WrongStateError(f"{name} is not whole: {damages[0]}")
+    check_whole(storage, catalog)
 
 
 def run(directory: Path, rounds: int, seed: int, strikes: Strikes) -> Tally:
@@ -359,37 +354,32 @@ def run(directory: Path, rounds: int, seed: int, strikes: Strikes) -> Tally:
         # Now and then the store is a new one; else it holds what earlier jobs have left there.
         store = directory / f"store-{number // 5}"
         newest = play_round(directory / "run", store, newest, dice, strikes, tally)
-        if sys.stderr.isatty():
-            print(f"\r{tally.rounds} of {rounds} rounds survived", end="", file=sys.stderr)  # noqa: T201
+        show_progress(tally.rounds, rounds, "rounds")
     return tally
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.joint_crash", description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--span", type=float, default=1.0, help="seconds within which somebody is struck")
-    parser.add_argument("--way", choices=WAYS, default="", help="how to strike; by default each now and then")
-    parser.add_argument("--victim", choices=("leader", "other"), default="", help="by default any worker")
-    parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
-    options = parser.parse_args()
-    begun_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-joint-crash-") as temporary:
-        try:
-            strikes = Strikes(options.span, options.way, options.victim)
-            tally = run(options.directory or Path(temporary), options.rounds, options.seed, strikes)
-        except WrongStateError as error:
-            raise SystemExit(f"\nWRONG: {error}") from error
-    seconds = time.monotonic() - begun_at
-    print(  # noqa: T201
-        f"\n{tally.rounds} rounds in {seconds:.0f} s: nothing was lost. The leader was struck in {tally.leaders}, "
-        f"{tally.hung} workers hung, {tally.all_killed} times all were killed; {tally.in_save} strikes came in the "
-        f"middle of a save. {tally.unfinished} left an unfinished save, {tally.unspoken} a whole checkpoint that "
-        f"nobody had been promised; {tally.promised} promises were kept. "
-        f"The slowest survivor ended after {tally.longest_seconds:.1f} s, a worker that is silent for "
-        f"{LIVENESS_SECONDS:g} s being taken for dead."
-    )
+
+    def play(directory: Path, options: argparse.Namespace) -> str:
+        strikes = Strikes(options.span, options.way, options.victim)
+        tally = run(directory, options.rounds, options.seed, strikes)
+        return (
+            f"{tally.rounds} rounds in SECONDS: nothing was lost. The leader was struck in {tally.leaders}, "
+            f"{tally.hung} workers hung, {tally.all_killed} times all were killed; {tally.in_save} strikes came in the "
+            f"middle of a save. {tally.unfinished} left an unfinished save, {tally.unspoken} a whole checkpoint that "
+            f"nobody had been promised; {tally.promised} promises were kept. "
+            f"The slowest survivor ended after {tally.longest_seconds:.1f} s, a worker that is silent for "
+            f"{LIVENESS_SECONDS:g} s being taken for dead."
+        )
+
+    known: dict[str, dict[str, Any]] = {
+        "--rounds": {"type": int, "default": 100},
+        "--span": {"type": float, "default": 1.0, "help": "seconds within which somebody is struck"},
+        "--way": {"choices": WAYS, "default": "", "help": "how to strike; by default each now and then"},
+        "--victim": {"choices": ("leader", "other"), "default": "", "help": "by default any worker"},
+    }
+    run_command("joint_crash", __doc__, known, play)
 
 
 if __name__ == "__main__":

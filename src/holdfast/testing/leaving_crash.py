@@ -18,7 +18,6 @@ import random
 import resource
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from holdfast.errors import PeerError
 from holdfast.events import Committed, Event, Leaving
 from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.storage import LocalStorage
-from holdfast.testing.crash import WrongStateError
+from holdfast.testing.command import WrongStateError, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
 from holdfast.testing.joint_crash import Job
 
@@ -218,8 +217,7 @@ def run(directory: Path, faults: int, seed: int) -> Counter[str]:
         if newest < max([0, *job.numbers("promise")]):
             raise WrongStateError(f"step {max(job.numbers('promise'))} was promised, and the newest is {newest}")
         tally.update([way or "end", *(f"exit code {code}" for code in job.codes.values())])
-        if sys.stderr.isatty():
-            print(f"\r{number} of {faults} faults survived", end="", file=sys.stderr)  # noqa: T201
+        show_progress(number, faults, "faults")
     learned = {rank: line for rank in range(WORKERS) for line in job.told[rank] if line[0] == "learned"}
     expected = {rank: ["learned", str(total), learn_undisturbed(rank, total)] for rank in range(WORKERS)}
     if learned != expected:
@@ -229,21 +227,13 @@ def run(directory: Path, faults: int, seed: int) -> Counter[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m holdfast.testing.leaving_crash", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
-    options = parser.parse_args()
-    begun_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-leaving-crash-") as temporary:
-        try:
-            tally = run(options.directory or Path(temporary), options.faults, options.seed)
-        except WrongStateError as error:
-            raise SystemExit(f"\nWRONG: {error}") from error
-    told = ", ".join(f"{what}: {count}" for what, count in sorted(tally.items()))
-    print(f"\n{options.faults} faults in {time.monotonic() - begun_at:.0f} s, and the end is the same. {told}.")  # noqa: T201
+
+    def play(directory: Path, options: argparse.Namespace) -> str:
+        tally = run(directory, options.faults, options.seed)
+        told = ", ".join(f"{what}: {count}" for what, count in sorted(tally.items()))
+        return f"{options.faults} faults in SECONDS, and the end is the same. {told}."
+
+    run_command("leaving_crash", __doc__, {"--faults": {"type": int, "default": 50}}, play)
 
 
 if __name__ == "__main__":

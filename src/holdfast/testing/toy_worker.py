@@ -9,7 +9,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cluster.protocol import Cluster
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.testing.crash import WrongStateError
+from holdfast.testing.command import WrongStateError
 
 LIVENESS_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 60.0

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from holdfast.errors import HoldfastError, NodeLostError, UsageError
 from holdfast.events import Fanout
 from holdfast.events.kinds import decode_event
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.names import StepName
-from holdfast.jobs.keeper import KeeperOptions, NodeDurations
+from holdfast.jobs.keeper import CommonSaving, KeeperOptions, LoadOrder, NodeDurations
 from holdfast.jobs.outcome import Outcome, check_outcomes
 from holdfast.jobs.worker_keeper import check_save
 from holdfast.storage import LocalStorage
@@ -63,27 +61,18 @@ class RayKeeper:
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
         check_outcomes(self._call("open_keeper", tuple(nodes), options.storage.url, *rest))
 
-    def save(self, epoch: int, metadata: Mapping[str, Any]) -> RaySaving:
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> CommonSaving:
         """Has all nodes copy their state and returns; see `Keeper`."""
         check_outcomes(self._call("save", epoch, dict(metadata)))
-        return RaySaving(self, epoch)
+        return CommonSaving(epoch, self.wait)
 
     def wait(self, epoch: int) -> NodeDurations:
         """**Blocks.** Waits until a save is committed for all nodes."""
         return check_save(epoch, self._call("wait"))
 
-    def load(
-        self,
-        name: StepName,
-        nodes: Mapping[str, Sequence[str] | None],
-        *,
-        stored: Sequence[str],
-        keep_added: bool = False,
-        strict: bool = True,
-    ) -> NodeDurations:
+    def load(self, order: LoadOrder) -> NodeDurations:
         """**Blocks.** Has nodes load their state; see `Keeper`."""
-        wanted = {node: None if only is None else tuple(only) for node, only in nodes.items()}
-        return check_outcomes(self._call("load", name, wanted, tuple(stored), keep_added, strict))
+        return check_outcomes(self._call("load", order))
 
     def go_on_from(self, epoch: int) -> None:
         """**Blocks.** Has what is saved next follow this epoch; see `Keeper`."""
@@ -108,15 +97,3 @@ class RayKeeper:
             # What the nodes say of it is long, and not that they would have to be replaced.
             self._session.check_store()
         return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class RaySaving:
-    """A save of all nodes that has begun."""
-
-    keeper: RayKeeper
-    epoch: int
-
-    def wait(self) -> NodeDurations:
-        """**Blocks.** Waits until it is committed for all nodes."""
-        return self.keeper.wait(self.epoch)

@@ -13,9 +13,8 @@ from holdfast.cluster.joined import JoinedCluster
 from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.kinds import encode_event
-from holdfast.format.names import StepName
 from holdfast.integrations.ray.store import connect_to
-from holdfast.jobs.keeper import KeeperOptions
+from holdfast.jobs.keeper import KeeperOptions, LoadOrder
 from holdfast.jobs.node_keeper import NodeKeeper
 from holdfast.jobs.outcome import Outcome, failed
 from holdfast.jobs.session import Placed
@@ -139,21 +138,9 @@ class NodeActor:
         """Waits until the save is committed, or has failed."""
         return self._try(self._keepers[number].wait)
 
-    def load(
-        self,
-        number: int,
-        name: StepName,
-        wanted: dict[str, tuple[str, ...] | None],
-        stored: tuple[str, ...],
-        keep_added: bool,
-        strict: bool,
-    ) -> Reply:
+    def load(self, number: int, order: LoadOrder) -> Reply:
         """Gives the workspace its state, if it is to have one."""
-        node = self._workspace.node
-        if node not in wanted:
-            return Outcome(), []
-        keeper, only = self._keepers[number], wanted[node]
-        return self._try(lambda: keeper.load(name, only, stored, keep_added=keep_added, strict=strict))
+        return self._try(lambda: self._keepers[number].load(order))
 
     def go_on_from(self, number: int, epoch: int) -> Reply:
         """Has what is saved next follow an epoch."""
