@@ -17,7 +17,7 @@ from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
 
-LIVENESS_SECONDS = 2.0
+LIVENESS_SECONDS = 4.0
 
 
 def say(**record: Any) -> None:

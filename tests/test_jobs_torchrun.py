@@ -32,7 +32,7 @@ from holdfast.testing.processes import Workers, python
 PROGRAM = Path(__file__).with_name("job_worker.py")
 NODES = ["worker_0", "worker_1", "worker_2"]
 ALL = dict.fromkeys(NODES, 145.0)
-LIVENESS_SECONDS = 2.0
+LIVENESS_SECONDS = 4.0
 
 
 def start(workers: Workers, tmp_path: Path, *arguments: str | Path) -> None:

@@ -144,7 +144,7 @@ class NoCheckpointError(HoldfastError):
 
 
 class NoWholeCheckpointError(NoCheckpointError):
-    """Checkpoints are there, but none of them is whole.
+    """Checkpoints are there, but none of them is whole; also if all their manifests are gone.
 
     Attributes:
         damages: What is wrong with each, newest first.

@@ -248,7 +248,7 @@ class CheckpointManager:
         Raises:
             MismatchError: If checkpoint and objects differ; it lists how, and nothing has been changed.
             NoCheckpointError: If there is no such step.
-            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
             StorageError: If the place fails.
         """
         arguments.check_usable(self.url, self._process, is_closed=self._closed)

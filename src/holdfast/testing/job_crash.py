@@ -45,11 +45,11 @@ WORKERS: Final = 3
 EPOCHS: Final = 4
 TOTAL: Final = 145
 KEPT: Final = 2
-LIVENESS_SECONDS: Final = 1.5
+LIVENESS_SECONDS: Final = 3.0
 PATIENCE_SECONDS: Final = 60.0
 
 _LENGTH: Final = 100_000
-_SHARE_ALONE: Final = 0.2
+_SHARE_ALONE: Final = 0.1
 """Of the kills after which the others are left to themselves: that takes as long as they have to wait for a sign."""
 
 
