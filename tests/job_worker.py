@@ -102,7 +102,11 @@ def die(session: TorchrunSession) -> None:
         raise
 
 
+def main(program: str, *arguments: str) -> None:
+    programs: dict[str, Any] = {"keep": keep, "fail": fail, "die": die}
+    with open_session() as session:
+        programs[program](session, *arguments)
+
+
 if __name__ == "__main__":
-    with open_session() as the_session:
-        programs: dict[str, Any] = {"keep": keep, "fail": fail, "die": die}
-        programs[sys.argv[1]](the_session, *sys.argv[2:])
+    main(*sys.argv[1:])

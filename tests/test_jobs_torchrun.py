@@ -59,10 +59,10 @@ def check_nothing_partial(directory: Path) -> None:
 @pytest.mark.slow
 def test_a_worker_killed_while_an_epoch_is_saved_is_restarted_by_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    launch = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1")
+    launch = python(PROGRAM.with_name("elastic.py"), PROGRAM.stem, "3", "1")
     with Workers(tmp_path) as workers:
         workers.start(
-            [*launch, PROGRAM, "keep", tmp_path / "run", "dies"],
+            [*launch, "keep", tmp_path / "run", "dies"],
             {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROGRAM.parent}:{':'.join(sys.path)}"},
         )
         assert workers.wait(240) == [0], workers.report(0)
