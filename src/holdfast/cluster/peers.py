@@ -9,14 +9,11 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer
 from holdfast.errors import AbsentError, HoldfastError, PeerError
-
-LIVENESS_SECONDS: Final = TIMEOUT_SECONDS
-"""How long a worker may not be heard of before the others go on without it."""
 
 _BEATS: Final = 15
 _FEW_BEATS: Final = 5

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.cluster import Cluster
-from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.rendezvous import LEADER, gather, make_absent_error
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import AbsentError, HoldfastError
 
 _FOR_EVER_SECONDS: Final = 1e9
@@ -37,7 +38,7 @@ class PeerFailedError(HoldfastError):
 class Meetings:
     """Meetings without a deadline, as epochs last as long as they do: who is dead or has left is noticed instead."""
 
-    def __init__(self, cluster: Cluster, liveness_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, cluster: Cluster, liveness_seconds: float = LIVENESS_SECONDS) -> None:
         """Begins to give signs of life.
 
         Args:

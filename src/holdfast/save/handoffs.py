@@ -57,3 +57,11 @@ class Receipts(msgspec.Struct, frozen=True):
     def referred_bytes(self) -> int:
         """The bytes of arrays that lie in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
+
+
+class LeftOutError(Exception):
+    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

@@ -154,11 +154,3 @@ class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 WELL: Final = EndRecord()
-
-
-class LeftOutError(Exception):
-    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
