@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 JOB = Path(__file__).with_name("preemptible_job.py")
 TOTAL = 9
+
+PATIENCE_SECONDS = 120.0
+"""After so long a job that says nothing is killed."""
 
 
 class Job:
@@ -33,10 +38,11 @@ class Job:
 
     def wait_for(self, word: str) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line.strip())
-            if line.startswith(word):
-                return
+        with killed_after(PATIENCE_SECONDS, self):
+            for line in self.process.stdout:
+                self.said.append(line.strip())
+                if line.startswith(word):
+                    return
         raise AssertionError(f"it never said {word!r}: {self.end()}\n{self.errors}")
 
     def send(self, *numbers: int) -> None:
@@ -50,17 +56,29 @@ class Job:
 
     def wait_for_error(self, text: str) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors += line
-            if text in line:
-                return
+        with killed_after(PATIENCE_SECONDS, self):
+            for line in self.process.stderr:
+                self.errors += line
+                if text in line:
+                    return
         raise AssertionError(f"it never wrote {text!r}: {self.errors}")
 
     def end(self) -> int:
-        said, errors = self.process.communicate(timeout=60)
+        said, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
         self.said += said.splitlines()
         self.errors += errors
         return self.process.returncode
+
+
+@contextmanager
+def killed_after(seconds: float, job: Job) -> Iterator[None]:
+    """Kills the job if the block takes longer: as a platform does, and so that no test waits for ever."""
+    timer = threading.Timer(seconds, job.process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Jobs:
@@ -101,4 +119,4 @@ class Jobs:
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.kill()
-            worker.process.communicate()
+            worker.process.communicate(timeout=PATIENCE_SECONDS)

@@ -30,10 +30,11 @@ from holdfast.errors import (
 )
 from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
-from holdfast.restore.verify import open_step, verify_data
+from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
+from whole_runs import check_whole
 
 PATIENCE_SECONDS = 30.0
 LIVENESS_SECONDS = 1.0
@@ -89,12 +90,6 @@ def cause_of(handle: hf.SaveHandle) -> BaseException | None:
 
 def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith(("step-", ".trash")))
-
-
-def check_whole(directory: Path) -> None:
-    storage = LocalStorage(directory)
-    for name in read_catalog(storage).committed:
-        assert not verify_data(storage, open_step(storage, name.directory, name))
 
 
 # Saves and restores.
