@@ -82,7 +82,7 @@ class Learned:
         pause(self.steps)
         if self.steps == OPTIONS.get("raise_in"):
             raise ERRORS[OPTIONS["error"]]()
-        time.sleep(OPTIONS.get("step_seconds", 0.0))
+        time.sleep(OPTIONS.get("step_seconds", 0.0))  # How long a step takes is what some tests are about.
         if OPTIONS.get("lockstep"):
             self.meet()
         self.values *= 1.0001

@@ -6,17 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE_SECONDS, killed_after
+
 JOB = Path(__file__).with_name("preemptible_job.py")
 TOTAL = 9
-
-PATIENCE_SECONDS = 120.0
-"""After so long a job that says nothing is killed."""
 
 
 class Job:
@@ -38,7 +35,7 @@ class Job:
 
     def wait_for(self, word: str) -> None:
         assert self.process.stdout is not None
-        with killed_after(PATIENCE_SECONDS, self):
+        with killed_after(PATIENCE_SECONDS, self.process):
             for line in self.process.stdout:
                 self.said.append(line.strip())
                 if line.startswith(word):
@@ -56,7 +53,7 @@ class Job:
 
     def wait_for_error(self, text: str) -> None:
         assert self.process.stderr is not None
-        with killed_after(PATIENCE_SECONDS, self):
+        with killed_after(PATIENCE_SECONDS, self.process):
             for line in self.process.stderr:
                 self.errors += line
                 if text in line:
@@ -68,17 +65,6 @@ class Job:
         self.said += said.splitlines()
         self.errors += errors
         return self.process.returncode
-
-
-@contextmanager
-def killed_after(seconds: float, job: Job) -> Iterator[None]:
-    """Kills the job if the block takes longer: as a platform does, and so that no test waits for ever."""
-    timer = threading.Timer(seconds, job.process.kill)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class Jobs:

@@ -23,6 +23,7 @@ from holdfast.events import Event, Failed
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
+from patience import read_line
 
 
 class FullStorage(MemoryStorage):
@@ -403,8 +404,7 @@ def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert program.stdout is not None
-    assert program.stdout.readline() == "evaluating\n"
+    assert read_line(program) == "evaluating\n"
     program.send_signal(signal.SIGINT)
     _, errors = program.communicate(timeout=60)
     assert program.returncode in (130, -signal.SIGINT)

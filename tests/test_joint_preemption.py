@@ -81,7 +81,7 @@ def test_signals_to_all(tmp_path: Path, uninterrupted: list[str], pause_seconds:
             worker.wait_for("paused")
         for worker in jobs.workers:
             worker.send(signal.SIGTERM)
-            time.sleep(pause_seconds)
+            time.sleep(pause_seconds)  # As a scheduler that comes to one node after the other.
         for worker in jobs.workers:
             worker.go_on()
         check_left(jobs, [4])

@@ -22,7 +22,8 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.storage import LocalStorage
-from preemption_jobs import PATIENCE_SECONDS, TOTAL, Job, killed_after
+from patience import PATIENCE_SECONDS, killed_after
+from preemption_jobs import TOTAL, Job
 
 LOOPS = ["resumable", "run", "steps", "own"]
 
@@ -252,7 +253,7 @@ def test_a_second_signal_ends_the_grace_period(tmp_path: Path, jobs: list[Job]) 
 def test_within_the_grace_period_training_goes_on_and_ends_in_time(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=[1], total=10**9, step_seconds=0.01, grace=6)
     notify(job, jobs)
-    with killed_after(6, job):
+    with killed_after(6, job.process):
         job.go_on()
         assert job.end() == 42, job.errors
     first, last = steps_of(tmp_path)
@@ -271,7 +272,7 @@ def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[
 def test_a_save_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[3], every=2, total=10**9, step_seconds=0.05, disk_seconds=1.0, grace=9)
     notify(job, jobs)
-    with killed_after(9, job):
+    with killed_after(9, job.process):
         job.go_on()
         assert job.end() == 42, job.errors
     leaving = [event for event in events_of(tmp_path) if isinstance(event, Leaving)]
@@ -634,7 +635,8 @@ def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path
 
     thread = threading.Thread(target=train)
     thread.start()
-    thread.join()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
     assert any("signals are not heard" in str(event) for event in events)
     assert len(refused) == 1
     assert steps_of(tmp_path) == [3]

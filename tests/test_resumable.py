@@ -19,6 +19,7 @@ from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, Us
 from holdfast.events import Event, Failed, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
+from patience import PATIENCE_SECONDS, killed_after, read_line
 
 
 class FullStorage(MemoryStorage):
@@ -201,8 +202,7 @@ def start(directory: Path, mode: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert program.stdout is not None
-    assert program.stdout.readline() == "ready\n"
+    assert read_line(program) == "ready\n"
     return program
 
 
@@ -213,8 +213,8 @@ def end(program: subprocess.Popen[str]) -> tuple[int, str]:
 
 def wait_for_line(program: subprocess.Popen[str], text: str) -> None:
     assert program.stderr is not None
-    while text not in program.stderr.readline():
-        pass
+    with killed_after(PATIENCE_SECONDS, program):
+        assert any(text in line for line in program.stderr), f"it ended without a word of {text!r}"
 
 
 def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
@@ -238,10 +238,9 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
     wait_for_line(program, "finishing this step")
     if mode == "held":
         assert program.stdin is not None
-        assert program.stdout is not None
         program.stdin.write("\n")
         program.stdin.flush()
-        assert program.stdout.readline() == "held\n"
+        assert read_line(program) == "held\n"
     program.send_signal(signal.SIGINT)
     code, errors = end(program)
     assert code in (130, -signal.SIGINT)

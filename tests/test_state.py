@@ -636,7 +636,7 @@ captured = capture_objects({"a": [1, {"b": (2.5, "x")}], "rng": holdfast.state.r
 assert not captured.arrays
 assert "numpy" not in sys.modules and "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_fill_that_never_comes_changes_nothing() -> None:

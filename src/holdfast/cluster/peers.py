@@ -181,6 +181,7 @@ class Peers:
                     f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
                 )
             if missed is None:
+                # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
                 time.sleep(min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
 

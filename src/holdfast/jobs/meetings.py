@@ -129,6 +129,7 @@ class Meetings:
             end_at = time.monotonic() + _FAREWELL_SECONDS
             others = set(range(1, self.cluster.world_size))
             while time.monotonic() < end_at and not others <= {*self._heartbeat.gone, *self._heartbeat.lost}:
+                # The heartbeat's thread finds out who has left, and tells nobody of it.
                 time.sleep(_PAUSE_SECONDS)
         self._heartbeat.stop()
 

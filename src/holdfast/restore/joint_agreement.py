@@ -152,6 +152,7 @@ class JointAgreement:
                     return ""
             except DamageError:
                 return _DAMAGED  # All that see the same will find out what it is.
+            # No file system tells what another node has made on it.
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 

@@ -207,6 +207,7 @@ class JointLine:
         pause_seconds = 0.001
         with suppress(HoldfastError):
             while self._look_at(newest) and time.monotonic() < end_at:
+                # Each worker has a key of its own, and one may die instead of writing it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
             for earlier in self._endings[:-1]:
