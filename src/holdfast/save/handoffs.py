@@ -23,6 +23,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
+        by_hand: The leaves whose boxes are what a user has said of them.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
     witnesses: Snapshot | None = None
+    by_hand: frozenset[str] = frozenset()
 
 
 class Receipts(msgspec.Struct, frozen=True):
