@@ -1,9 +1,26 @@
-"""Fixtures that several files of tests use."""
+"""What all tests have: the fixtures of several files, no deadlines for machines, and those that take long left out."""
 
+import os
 import signal
 
+import hypothesis
+import pytest
+
 pytest_plugins = ("command_line",)
+
+# How long an example takes says nothing but how busy the machine is.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as long, unless that is asked for."""
+    if "HOLDFAST_LONG" in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip(reason="takes long: `make crash` runs it"))

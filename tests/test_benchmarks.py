@@ -69,15 +69,14 @@ MACHINE = Machine(
 
 
 TINY = ["--scale", "0.0005", "--rounds", "1"]
-# Two of the others are in the run that is stopped below; all are simpler than those that are here.
-SIMPLER = ("holdfast, reserved", "DCP sync", "DCP async, thread", "DCP async, process")
-GIVING_BACK = [name for name in PEERS if name not in SIMPLER]
+FIRST = ("holdfast", "holdfast, overlapped", "torch.save", "safetensors", "DCP async, thread, cached")
+GIVING_BACK = [name for name in PEERS if name in FIRST or "HOLDFAST_LONG" in os.environ]
 SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """What two tiny runs leave: of every peer, and of two of them in the other parts."""
+    """What two tiny runs leave: of some peers, or of all where it may take long, and of two in the other parts."""
     out = tmp_path_factory.mktemp("bench")
     for options in (
         ["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))],
@@ -254,7 +253,7 @@ def test_small_figures_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT])
 def test_a_run_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "benchmarks", "--scale", "0.0005", "--only", "model", "--out", str(tmp_path)]
     command += ["--peer", "DCP sync", "--peer", "DCP async, process", "--rounds", "100000"]

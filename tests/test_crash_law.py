@@ -5,6 +5,7 @@ And nobody has been told anything else. It holds for incremental saves as for ot
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -122,7 +123,11 @@ def test_the_old_checkpoint_or_the_new_one_is_whole_and_the_truth_is_told(
     calls = count_calls(make, job, incremental=incremental)
     assert calls > 15
     outcomes = set()
-    for number in range(1, calls + 1):
+    numbers = range(1, calls + 1)
+    if place == "disk" and "HOLDFAST_LONG" not in os.environ:
+        # Syncs take their time: every third call, each kind of fault with others. In memory all are gone through.
+        numbers = numbers[("nothing", "half", "all").index(done) :: 3]
+    for number in numbers:
         inner = make()
         lay_ground(inner, incremental=incremental)
         storage = FaultyStorage(inner, [Fault(number, done=done, stops_dead=stops_dead)])

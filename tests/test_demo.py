@@ -250,7 +250,10 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+)
 def test_no_process_outlives_it(scratch: Path, sent: signal.Signals, code: int) -> None:
     with demo_and_its_processes(scratch) as (demo, descriptors):
         demo.send_signal(sent)
