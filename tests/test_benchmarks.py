@@ -55,6 +55,8 @@ from benchmarks.workloads import (
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from patience import PATIENCE_SECONDS, killed_after
+
 ROOT = Path(__file__).parent.parent
 MACHINE = Machine(
     processor="a processor",
@@ -225,7 +227,7 @@ def test_make_knows_two_sets_of_peers() -> None:
 
     def make(*words: str) -> subprocess.CompletedProcess[str]:
         command = ["make", "-n", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, check=False)
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, timeout=60, check=False)
 
     assert "\n.venv/bin/python -m benchmarks" in f"\n{make('bench', 'PEERS=light').stdout}"
     assert ".venv-bench/bin/python -m benchmarks" in make("bench").stdout
@@ -258,7 +260,8 @@ def test_a_run_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, num
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     assert run.stdout is not None
     # By then the contenders have begun, and one of them has a process of its own.
-    begun = next(line for line in run.stdout if "round 1, DCP async, process" in line or "failed" in line)
+    with killed_after(PATIENCE_SECONDS, run):
+        begun = next(line for line in run.stdout if "round 1, DCP async, process" in line or "failed" in line)
     assert "failed" not in begun
     below = [os.pidfd_open(pid) for pid in descendants(run.pid)]
     assert len(below) >= 5

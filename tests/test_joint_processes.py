@@ -11,23 +11,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import read_catalog
-from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
+from whole_runs import check_whole
 
 HERE = Path(__file__).parent
 WORKER = HERE / "joint_worker.py"
 PATIENCE_SECONDS = 120.0
-
-
-def check_whole(directory: Path) -> list[int]:
-    """Makes sure that all checkpoints are whole; gives the steps of the living line."""
-    storage = LocalStorage(directory)
-    catalog = read_catalog(storage)
-    for name in catalog.committed:
-        assert not verify_data(storage, open_step(storage, name.directory, name))
-    return [name.step for name in catalog.living]
 
 
 def start(workers: Workers, world_size: int, directory: Path, store: Path, what: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from holdfast.catalog import read_index, read_manifest
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.events import Sink
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
