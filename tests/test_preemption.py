@@ -209,6 +209,43 @@ def test_a_third_signal_leaves_at_once(tmp_path: Path, jobs: list[Job]) -> None:
     assert steps_of(tmp_path) == []
 
 
+def test_signals_on_the_way_out_do_not_change_the_exit_code(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[3])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    job.wait_for_error("leaving with exit code 42")
+    while job.process.poll() is None:
+        job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+
+
+EXIT_CAUGHT = """
+import os, signal, sys
+import holdfast as hf
+
+for life in range(2):
+    state = {"value": life}
+    try:
+        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100), preemption=CONFIG) as run:
+            for step in run.steps(100):
+                if step == 3 * life + 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as leaving:
+        print(leaving.code, run.step)
+"""
+
+
+def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> None:
+    # With the same sources, and with others.
+    for number, config in enumerate(("hf.TerminationConfig()", "'auto'")):
+        script = f"import holdfast as hf\nCONFIG = {config}\n{EXIT_CAUGHT}"
+        command = [sys.executable, "-c", script, str(tmp_path / str(number))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
+
+
 def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path) -> None:
     done = run_python(
         """
@@ -574,6 +611,23 @@ def test_several_handlers_of_one_checkpoint_have_one_count(tmp_path: Path) -> No
             second.close()
             first.close()
             manager.save(first.total_run_calls)
+
+
+def test_handlers_of_two_managers_are_refused(tmp_path: Path) -> None:
+    first, _ = manager_of(tmp_path / "first")
+    second, state = manager_of(tmp_path / "second")
+    with first, second, hf.PreemptionCheckpointHandler(first):
+        with pytest.raises(UsageError, match="another run or handler listens"):
+            hf.PreemptionCheckpointHandler(second)
+        with (
+            pytest.raises(UsageError, match="another run or handler listens"),
+            hf.resumable(tmp_path / "x", state=state),
+        ):
+            pass
+        with hf.resumable(tmp_path / "y", state=state, preemption="off"):
+            pass
+    with hf.PreemptionCheckpointHandler(manager_of(tmp_path / "third")[0]):
+        pass
 
 
 def test_a_handler_joins_a_run_that_was_begun_without_one(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class Hearing:
         # Only grows. What stands before `_settled` has been dealt with, what stands before `_told` is an event.
         self._heard: list[Heard] = []
         self._settled = 0
+        self._takes_more = True
         self._told = 0
         self._rung: list[int] = []
 
@@ -142,6 +143,7 @@ class Hearing:
         Launchers send several, one at the notice and one at the end. But a person who presses Ctrl-C again does not
         want to wait.
         """
+        self._takes_more = False
         is_launched = self._interrupts_taken == _MOST_SIGNALS
         for source in self._sources:
             if isinstance(source, Signals):
@@ -168,7 +170,7 @@ class Hearing:
             self._emit(
                 NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
             )
-        if len(self._rung) > _MOST_SIGNALS:
+        if len(self._rung) > _MOST_SIGNALS and self._takes_more:
             self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:
