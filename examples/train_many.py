@@ -23,7 +23,7 @@ TOTAL_STEPS = 200
 
 def main(directory: str) -> None:
     """Trains a small network to tell whether a point lies in a circle, each worker on its part of each batch."""
-    dist.init_process_group("gloo")
+    hf.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     points = torch.rand(2400, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1

@@ -19,11 +19,10 @@ from torch import nn
 import holdfast as hf
 from holdfast.format.digests import digest
 from holdfast.testing.cluster_scenarios import say
-from restarting import join
 
 
 def main(directory: str, total: int, death: str) -> None:
-    join()
+    hf.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(1)

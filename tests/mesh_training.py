@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import holdfast as hf
 from holdfast.testing.cluster_scenarios import say
-from restarting import join
 
 TOTAL = 8
 SAVE_EVERY = 3
@@ -134,7 +133,7 @@ def compare(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def main(mode: str, layout: str, directory: str, death: str = "") -> None:
-    join()
+    hf.init_process_group("gloo")
     run, file = Path(directory) / "run", Path(directory) / "expected.safetensors"
     if mode == "train":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -37,7 +37,7 @@ def train(directory: Path, total: int, what: str) -> None:
 
 def main(directory: Path, total: int, what: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    hf.init_process_group("gloo")
     code = 0
     try:
         train(directory, total, what)

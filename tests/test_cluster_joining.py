@@ -44,7 +44,7 @@ class Job:
             time.sleep(0.001)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)
         for lanes in self._lanes:
             lanes.close()
 

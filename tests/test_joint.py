@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
+from holdfast.testing.threads import run_threads
 
 PATIENCE_SECONDS = 30.0
 LIVENESS_SECONDS = 1.0
@@ -466,9 +467,7 @@ def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path) -> None:
         manager.close()
         cluster.close()
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(work, rank) for rank in range(2)]:
-            done.result(PATIENCE_SECONDS)
+    run_threads([partial(work, rank) for rank in range(2)])
     assert not [key for key in store.keys if "/save/" in key]
 
 

@@ -258,12 +258,17 @@ def compare(cls: type[Comparison], stored: Stored, live: Any, rules: Rules) -> t
     except HoldfastError as error:
         return type(error), error.message
     targets = comparison.claims.targets()
+    receivers = {}
     for target in targets:
         assert target.address == target.backend.address(target.array)
+        # All of them get the bytes; which of them is filled from the file, and which from that one, is no matter.
+        receivers[target.leaf] = sorted(
+            str(known(array)) for array in (target.array, *(copy for _, copy in target.copies))
+        )
     return (
         str(comparison.differences),
         [(key, known(part)) for key, part in (value.items() if isinstance(value, dict) else enumerate(value))],
-        {t.leaf: (t.spec, known(t.array), t.backend.name, [known(copy) for _, copy in t.copies]) for t in targets},
+        {target.leaf: (target.spec, target.backend.name, receivers[target.leaf]) for target in targets},
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from holdfast import jobs
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.integrations.torch.process_groups import init_process_group
     from holdfast.interchange.export import export_checkpoint
     from holdfast.interchange.intake import import_checkpoint
     from holdfast.jobs import (
@@ -70,6 +71,7 @@ __all__ = [
     "events",
     "export_checkpoint",
     "import_checkpoint",
+    "init_process_group",
     "jobs",
     "preemption",
     "register_codec",
@@ -93,6 +95,7 @@ _HOMES: Final = {
     "epoch_limiter": "holdfast.jobs",
     "export_checkpoint": "holdfast.interchange.export",
     "import_checkpoint": "holdfast.interchange.intake",
+    "init_process_group": "holdfast.integrations.torch.process_groups",
 }
 """What is imported when it is asked for: it needs a framework, or is not what most programs use."""
 

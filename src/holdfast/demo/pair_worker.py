@@ -29,7 +29,7 @@ _BATCH = 96
 
 def main(steps: int, seed: int, directory: str | None) -> None:
     """Trains a network to tell whether a point lies in a circle, each worker on its half of each batch."""
-    dist.init_process_group("gloo")
+    hf.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(1)
     torch.manual_seed(seed)

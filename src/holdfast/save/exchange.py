@@ -58,6 +58,7 @@ class Exchange:
         self.inquiry = Inquiry(peers, self._key)
         # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
         self._is_over = False
+        self._has_handed_in = False
         self._is_committed = False
 
     def announce(self) -> None:
@@ -90,6 +91,7 @@ class Exchange:
             FencedError: If another job has taken over.
         """
         part = f"part/{self._peers.rank}"
+        self._has_handed_in = True
         self._put(part, record)
         what = f"commit step {self.place.step}"
         try:
@@ -258,7 +260,7 @@ class Exchange:
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
             self._is_over = True
-            if position.was_committed:
+            if position.was_committed and self._has_handed_in:
                 raise _CommittedError
             text = f"came to the save of step {self.place.step} when the others had given it up"
             raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
@@ -278,8 +280,7 @@ def heed(exchange: Exchange) -> None:
     verdict = exchange._peers.cluster.try_get(exchange._key("verdict"))
     if verdict is not None:
         exchange._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
-    with suppress(_CommittedError):
-        exchange._check_way(LEADER)
+    exchange._check_way(LEADER)
 
 
 _LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 from holdfast.cluster.joined import JoinedCluster
 from holdfast.cluster.protocol import Cluster
 from holdfast.gate import Gate
+from holdfast.testing.threads import run_threads
 
 _T = TypeVar("_T")
 
@@ -93,12 +94,12 @@ def run_workers(
         timeout_seconds: How long each waits for the others when the job begins.
 
     Returns:
-        What each has returned, by rank; the first error by rank is raised.
+        What each has returned, by rank; the first error of any is raised.
     """
     engine = engine or MemoryEngine()
     # No other job in this process has joined under that name.
     prefix = f"memory-{os.urandom(8).hex()}"
-    with ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+    with ExitStack() as stack:
 
         def join(rank: int) -> _T:
             cluster = JoinedCluster(
@@ -113,5 +114,4 @@ def run_workers(
             stack.callback(cluster.close)
             return work(cluster)
 
-        futures = [pool.submit(join, rank) for rank in range(count)]
-        return [future.result() for future in futures]
+        return run_threads([partial(join, rank) for rank in range(count)])

@@ -19,8 +19,12 @@ _LOOK_SECONDS: Final = 0.01
 _SHOWN_CHARACTERS: Final = 4000
 
 
+_MARK: Final = "HOLDFAST_TESTING_WORKERS"
+"""A variable that all of them have, and whoever they start: a launcher's children are in no process group of ours."""
+
+
 class Workers:
-    """Some processes, each with its output in files. Leaving the `with` block kills whoever still runs."""
+    """Some processes, each with its output in files. Leaving the `with` block kills whoever still runs, and theirs."""
 
     def __init__(self, directory: Path) -> None:
         """Starts nobody yet.
@@ -38,7 +42,7 @@ class Workers:
             self._processes.append(
                 subprocess.Popen(
                     [str(part) for part in command],
-                    env={**os.environ, **(environment or {})},
+                    env={**os.environ, _MARK: str(self._directory), **(environment or {})},
                     stdout=out,
                     stderr=err,
                     stdin=subprocess.DEVNULL,
@@ -139,9 +143,28 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        mark = f"{_MARK}={self._directory}".encode()
+        # Again, as long as one may have started another before it was killed.
+        while left := [pid for pid in _running() if mark in _environment_of(pid)]:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
 
     def _path(self, number: int, kind: str) -> Path:
         return self._directory / f"{number}.{kind}"
+
+
+def _running() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    """What a process was started with; nothing if it has ended, or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def python(*arguments: str | Path) -> list[str | Path]:
