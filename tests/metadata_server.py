@@ -81,5 +81,5 @@ def serving(answer: Callable[[Request], Reply]) -> Iterator[Cloud]:
     finally:
         cloud.released.set()
         cloud.server.shutdown()
-        thread.join()
+        thread.join(20)
         cloud.server.server_close()
