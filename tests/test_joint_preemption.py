@@ -76,13 +76,15 @@ def test_a_signal_to_one_worker_stops_all_at_one_step(
 
 
 def test_workers_of_different_speeds_stop_at_a_step_that_none_has_passed(tmp_path: Path) -> None:
-    each = {0: {"step_seconds": 0.05}, 1: {"step_seconds": 0.001}}
+    each = {0: {"pause": [20]}, 1: {"pause": [60]}}
     with Jobs(tmp_path / "run", total=100_000, each=each) as jobs:
-        jobs.workers[0].wait_for("step 20")
+        for worker in jobs.workers:
+            worker.wait_for("paused")
         jobs.workers[0].send(signal.SIGTERM)
-        assert jobs.end() == [42, 42], jobs.report()
-        (step,) = steps_of(tmp_path / "run")
-        assert step > 20
+        jobs.workers[1].wait_for("event NoticeHeard")
+        for worker in jobs.workers:
+            worker.go_on()
+        check_left(jobs, [61])
 
 
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.2])
