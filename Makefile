@@ -37,7 +37,7 @@ crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
 	$(BIN)/python -m holdfast.testing.job_crash --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
-	HOLDFAST_LONG=1 $(BIN)/pytest tests/test_joint_processes.py tests/test_torchrun.py
+	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG' tests/test_*.py)
 	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready

@@ -1,15 +1,28 @@
-"""Fixtures that several files of tests use."""
+"""What all tests have: the fixtures of several files, no deadlines for machines, and those that take long left out."""
 
+import os
 import signal
 
-from hypothesis import HealthCheck, settings
+import hypothesis
+import pytest
 
 pytest_plugins = ("command_line",)
+
+# How long an example takes says nothing but how busy the machine is.
+hypothesis.settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("no deadline")
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a busy machine any example may take long, and that says nothing of the code.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as long, unless that is asked for."""
+    if "HOLDFAST_LONG" in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip(reason="takes long: `make crash` runs it"))

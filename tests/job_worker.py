@@ -69,7 +69,7 @@ def fail(session: TorchrunSession) -> None:
         if workspace.node == "worker_1":
             raise ZeroDivisionError("no more")
         say(working=True)
-        time.sleep(600)
+        time.sleep(600)  # Work that would last: what ends it is the other worker's failure.
 
     job = hf.Job()
     job.epoch_group.add(work)
@@ -88,7 +88,7 @@ def die(session: TorchrunSession) -> None:
         if workspace.epoch == 5:
             if workspace.node == "worker_1":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)
+            time.sleep(600)  # As above: the other worker's death ends it.
 
     job = hf.Job()
     job.epoch_group.add(work)

@@ -1,6 +1,6 @@
-"""One worker of a job that torchrun starts: trains replicas with `hf.resumable`, and dies where it is told to.
+"""One worker of a job that torchrun's agent starts: trains replicas with `hf.resumable`, and dies where it is told to.
 
-torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/joint_training.py RUN 12 1:7
+python tests/elastic.py joint_training 2 1 RUN 12 1:7
 
 With `flip` in place of a rank and a step, a bit of one weight of rank 1 flips in the last step but one.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from holdfast.format.digests import digest
 from holdfast.testing.cluster_scenarios import say
 
 
-def main(directory: str, total: int, death: str) -> None:
+def main(directory: str, steps: str, death: str) -> None:
+    total = int(steps)
     hf.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -35,6 +35,8 @@ def main(directory: str, total: int, death: str) -> None:
     own = {"seen": torch.zeros(1)}
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": hf.RNG(), "own": hf.PerWorker(own)}
     options: dict[str, Any] = {"keep": hf.Latest(2), "check_replicas": death == "flip", "sinks": [tell_diverged]}
+    # How long the others wait for one that was killed.
+    options["liveness_seconds"] = 5.0
     with hf.resumable(directory, save_every=hf.Steps(3), **options, **objects) as run:
         say({"rank": rank, "start": start, "begun": run.step})
         for step in run.steps(total):
@@ -56,7 +58,3 @@ def main(directory: str, total: int, death: str) -> None:
 def tell_diverged(event: hf.events.Event) -> None:
     if isinstance(event, hf.events.Diverged):
         say({"diverged": event.step, "tensor": event.tensor, "ranks": event.ranks})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,7 +1,7 @@
-"""One worker of a training job that `torchrun` starts: trains in some layout and saves, or restores and compares.
+"""One worker of a training job that torchrun's agent starts: trains in some layout and saves, or restores and compares.
 
-torchrun --standalone --nproc-per-node 4 --max-restarts 1 tests/mesh_training.py train 2x2 RUN 3:7
-torchrun --standalone --nproc-per-node 2 tests/mesh_training.py check fsdp RUN
+python tests/elastic.py mesh_training 4 1 train 2x2 RUN 3:7
+python tests/elastic.py mesh_training 2 0 check fsdp RUN
 
 The first one trains twice: once untouched, and once so that worker 3 (or `all`) is killed in step 7 and all go on from
 the newest checkpoint. Both have to end with the same bits.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,16 +148,7 @@ def main(mode: str, layout: str, directory: str, death: str = "") -> None:
         check_restored(layout, run, load_file(file), has_stepped=mode == "check-stepped")
     dist.barrier()
     dist.destroy_process_group()
-    # Without the end that Python would make of this: there torch may take a process group apart with the interpreter's
-    # lock held, while a thread of gloo waits for that lock to let go of a tensor, and the process hangs.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def same(one: Any, other: Any) -> bool:
     return one is not None and other is not None and bool(torch.equal(one, other))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

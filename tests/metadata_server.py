@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from patience import PATIENCE_SECONDS
+
 HANG = -1
 """A status that stands for silence."""
 CUT = -2
@@ -81,5 +83,6 @@ def serving(answer: Callable[[Request], Reply]) -> Iterator[Cloud]:
     finally:
         cloud.released.set()
         cloud.server.shutdown()
-        thread.join(20)
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
         cloud.server.server_close()

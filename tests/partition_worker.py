@@ -40,7 +40,7 @@ class HeldStorage(LocalStorage):
         if order.exists():
             say({"held": place})
             while order.exists():
-                time.sleep(0.005)
+                time.sleep(0.005)  # Orders are files, which alone pass the cut network; nobody tells of a file.
 
 
 def main(directory: Path, orders: Path) -> None:
@@ -63,7 +63,7 @@ def main(directory: Path, orders: Path) -> None:
             if (orders / "end").exists():
                 manager.close()
                 return
-            time.sleep(0.005)
+            time.sleep(0.005)  # As above.
         state["shared"][:] = step
         try:
             manager.save(step).wait_committed()

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE_SECONDS, killed_after
+
 JOB = Path(__file__).with_name("preemptible_job.py")
 TOTAL = 9
 
@@ -33,10 +35,11 @@ class Job:
 
     def wait_for(self, word: str) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line.strip())
-            if line.startswith(word):
-                return
+        with killed_after(PATIENCE_SECONDS, self.process):
+            for line in self.process.stdout:
+                self.said.append(line.strip())
+                if line.startswith(word):
+                    return
         raise AssertionError(f"it never said {word!r}: {self.end()}\n{self.errors}")
 
     def send(self, *numbers: int) -> None:
@@ -50,14 +53,15 @@ class Job:
 
     def wait_for_error(self, text: str) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.errors += line
-            if text in line:
-                return
+        with killed_after(PATIENCE_SECONDS, self.process):
+            for line in self.process.stderr:
+                self.errors += line
+                if text in line:
+                    return
         raise AssertionError(f"it never wrote {text!r}: {self.errors}")
 
     def end(self) -> int:
-        said, errors = self.process.communicate(timeout=60)
+        said, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
         self.said += said.splitlines()
         self.errors += errors
         return self.process.returncode
@@ -101,4 +105,4 @@ class Jobs:
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.kill()
-            worker.process.communicate()
+            worker.process.communicate(timeout=PATIENCE_SECONDS)

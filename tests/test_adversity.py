@@ -23,6 +23,7 @@ from holdfast.events import Event, Failed
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
+from patience import read_line
 
 
 class FullStorage(MemoryStorage):
@@ -388,13 +389,13 @@ def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
             "-c",
             textwrap.dedent(
                 """
-                import signal, sys, numpy as np, holdfast as hf
+                import sys, time, numpy as np, holdfast as hf
                 with hf.resumable(sys.argv[1], a=np.zeros(3)) as run:
                     for step in run.steps(3):
                         pass
                     print("evaluating", flush=True)
                     while True:
-                        signal.pause()
+                        time.sleep(0.02)  # Not one long wait: a signal just before it would come too late.
                 """
             ),
             str(tmp_path),
@@ -403,8 +404,7 @@ def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert program.stdout is not None
-    assert program.stdout.readline() == "evaluating\n"
+    assert read_line(program) == "evaluating\n"
     program.send_signal(signal.SIGINT)
     _, errors = program.communicate(timeout=60)
     assert program.returncode in (130, -signal.SIGINT)

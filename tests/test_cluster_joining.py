@@ -41,7 +41,7 @@ class Job:
         end_at = time.monotonic() + PATIENCE_SECONDS
         while not any(key.startswith(start) for key in self.engine.keys):
             assert time.monotonic() < end_at
-            time.sleep(0.001)
+            time.sleep(0.001)  # It is the store's own memory, which tells nobody of what is written.
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
@@ -77,18 +77,18 @@ def test_each_start_has_a_token_of_its_own(job: Job, sizes: tuple[int, ...]) -> 
 def test_what_the_dead_have_left_is_not_taken_for_a_worker(job: Job) -> None:
     dead = job.start(1, 2, SHORT_SECONDS)
     with pytest.raises(AbsentError) as caught:
-        dead.result()
+        dead.result(2 * PATIENCE_SECONDS)
     assert caught.value.ranks == (0,)
     leader = job.start(0, 2)
     # It finds the word of the dead one, and waits for an answer.
     job.wait_key("job/invite/")
-    assert tokens([leader, job.start(1, 2)]) == {leader.result()}
+    assert tokens([leader, job.start(1, 2)]) == {leader.result(2 * PATIENCE_SECONDS)}
 
 
 def test_what_a_dead_leader_has_left_is_not_followed(job: Job) -> None:
     dead = job.start(0, 2, SHORT_SECONDS)
     with pytest.raises(AbsentError) as caught:
-        dead.result()
+        dead.result(2 * PATIENCE_SECONDS)
     assert caught.value.ranks == (1,)
     assert "rank 1 of 2 did not join within 0.3 s" in str(caught.value)
     follower = job.start(1, 2)
@@ -100,7 +100,7 @@ def test_all_that_are_missing_are_named(job: Job) -> None:
     futures = [job.start(rank, 5, SHORT_SECONDS) for rank in (0, 2, 4)]
     for future in futures:
         with pytest.raises(AbsentError) as caught:
-            future.result()
+            future.result(2 * PATIENCE_SECONDS)
         assert caught.value.ranks == (1, 3)
 
 
@@ -124,6 +124,7 @@ def test_no_rank_joins_a_start_twice(job: Job) -> None:
         futures = []
         for rank, size in places:
             futures.append((rank, job.start(rank, size, 0.5)))
+            # Sometimes one after the other, sometimes all at once.
             time.sleep(generator.choice((0.0, 0.0, 0.002, 0.01)))
         joined: Counter[tuple[str, int]] = Counter()
         for rank, future in futures:
@@ -157,6 +158,7 @@ def test_a_meeting_ends_alike_for_all() -> None:
         generator = random.Random(cluster.rank)
         for number in range(30):
             rendezvous(cluster, f"ready-{number}", PATIENCE_SECONDS)
+            # Some come in time and some do not: the meeting lasts 0.01 s.
             time.sleep(generator.uniform(0.0, 0.02))
             try:
                 gather(cluster, f"meeting-{number}", b"", 0.01)
@@ -264,7 +266,7 @@ def wait_until(holds: object) -> None:
     assert callable(holds)
     while not holds():
         assert time.monotonic() < end_at
-        time.sleep(0.005)
+        time.sleep(0.005)  # It may be anything that is waited for.
 
 
 def test_times_that_do_not_fit() -> None:

@@ -26,6 +26,7 @@ from holdfast.demo.reports import Evidence, StepDone
 from holdfast.demo.settings import Settings
 from holdfast.demo.verdict import compare_evidence, compare_steps
 from holdfast.storage import LocalStorage
+from patience import PATIENCE_SECONDS, killed_after
 
 DEMO = "from holdfast.cli.demo import command; command(prog_name='holdfast demo')"
 EVIDENCE: Evidence = {"weights": {"layer": "ab", "head": "cd"}, "loss log": {"step 1": "0x1.8p+1"}}
@@ -225,7 +226,8 @@ def demo_and_its_processes(scratch: Path) -> Iterator[tuple[subprocess.Popen[str
         descriptors: list[int] = []
         try:
             assert demo.stdout is not None
-            assert any(line.startswith("untouched: ") for line in demo.stdout)
+            with killed_after(PATIENCE_SECONDS, demo):
+                assert any(line.startswith("untouched: ") for line in demo.stdout)
             trainers = children(demo.pid)
             workers = [worker for trainer in trainers for worker in children(trainer)]
             assert trainers
@@ -248,7 +250,10 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+)
 def test_no_process_outlives_it(scratch: Path, sent: signal.Signals, code: int) -> None:
     with demo_and_its_processes(scratch) as (demo, descriptors):
         demo.send_signal(sent)

@@ -43,6 +43,7 @@ from holdfast.events import (
     encode_event,
     read_events,
 )
+from patience import PATIENCE_SECONDS
 
 ONE_OF_EACH: list[Event] = [
     GenerationOpened(generation=3, base_step=400),
@@ -222,7 +223,8 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
 
 
 class TestLogging:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing.processes import Workers, python
+from patience import PATIENCE_SECONDS, killed_after
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -25,13 +26,14 @@ def train(directory: Path, *, example: str = "train.py", kill_at: str | None = N
         assert child.stdout is not None
         assert child.stderr is not None
         lines = []
-        for line in child.stdout:
-            lines.append(line.rstrip())
-            if kill_at is not None and line.startswith(kill_at):
-                child.kill()
-                break
-        problems = child.stderr.read()
-        assert child.wait(60) == 0 or kill_at is not None, problems
+        with killed_after(PATIENCE_SECONDS, child):
+            for line in child.stdout:
+                lines.append(line.rstrip())
+                if kill_at is not None and line.startswith(kill_at):
+                    child.kill()
+                    break
+            problems = child.stderr.read()
+            assert child.wait() == 0 or kill_at is not None, problems
     return lines
 
 

@@ -89,6 +89,19 @@ IMPORT_BY_NAME = {
 QUIET = {"torch", "numpy", "jax", "rich", "click", "asyncio"}
 """What `import holdfast` does not import."""
 
+ENGINE = {"holdfast.manager", "holdfast.state", "holdfast.save", "holdfast.restore", "holdfast.storage"}
+"""What it leaves to the first use, so that it is quick."""
+
+SEVERAL = {
+    "holdfast.cluster.joined",
+    "holdfast.cluster.peers",
+    "holdfast.preemption.joint_guard",
+    "holdfast.restore.joint_agreement",
+    "holdfast.save.company",
+    "holdfast.save.joint",
+}
+"""What a worker without others does without."""
+
 
 def parse(module: Path) -> ast.Module:
     return ast.parse(module.read_text(), str(module))
@@ -153,9 +166,24 @@ def test_the_import_contracts_hold() -> None:
 
 
 def test_importing_holdfast_is_quiet() -> None:
-    program = f"import sys, holdfast; print(sorted({QUIET} & sys.modules.keys()))"
+    program = f"import sys, holdfast; print(sorted({QUIET | ENGINE} & sys.modules.keys()))"
     ended = run([sys.executable, "-c", program], ROOT)
     assert ended.stdout.strip() == "[]", ended.stderr
+
+
+def test_one_worker_imports_nothing_of_several_and_a_save_nothing_of_holdfast() -> None:
+    program = f"""
+import sys
+import holdfast as hf
+with hf.resumable("memory://run", count=1) as run:
+    before = set(sys.modules)
+    for _ in run.steps(2):
+        pass
+imported = {{name for name in set(sys.modules) - before if name.startswith("holdfast.")}}
+print(sorted(imported | {SEVERAL} & sys.modules.keys()))
+"""
+    ended = run([sys.executable, "-c", program], ROOT)
+    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("module", MODULES, ids=NAMES)

@@ -37,6 +37,7 @@ from holdfast.jobs import (
     UploadTo,
     Workspace,
 )
+from patience import PATIENCE_SECONDS, killed_after, read_line
 
 NODES = ["trainer_0", "trainer_1", "trainer_2"]
 
@@ -727,12 +728,13 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
     for kill in [True] * 6 + [False]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
             assert program.stdout is not None
-            assert program.stdout.readline() == "begun\n"
+            assert read_line(program) == "begun\n"
             if kill:
                 with suppress(subprocess.TimeoutExpired):
                     program.wait(moments.uniform(0.0, 0.06))
                 program.kill()
-            rest = program.stdout.read()
+            with killed_after(PATIENCE_SECONDS, program):
+                rest = program.stdout.read()
         assert rest == "ended 145.0 145.0 145.0\n" or (kill and rest == "")
         assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)

@@ -183,7 +183,7 @@ def test_a_node_is_not_replaced_for_ever(tmp_path: Path) -> None:
     def die(workspace: Workspace) -> None:
         if workspace.node == "trainer_1" and workspace.epoch == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0 if workspace.epoch < 2 else 600)
+        time.sleep(0 if workspace.epoch < 2 else 600)  # Work that would last: it ends with the other node.
 
     job = hf.Job()
     job.epoch_group.add(die)
@@ -212,7 +212,7 @@ def test_a_node_that_is_still_at_work_when_another_failed_is_ended(tmp_path: Pat
     def work(workspace: Workspace) -> None:
         if workspace.node == "trainer_1":
             raise ZeroDivisionError("no more")
-        time.sleep(600)
+        time.sleep(600)  # Work that would last: it is ended.
 
     job = hf.Job()
     job.epoch_group.add(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from holdfast.errors import (
 )
 from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
-from holdfast.restore.verify import open_step, verify_data
+from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 from holdfast.testing.threads import run_threads
+from whole_runs import check_whole
 
 PATIENCE_SECONDS = 30.0
 LIVENESS_SECONDS = 1.0
@@ -88,14 +90,16 @@ def cause_of(handle: hf.SaveHandle) -> BaseException | None:
     return caught.value.__cause__
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits for what happens in another thread, which tells nobody of it."""
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < end_at
+        time.sleep(0.001)
+
+
 def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith(("step-", ".trash")))
-
-
-def check_whole(directory: Path) -> None:
-    storage = LocalStorage(directory)
-    for name in read_catalog(storage).committed:
-        assert not verify_data(storage, open_step(storage, name.directory, name))
 
 
 # Saves and restores.
@@ -367,13 +371,17 @@ def test_a_worker_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
     """Its bytes are durable: the step is committed without it."""
-    part_is_there, dead = threading.Event(), threading.Event()
+    part_is_there = threading.Event()
+    leaders: list[hf.CheckpointManager] = []
 
     class SlowStorage(LocalStorage):
         def write(self, path: str, data: bytes) -> None:
             super().write(path, data)
             if "index-00000" in path:
-                dead.wait(PATIENCE_SECONDS)
+                part_is_there.wait(PATIENCE_SECONDS)
+                company = leaders[0].company
+                assert company is not None
+                wait_until(lambda: 1 in company.peers.lost)
 
     engine = MemoryEngine()
 
@@ -381,18 +389,15 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
         if cluster.rank == 0:
             toy = Toy(0)
             manager = toy.manager(SlowStorage(tmp_path), cluster)
+            leaders.append(manager)
             manager.save(1).wait_committed()
             manager.abandon()
             return
         manager = Toy(1).manager(tmp_path, cluster)
         manager.save(1)
-        while not any(key.endswith("/part/1") for key in engine.keys):
-            time.sleep(0.001)
-        part_is_there.set()
+        wait_until(lambda: any(key.endswith("/part/1") for key in engine.keys))
         cluster.close()
-        # Long enough for the leader to miss it.
-        time.sleep(2 * LIVENESS_SECONDS)
-        dead.set()
+        part_is_there.set()
         manager.abandon()
 
     run_workers(2, work, engine)
@@ -692,7 +697,7 @@ def test_all_save_when_the_clock_of_the_leader_says_so(tmp_path: Path) -> None:
                 # The others would say so all the time, and are not asked.
                 policy.is_due = cluster.rank != 0 or step in (10, 100)
                 toy.train(step)
-                time.sleep(0.02)
+                time.sleep(0.02)  # A step takes a while: by that the leader reckons how far ahead to plan.
                 handle = manager.save_if_due(step)
                 if handle is not None:
                     saved.append(step)

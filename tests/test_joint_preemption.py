@@ -10,22 +10,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import read_catalog
-from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import LocalStorage
 from holdfast.testing import leaving_crash
 from preemption_jobs import TOTAL, Jobs
+from whole_runs import check_whole
 
 LOCKSTEP: dict[str, Any] = {"lockstep": True}
-
-
-def steps_of(directory: Path) -> list[int]:
-    """The steps of the living line, each of which is whole."""
-    storage = LocalStorage(directory)
-    catalog = read_catalog(storage)
-    for name in catalog.committed:
-        assert not verify_data(storage, open_step(storage, name.directory, name))
-    return [name.step for name in catalog.living]
 
 
 def results(jobs: Jobs) -> list[str]:
@@ -43,7 +32,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def check_left(jobs: Jobs, steps: list[int], code: int = 42) -> None:
     """All have left with that code, and these steps are saved."""
     assert jobs.end() == [code] * len(jobs.workers), jobs.report()
-    assert steps_of(jobs.directory) == steps
+    assert check_whole(jobs.directory) == steps
     for rank, worker in enumerate(jobs.workers):
         assert f"rank {rank}: step {steps[-1]} is saved" in worker.errors
 
@@ -94,7 +83,7 @@ def test_signals_to_all(tmp_path: Path, uninterrupted: list[str], pause_seconds:
             worker.wait_for("paused")
         for worker in jobs.workers:
             worker.send(signal.SIGTERM)
-            time.sleep(pause_seconds)
+            time.sleep(pause_seconds)  # As a scheduler that comes to one node after the other.
         for worker in jobs.workers:
             worker.go_on()
         check_left(jobs, [4])
@@ -161,7 +150,7 @@ def test_a_signal_outside_of_the_loop(tmp_path: Path, uninterrupted: list[str], 
         jobs.workers[1].send(signal.SIGTERM)
         # Nobody goes on: they leave from the middle of the wait.
         assert jobs.end() == [42, 42], jobs.report()
-        assert steps_of(tmp_path / "run") == saved + ([TOTAL] if place == "after" else [])
+        assert check_whole(tmp_path / "run") == saved + ([TOTAL] if place == "after" else [])
         check_the_rest(jobs, uninterrupted)
 
 
@@ -206,7 +195,7 @@ def test_a_save_fn_that_raises_on_one_worker_is_a_failed_save_on_all(tmp_path: P
         jobs.workers[1 - raises].go_on()
         assert jobs.end() == [74, 74], jobs.report()
         assert "of the user's" in jobs.workers[raises].errors
-        assert steps_of(tmp_path / "run") == []
+        assert check_whole(tmp_path / "run") == []
 
 
 def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tmp_path: Path) -> None:
@@ -221,7 +210,7 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tm
             if number == 0:
                 jobs.workers[0].wait_for("exit_fn")
         assert jobs.end() == [7, 7], jobs.report()
-        assert steps_of(tmp_path / "run") == [3, 6]
+        assert check_whole(tmp_path / "run") == [3, 6]
 
 
 @pytest.mark.parametrize(("error", "code"), [("SystemExit", 3), ("ValueError", 1)])
@@ -236,7 +225,7 @@ def test_an_exit_fn_that_ends_one_worker_and_returns_on_the_other_ends_both(
         jobs.workers[1].go_on()
         assert jobs.end() == [1, code], jobs.report()
         assert re.search(rf"PeerError: rank 1 on \S+: {error}", jobs.workers[0].errors)
-        assert steps_of(tmp_path / "run") == [4]
+        assert check_whole(tmp_path / "run") == [4]
 
 
 def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end(tmp_path: Path) -> None:
@@ -245,7 +234,7 @@ def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end
         jobs.workers[1].send(signal.SIGTERM)
         assert jobs.end() == [42, 42], jobs.report()
         # On a busy machine the time is short before another step can be begun.
-        assert len(steps_of(tmp_path / "run")) in (1, 2)
+        assert len(check_whole(tmp_path / "run")) in (1, 2)
 
 
 def test_a_second_signal_ends_the_grace_period_of_all(tmp_path: Path) -> None:
@@ -261,7 +250,7 @@ def test_a_second_signal_ends_the_grace_period_of_all(tmp_path: Path) -> None:
                 worker.wait_for("step")
         jobs.workers[1].send(signal.SIGTERM)
         assert jobs.end() == [42, 42], jobs.report()
-        assert len(steps_of(tmp_path / "run")) == 2
+        assert len(check_whole(tmp_path / "run")) == 2
 
 
 def test_a_third_signal_ends_one_and_the_others_say_that_nothing_is_saved(tmp_path: Path) -> None:
@@ -276,7 +265,7 @@ def test_a_third_signal_ends_one_and_the_others_say_that_nothing_is_saved(tmp_pa
         codes = jobs.end()
         assert codes[1] == -signal.SIGTERM, jobs.report()
         assert codes[0] in (1, 74), jobs.report()
-        assert steps_of(tmp_path / "run") == []
+        assert check_whole(tmp_path / "run") == []
 
 
 def test_ctrl_c_on_a_terminal_leaves_with_the_code_of_a_person(tmp_path: Path) -> None:
@@ -308,7 +297,7 @@ def test_a_worker_that_is_killed_after_the_notice_is_not_waited_for(
         codes = jobs.end()
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] in (1, 74), jobs.report()
-        assert steps_of(tmp_path / "run")[-1] == 4
+        assert check_whole(tmp_path / "run")[-1] == 4
         check_the_rest(jobs, uninterrupted, every=2)
 
 
@@ -335,7 +324,7 @@ def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Pat
         for worker in jobs.workers:
             assert "step 5 could NOT be saved" in worker.errors
             assert "EFBIG" in worker.errors
-        assert steps_of(tmp_path / "run") == []
+        assert check_whole(tmp_path / "run") == []
         check_the_rest(jobs, uninterrupted)
 
 
@@ -381,7 +370,7 @@ def test_an_error_after_a_notice_ends_all_with_its_cause(tmp_path: Path) -> None
         assert re.search(r"PeerError: rank 1 on \S+: ValueError: the loss is no number", jobs.workers[0].errors)
         jobs.workers[1].go_on()
         assert jobs.workers[1].end() == 1
-        assert steps_of(tmp_path / "run") == []
+        assert check_whole(tmp_path / "run") == []
 
 
 def test_an_error_that_the_program_swallows_ends_it_all_the_same(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -12,24 +11,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import read_catalog
-from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
+from whole_runs import check_whole
 
 HERE = Path(__file__).parent
 WORKER = HERE / "joint_worker.py"
-TRAINING = HERE / "joint_training.py"
 PATIENCE_SECONDS = 120.0
-
-
-def check_whole(directory: Path) -> list[int]:
-    """Makes sure that all checkpoints are whole; gives the steps of the living line."""
-    storage = LocalStorage(directory)
-    catalog = read_catalog(storage)
-    for name in catalog.committed:
-        assert not verify_data(storage, open_step(storage, name.directory, name))
-    return [name.step for name in catalog.living]
 
 
 def start(workers: Workers, world_size: int, directory: Path, store: Path, what: str) -> None:
@@ -103,12 +90,9 @@ def train(
 ) -> list[dict[str, Any]]:
     """Runs a job to its end; gives what its workers have said."""
     number = workers.start(
-        python(
-            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", f"--max-restarts={restarts}",
-            TRAINING, directory, str(total), death,
-        ),
+        python(HERE / "elastic.py", "joint_training", str(count), str(restarts), directory, str(total), death),
         {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{':'.join(sys.path)}"},
-    )  # fmt: skip
+    )
     assert workers.wait(2 * PATIENCE_SECONDS, [number]) == [0], workers.report(number)
     return workers.records(number)
 
@@ -117,14 +101,8 @@ def ends(records: list[dict[str, Any]]) -> dict[int, str]:
     return {record["rank"]: record["ended"] for record in records if "ended" in record}
 
 
-# Four workers take a minute of two processors.
-FOUR = pytest.param(
-    4, "3:8", marks=pytest.mark.skipif("HOLDFAST_LONG" not in os.environ, reason="`make crash` runs it")
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "death"), [(2, "0:7"), FOUR])
+@pytest.mark.parametrize(("count", "death"), [(2, "0:7"), pytest.param(4, "3:8", marks=pytest.mark.long)])
 def test_a_job_that_torchrun_restarts_ends_as_if_nothing_had_happened(tmp_path: Path, count: int, death: str) -> None:
     pytest.importorskip("torch")
     with Workers(tmp_path) as workers:

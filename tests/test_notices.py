@@ -40,6 +40,7 @@ from holdfast.preemption.surroundings import Surroundings, choose_cloud, choose_
 from holdfast.preemption.wakeup import Wakeup
 from holdfast.preemption.watch import Watch
 from metadata_server import CUT, HANG, Reply, Request, serving
+from patience import PATIENCE_SECONDS
 
 
 def heard(source: NoticeSource) -> list[Notice]:
@@ -506,7 +507,8 @@ def test_signals_are_heard_in_the_main_thread_only() -> None:
 
     thread = threading.Thread(target=open_there)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
     (failure,) = failures
     assert "main thread" in str(failure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import threading
 import weakref
@@ -370,6 +371,7 @@ def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
     hold.begin(1, lambda: None)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # The end of a child that waits all the same.
         try:
             hold.wait()
         except BaseException:

@@ -90,7 +90,7 @@ class Job:
         end_at = time.monotonic() + PATIENCE_SECONDS
         while not look():
             assert time.monotonic() < end_at, self._workers.report(rank)
-            time.sleep(0.005)
+            time.sleep(0.005)  # The worker prints into a file, which nobody can wait for.
 
 
 def check_errors(leader: dict[str, Any], other: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_commit(tmp_path: Path) -> None:
         dice = random.Random(1)
         for _ in range(CUTS):
             job.begin_save()
-            time.sleep(dice.random() * 0.1)
+            time.sleep(dice.random() * 0.1)  # The cut comes at any moment of the save.
             hosts.cut()
             leader, other = job.wait_ended()
             check_errors(leader, other)

@@ -22,6 +22,7 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.storage import LocalStorage
+from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 
 LOOPS = ["resumable", "run", "steps", "own"]
@@ -35,7 +36,7 @@ def jobs() -> Iterator[list[Job]]:
     for job in started:
         if job.process.poll() is None:
             job.process.kill()
-        job.process.communicate()
+        job.process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -57,6 +58,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
+def notify(job: Job, jobs: list[Job], number: int = signal.SIGTERM) -> None:
+    """Sends a signal where the job pauses, and leaves it there."""
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(number)
+
+
 def check_the_rest(directory: Path, expected: str, **options: Any) -> None:
     """A restart comes to the same end as a job that nobody has asked to leave."""
     job = Job(directory, **options)
@@ -76,9 +84,7 @@ def test_the_step_in_progress_ends_is_saved_and_the_rest_comes_after_a_restart(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, step: int
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=[step])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     assert f"step {step + 1} is saved; leaving with exit code 42" in job.errors
@@ -93,9 +99,7 @@ def test_each_signal_is_heard(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], number: int, code: int
 ) -> None:
     job = Job(tmp_path, pause=[3])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(number)
+    notify(job, jobs, number)
     job.go_on()
     assert job.end() == code, job.errors
     assert steps_of(tmp_path) == [4]
@@ -107,9 +111,7 @@ def test_a_signal_in_evaluation_is_not_lost(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[5])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [6]
@@ -120,9 +122,7 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["before"])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     # Nobody goes on: it leaves from the middle of the wait.
     assert job.end() == 42, job.errors
     assert "nothing was trained that could be lost" in job.errors
@@ -134,15 +134,11 @@ def test_a_signal_amid_the_restore_loses_nothing(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=[4])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     job = Job(tmp_path, loop=loop, pause=["restore"])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [5]
     check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
@@ -152,9 +148,7 @@ def test_a_signal_after_the_loop_leaves_when_all_is_saved(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str]
 ) -> None:
     job = Job(tmp_path, pause=["after"])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [TOTAL]
     check_the_rest(tmp_path, uninterrupted[TOTAL])
@@ -165,9 +159,7 @@ def test_a_signal_after_the_loop_of_a_handler_is_acted_on_when_it_is_closed(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["after"])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [TOTAL]
@@ -177,18 +169,14 @@ def test_a_signal_after_the_loop_of_a_handler_is_acted_on_when_it_is_closed(
 @pytest.mark.parametrize("loop", LOOPS)
 def test_behind_the_block_a_signal_is_what_it_always_was(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=["outside"])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     assert job.end() == -signal.SIGTERM
     assert steps_of(tmp_path) == [TOTAL]
 
 
 def test_the_users_handler_is_called_as_well(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[3, "outside"], signals_before=True)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.wait_for("mine")
     job.go_on()
     assert job.end() == 42, job.errors
@@ -283,9 +271,7 @@ def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path) 
 
 def begin_grace(job: Job, jobs: list[Job]) -> None:
     """Sends a signal in the first step, and waits for the save that follows it."""
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     job.wait_for("event Committed")
 
@@ -303,9 +289,7 @@ def test_a_second_signal_ends_the_grace_period(tmp_path: Path, jobs: list[Job]) 
 @pytest.mark.parametrize("loop", ["resumable", "own"])
 def test_within_the_grace_period_it_is_saved_at_once_and_again(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=[1], total=10**9, step_seconds=0.01, grace=6)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     first, *later = steps_of(tmp_path)
@@ -318,9 +302,7 @@ def test_within_the_grace_period_it_is_saved_at_once_and_again(tmp_path: Path, j
 
 def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[1], step_seconds=3, grace=8)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [2], "a save, and no step for which there is no time"
@@ -328,9 +310,7 @@ def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[
 
 def test_a_save_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[3], every=2, total=10**9, step_seconds=0.05, disk_seconds=1.0, grace=9)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     leaving = [event for event in events_of(tmp_path) if isinstance(event, Leaving)]
@@ -357,9 +337,7 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(
 
 def test_another_exit_code(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[2], exit_code=99)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 99
 
@@ -370,15 +348,11 @@ def test_a_disk_that_is_full_then_has_an_exit_code_of_its_own(
 ) -> None:
     # What the checkpoint at step 4 needs, but not the one at step 6: nothing may be as large as that from then on.
     job = Job(tmp_path, loop=loop, pause=[3], size=1000)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     job = Job(tmp_path, loop=loop, pause=[5], file_bytes=5000)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 74
     assert "step 6 could NOT be saved" in job.errors
@@ -389,9 +363,7 @@ def test_a_disk_that_is_full_then_has_an_exit_code_of_its_own(
 
 def test_a_failed_save_does_not_call_exit_fn(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[5], file_bytes=5000, returns=0)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 74
     assert "exit_fn" not in job.said
@@ -429,9 +401,7 @@ def test_in_a_checkpointable_block_the_state_is_saved_and_nobody_waits_for_its_e
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[4], checkpointable=True)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     # Nobody goes on.
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [5]
@@ -442,9 +412,7 @@ def test_in_a_checkpointable_block_the_state_is_saved_and_nobody_waits_for_its_e
 
 def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, change=True)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.wait_for_error("cannot be saved while the loop rests")
     job.go_on()
     assert job.end() == 42, job.errors
@@ -453,9 +421,7 @@ def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Pat
 
 def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, grace=3600)
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.wait_for("event Committed")
     job.go_on()
     assert job.end() == 0, job.errors
@@ -464,9 +430,7 @@ def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: li
 
 def test_should_stop_is_true_when_the_job_is_to_leave(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[4])
-    jobs.append(job)
-    job.wait_for("paused")
-    job.send(signal.SIGTERM)
+    notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
     assert job.said.count("should stop") == 1
@@ -726,7 +690,8 @@ def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path
 
     thread = threading.Thread(target=train)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
     assert any("signals are not heard" in str(event) for event in events)
     assert len(refused) == 1
     assert steps_of(tmp_path) == [3]

@@ -19,6 +19,7 @@ from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, Us
 from holdfast.events import Event, Failed, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
+from patience import PATIENCE_SECONDS, killed_after, read_line
 
 
 class FullStorage(MemoryStorage):
@@ -169,7 +170,7 @@ def test_the_users_handler_of_interrupts_is_put_back(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import os, signal, sys, threading, numpy as np, holdfast as hf
+import os, select, signal, sys, threading, time, numpy as np, holdfast as hf
 from holdfast.storage import LocalStorage
 
 class Held(LocalStorage):
@@ -183,12 +184,9 @@ with hf.resumable(Held(directory) if mode == "held" else directory, state=state,
     for step in run.steps(1_000_000_000):
         if step == 5:
             print("ready", flush=True)
-            if mode in ("once", "held"):
-                sys.stdin.readline()
-            else:
-                # In the middle of a step that takes too long.
-                while True:
-                    signal.pause()
+            # A step that takes long, or too long. A signal just before one single wait would be handled behind it.
+            while mode == "twice" or not select.select([0], [], [], 0.02)[0]:
+                time.sleep(0.02)
         state["value"] += 1
 """
 
@@ -201,8 +199,7 @@ def start(directory: Path, mode: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert program.stdout is not None
-    assert program.stdout.readline() == "ready\n"
+    assert read_line(program) == "ready\n"
     return program
 
 
@@ -213,8 +210,8 @@ def end(program: subprocess.Popen[str]) -> tuple[int, str]:
 
 def wait_for_line(program: subprocess.Popen[str], text: str) -> None:
     assert program.stderr is not None
-    while text not in program.stderr.readline():
-        pass
+    with killed_after(PATIENCE_SECONDS, program):
+        assert any(text in line for line in program.stderr), f"it ended without a word of {text!r}"
 
 
 def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
@@ -238,10 +235,9 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
     wait_for_line(program, "finishing this step")
     if mode == "held":
         assert program.stdin is not None
-        assert program.stdout is not None
         program.stdin.write("\n")
         program.stdin.flush()
-        assert program.stdout.readline() == "held\n"
+        assert read_line(program) == "held\n"
     program.send_signal(signal.SIGINT)
     code, errors = end(program)
     assert code in (130, -signal.SIGINT)

@@ -627,6 +627,37 @@ def test_a_generator_of_another_kind_is_a_difference() -> None:
     assert match(stored, {"g": np.random.default_rng(1)}).differences
 
 
+def test_two_threads_may_meet_the_first_array_of_a_library_at_once() -> None:
+    program = """
+import sys, threading
+from importlib.machinery import PathFinder
+import numpy as np
+from holdfast.state.registry import backend_of
+
+found = []
+other = threading.Thread(target=lambda: found.append(backend_of(np.ones(1))))
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target)
+        if name == "holdfast.state.numpy_arrays":
+            execute = spec.loader.exec_module
+            def exec_module(module):
+                other.start()
+                other.join(0.2)  # Amid the import, which the other thread has to wait for.
+                execute(module)
+            spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder)
+found.append(backend_of(np.ones(1)))
+other.join()
+assert None not in found, found
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_frameworks_are_not_imported() -> None:
     program = """
 import sys
@@ -636,7 +667,7 @@ captured = capture_objects({"a": [1, {"b": (2.5, "x")}], "rng": holdfast.state.r
 assert not captured.arrays
 assert "numpy" not in sys.modules and "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_fill_that_never_comes_changes_nothing() -> None:

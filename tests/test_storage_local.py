@@ -24,6 +24,7 @@ from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.descriptors import SharedDescriptor
 from holdfast.storage.direct import PAGE_BYTES
 from holdfast.storage.local_writer import LocalWriter
+from patience import read_line
 
 OPEN_FILES = Path("/proc/self/fd")
 DIRECT_BYTES = 2 << 20
@@ -282,8 +283,7 @@ print("".join("01"[storage.publish(f"manifest-{{number}}", sys.argv[1].encode())
         for number in range(8)
     ]
     for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+        assert read_line(child) == "ready\n"
     for child in children:
         assert child.stdin is not None
         child.stdin.write("\n")

@@ -20,6 +20,7 @@ from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.protocol import SparingStorage
 from holdfast.testing.faulty import FaultyStorage
 from mounts import mounted
+from patience import PATIENCE_SECONDS, read_line
 
 MIB = 1 << 20
 ANY_SIZE = 1 << 40
@@ -208,8 +209,7 @@ def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the file open, or mapped, while the body runs."""
     command = [sys.executable, "-c", READER, how, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "ready\n"
+        assert read_line(reader) == "ready\n"
         try:
             yield reader
         finally:
@@ -320,7 +320,7 @@ print("through")
     finally:
         for opener in openers:
             opener.kill()
-            opener.wait()
+            opener.wait(PATIENCE_SECONDS)
     assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
     assert done.returncode != -signal.SIGIO
 

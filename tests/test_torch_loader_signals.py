@@ -15,6 +15,8 @@ from holdfast.storage import LocalStorage
 
 pytest.importorskip("torch")
 
+METHODS = ("fork", "spawn", "forkserver")
+
 PROGRAM = """
 import os, subprocess, sys, torch, holdfast as hf
 
@@ -49,8 +51,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+WAYS = [(number, method) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for method in METHODS]
+# Each signal and each way to start workers, at least once.
+FIRST = [
+    *((number, "fork") for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+    (signal.SIGINT, "spawn"),
+    (signal.SIGTERM, "forkserver"),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "method"), [*FIRST, *(pytest.param(*way, marks=pytest.mark.long) for way in WAYS if way not in FIRST)]
+)
 def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, method: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))

@@ -19,15 +19,14 @@ from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-PROGRAM = ROOT / "tests" / "mesh_training.py"
+LAUNCH = python(ROOT / "tests" / "elastic.py", "mesh_training")
 PATIENCE_SECONDS = 600.0
 
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(workers: Workers, count: int, *arguments: str | Path, restarts: int = 0) -> int:
-    launch = python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-    number = workers.start([*launch, f"--max-restarts={restarts}", PROGRAM, *arguments], ENVIRONMENT)
+    number = workers.start([*LAUNCH, str(count), str(restarts), *arguments], ENVIRONMENT)
     assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
     return number
 
@@ -41,12 +40,10 @@ TRAINED = {
 }
 
 
-# These take a minute of two processors each, and show what the first two show, in other layouts.
-LONG = pytest.mark.skipif("HOLDFAST_LONG" not in os.environ, reason="`make crash` runs it")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "2x2", pytest.param("hsdp", marks=LONG), pytest.param("ddp", marks=LONG)])
+@pytest.mark.parametrize(
+    "layout", ["fsdp", "2x2", pytest.param("hsdp", marks=pytest.mark.long), pytest.param("ddp", marks=pytest.mark.long)]
+)
 def test_a_job_is_killed_and_goes_on_as_any_other(layout: str, tmp_path: Path) -> None:
     count, death, checks = TRAINED[layout]
     with Workers(tmp_path) as workers:

@@ -27,6 +27,7 @@ from holdfast.errors import (
 from holdfast.events import Event, Failed, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
+from patience import read_line
 
 
 class FullStorage(MemoryStorage):
@@ -362,13 +363,12 @@ def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> Non
     starts = []
     for kill in [*range(10), None]:
         program = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
-        assert program.stdout is not None
-        first = program.stdout.readline()
+        first = read_line(program)
         assert first, "the state did not fit the epoch"
         starts.append(int(first))
         if kill is not None:
             for _ in range(moments.randrange(1, 7)):
-                program.stdout.readline()
+                read_line(program)
             with suppress(subprocess.TimeoutExpired):
                 program.wait(moments.uniform(0.0, 0.01))
             program.kill()

@@ -5,13 +5,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
-from holdfast.manager import CheckpointManager
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
-from holdfast.preemption.termination import TerminationConfig
-from holdfast.restore.driver import Restoration
 from holdfast.resumable import Run, resumable
-from holdfast.save.handle import SaveHandle
-from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
 
 if TYPE_CHECKING:
     from holdfast import jobs
@@ -29,8 +24,13 @@ if TYPE_CHECKING:
         UploadTaskGroupBuilder,
         epoch_limiter,
     )
+    from holdfast.manager import CheckpointManager
     from holdfast.preemption.handler import PreemptionCheckpointHandler
+    from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.backup import Backup
+    from holdfast.restore.driver import Restoration
+    from holdfast.save.handle import SaveHandle
+    from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.worker_state import WorkerTrainingState
 
 __version__ = "0.1.0"
@@ -81,14 +81,22 @@ __all__ = [
 
 
 _HOMES: Final = {
+    "RNG": "holdfast.state",
     "Backup": "holdfast.restore.backup",
+    "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
     "LocalSession": "holdfast.jobs",
     "MultiNodeCheckpointManager": "holdfast.jobs",
+    "PerWorker": "holdfast.state",
     "PreemptionCheckpointHandler": "holdfast.preemption.handler",
     "RaySession": "holdfast.integrations.ray.session",
+    "Restoration": "holdfast.restore.driver",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
+    "ResumableSampler": "holdfast.state",
+    "SaveHandle": "holdfast.save.handle",
+    "Shard": "holdfast.state",
+    "TerminationConfig": "holdfast.preemption.termination",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",
@@ -96,8 +104,11 @@ _HOMES: Final = {
     "export_checkpoint": "holdfast.interchange.export",
     "import_checkpoint": "holdfast.interchange.intake",
     "init_process_group": "holdfast.integrations.torch.process_groups",
+    "register_codec": "holdfast.state",
+    "register_type": "holdfast.state",
 }
-"""What is imported when it is asked for: it needs a framework, or is not what most programs use."""
+"""What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
+engine behind saves and restores, what needs a framework, and what few programs use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -7,24 +7,24 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
-from holdfast.restore.agreement import JointAgreement
+from holdfast.restore.agreement import make_agreement
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save import arguments
 from holdfast.save.audience import open_audience
-from holdfast.save.company import open_company, try_plan_save
+from holdfast.save.companies import open_company, try_plan_save
 from holdfast.save.driver import Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark, trace_arrays
@@ -35,8 +35,6 @@ from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured
 from holdfast.storage import Storage, open_storage
-
-DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 
 
 class CheckpointManager:
@@ -262,7 +260,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=None if self.company is None else JointAgreement(self.company.peers),
+            agreement=make_agreement(None if self.company is None else self.company.peers),
         )
         if restoration is None:
             return None

@@ -7,22 +7,22 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.cluster import Cluster
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import HoldfastError, SaveFailedError, UsageError
-from holdfast.events import Sink
-from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
-from holdfast.preemption.guard import Checkpointable
-from holdfast.preemption.guards import make_guard
-from holdfast.preemption.termination import TerminationConfig, make_termination
-from holdfast.restore.driver import Restoration
-from holdfast.save import arguments
-from holdfast.save.handle import SaveHandle
-from holdfast.storage import Storage
+
+if TYPE_CHECKING:
+    from holdfast.cluster import Cluster
+    from holdfast.events import Sink
+    from holdfast.manager import CheckpointManager
+    from holdfast.preemption.guard import Checkpointable
+    from holdfast.preemption.termination import TerminationConfig
+    from holdfast.restore.driver import Restoration
+    from holdfast.save.handle import SaveHandle
+    from holdfast.storage import Storage
 
 
 def resumable(
@@ -88,6 +88,11 @@ def resumable(
         AbsentError: If other workers of the job do not come.
         ClusterError: If the job's store does not answer.
     """
+    # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
+    from holdfast.manager import CheckpointManager
+    from holdfast.preemption.termination import make_termination
+    from holdfast.save import arguments
+
     arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
     termination = make_termination(preemption)
     if not isinstance(strict, bool):
@@ -133,6 +138,9 @@ class Run:
         begin_anew: bool = False,
         termination: TerminationConfig | None = None,
     ) -> None:
+        from holdfast.preemption.guards import make_guard
+        from holdfast.preemption.termination import TerminationConfig
+
         self.manager = manager
         self.step = 0
         self.restored: Restoration | None = None
@@ -208,6 +216,8 @@ class Run:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
+        from holdfast.preemption.guard import Checkpointable
+
         self._check_entered()
         step = self.step + (self._in_step and step_done)
         is_safe = self._is_saved(step) or step == 0
@@ -343,7 +353,7 @@ class Run:
         except SaveFailedError as failure:
             if failure.next_save is None:
                 raise
-            return cast(SaveHandle, failure.next_save)
+            return cast("SaveHandle", failure.next_save)
         self._note_saved(step, handle)
         return handle
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import (
     ClosedError,
     DamageError,
@@ -25,7 +25,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
-from holdfast.manager import DEFAULT_TIMEOUT_SECONDS, CheckpointManager
+from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.restore.backup import Backup, make_note, read_note
 from holdfast.save import arguments

@@ -13,11 +13,11 @@ import msgspec
 
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
 from holdfast.cluster.rendezvous import LEADER, make_absent_error
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
 from holdfast.gate import Gate
 
 INTERVAL_SECONDS: Final = 1.0
-TIMEOUT_SECONDS: Final = 15.0
 
 _GOODBYE: Final = -(1 << 30)
 """Added to a worker's count when it leaves; nobody counts so far that the sum is not negative."""
@@ -52,7 +52,7 @@ class Heartbeat:
         self,
         cluster: Cluster,
         interval_seconds: float = INTERVAL_SECONDS,
-        timeout_seconds: float = TIMEOUT_SECONDS,
+        timeout_seconds: float = LIVENESS_SECONDS,
         *,
         name: str = "heartbeat",
     ) -> None:

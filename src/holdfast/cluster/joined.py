@@ -11,12 +11,10 @@ from holdfast.cluster.joining import Joining
 from holdfast.cluster.keys import check_amount, check_key, check_value
 from holdfast.cluster.lanes import Lanes
 from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError
 
 _T = TypeVar("_T")
-
-JOIN_SECONDS: Final = 300.0
-"""How long to wait for the slowest worker: on a large job the import of a framework alone takes minutes."""
 
 _LANES_AHEAD: Final = 3
 

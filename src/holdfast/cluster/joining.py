@@ -120,6 +120,7 @@ class Joining:
             self._check_word()
             # What an earlier start of another size has left stands there already, so that looking again is in place.
             if self._wait(self._key("join", rank), _LOOK_SECONDS) is not None:
+                # The value is there, but not from a worker of this start yet; a store does not tell of a second one.
                 time.sleep(_PAUSE_SECONDS)
         return word
 
@@ -137,7 +138,8 @@ class Joining:
             if answer == word.encode():
                 return word
             if answer is not None:
-                time.sleep(_PAUSE_SECONDS)  # It was its predecessor that answered.
+                # It was its predecessor that answered; a store does not tell when another one does.
+                time.sleep(_PAUSE_SECONDS)
             self._check_word()
             if time.monotonic() > self._end_at:
                 keys = {other: self._key("answer", token, other) for other in range(1, self._world_size)}

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any, Final, Literal, TypeAlias
 
 from holdfast.cluster.alone import AloneCluster
-from holdfast.cluster.joined import JOIN_SECONDS
 from holdfast.cluster.protocol import Cluster
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 
 Choice: TypeAlias = Cluster | Literal["auto", "alone"]

@@ -9,14 +9,11 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer
 from holdfast.errors import AbsentError, HoldfastError, PeerError
-
-LIVENESS_SECONDS: Final = TIMEOUT_SECONDS
-"""How long a worker may not be heard of before the others go on without it."""
 
 _BEATS: Final = 15
 _FEW_BEATS: Final = 5
@@ -184,6 +181,7 @@ class Peers:
                     f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
                 )
             if missed is None:
+                # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
                 time.sleep(min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
 

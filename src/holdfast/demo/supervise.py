@@ -70,6 +70,7 @@ def _run_under_fire(
                 _note(report, life, screen)
                 # What it has told before it was killed is still to be read.
                 if plan is not None and not life.killed and _is_moment(plan, report, directory, known):
+                    # The kill is to strike so far into the step or the write, of which nothing is told.
                     time.sleep(plan.share * (life.write_seconds if plan.in_write else _step_seconds(life.steps)))
                     process.kill()
                     life.killed = True
@@ -121,6 +122,7 @@ def _wait_for_write(directory: Path, known: set[str], step: int) -> bool:
         for found in _step_directories(directory):
             if found.name not in known and _step_of(found.name) == step:
                 return not (found / MANIFEST_NAME).exists()
+        # What the process is writing shows in the directory alone; a write may last no more than milliseconds.
         time.sleep(_LOOK_EVERY_SECONDS)
     return False
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from holdfast.catalog import read_catalog, read_manifest
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS
 from holdfast.errors import (
     DamageError,
     MismatchError,
@@ -24,7 +25,6 @@ from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.session import Session
 from holdfast.jobs.tidying import tidy_run
-from holdfast.manager import DEFAULT_TIMEOUT_SECONDS
 from holdfast.policies import All, RetentionPolicy
 from holdfast.save.arguments import check_policies, check_step, check_switches
 from holdfast.state import Differences

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.cluster import Cluster
-from holdfast.cluster.heartbeat import TIMEOUT_SECONDS, Heartbeat
+from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.rendezvous import LEADER, gather, make_absent_error
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import AbsentError, HoldfastError
 
 _FOR_EVER_SECONDS: Final = 1e9
@@ -37,7 +38,7 @@ class PeerFailedError(HoldfastError):
 class Meetings:
     """Meetings without a deadline, as epochs last as long as they do: who is dead or has left is noticed instead."""
 
-    def __init__(self, cluster: Cluster, liveness_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, cluster: Cluster, liveness_seconds: float = LIVENESS_SECONDS) -> None:
         """Begins to give signs of life.
 
         Args:
@@ -128,6 +129,7 @@ class Meetings:
             end_at = time.monotonic() + _FAREWELL_SECONDS
             others = set(range(1, self.cluster.world_size))
             while time.monotonic() < end_at and not others <= {*self._heartbeat.gone, *self._heartbeat.lost}:
+                # The heartbeat's thread finds out who has left, and tells nobody of it.
                 time.sleep(_PAUSE_SECONDS)
         self._heartbeat.stop()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Fanout, Staged, Written
 from holdfast.events.sinks import LoggingSink

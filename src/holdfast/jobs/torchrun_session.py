@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.cluster.opening import Choice
-from holdfast.cluster.peers import LIVENESS_SECONDS
+from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import HoldfastError, TaskFailedError, UsageError
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder

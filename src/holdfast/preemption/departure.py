@@ -6,17 +6,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Event, Leaving
 from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.company import Company
 from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
+
+if TYPE_CHECKING:
+    from holdfast.save.company import Company
 
 ATTEMPTS: Final = 2
 """How often the last save is tried: what failed once may have been a hiccup of the storage."""

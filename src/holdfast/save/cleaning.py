@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
-from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
 from holdfast.save.order import Origin
 from holdfast.save.reports import SaveReports
+
+if TYPE_CHECKING:
+    from holdfast.save.joint import JointLine
 
 
 class Cleaner:

@@ -11,12 +11,10 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.courier import Courier
-from holdfast.cluster.joined import JOIN_SECONDS
-from holdfast.cluster.opening import Choice, open_cluster
 from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import Cluster
 from holdfast.format.workers import Worker
-from holdfast.policies import SaveMoment, SavePolicy, is_by_step
+from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.exchange import Exchange
 from holdfast.save.places import Places
 
@@ -43,28 +41,6 @@ class _Plan(msgspec.Struct, frozen=True):
     epoch: int
     step: int
     reason: str
-
-
-def open_company(choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> Company | None:
-    """**Collective.** **Blocks.** The other workers, if there are any.
-
-    Args:
-        choice: As for `open_cluster`.
-        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        timeout_seconds: The deadline of each wait for workers that live.
-
-    Raises:
-        UsageError: If the choice is none.
-        AbsentError: If other workers do not come.
-        ClusterError: If the store of the job does not answer.
-    """
-    cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
-    is_own = cluster is not choice
-    if cluster.world_size > 1:
-        return Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-    if is_own:
-        cluster.close()
-    return None
 
 
 class Company:
@@ -207,11 +183,3 @@ class Company:
 
 def _nothing() -> None:
     """The leader has nothing to look for."""
-
-
-def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | None) -> str | None:
-    """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
-    if company is not None and not is_by_step(policy):
-        return company.try_plan(policy, moment)
-    decision = policy.decide_save(moment)
-    return decision.reason if decision.save else None

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,13 +28,12 @@ from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.cleaning import Cleaner
-from holdfast.save.company import Company
+from holdfast.save.companies import join_line
 from holdfast.save.handle import SaveHandle
-from holdfast.save.joint import JointLine
+from holdfast.save.handoffs import LeftOutError
 from holdfast.save.line import Line
 from holdfast.save.order import SaveOrder
 from holdfast.save.overlap import StepHold, keep_steady
-from holdfast.save.places import LeftOutError
 from holdfast.save.prepare import Preparation
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
@@ -41,6 +41,9 @@ from holdfast.state import Captured, Captures, capture_objects
 from holdfast.state.leaves import Transfer
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
+
+if TYPE_CHECKING:
+    from holdfast.save.company import Company
 
 
 class _Work(msgspec.Struct, frozen=True):
@@ -84,7 +87,7 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        self._joint = None if company is None else JointLine(line, storage, company, emit)
+        self._joint = join_line(line, storage, company, emit)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker

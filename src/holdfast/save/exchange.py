@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import AbsentError, FencedError, HoldfastError, UsageError
+from holdfast.save.handoffs import LeftOutError
 from holdfast.save.inquiry import Inquiry
-from holdfast.save.places import WELL, EndRecord, LeftOutError, NameRecord, PartRecord, Position
+from holdfast.save.places import WELL, EndRecord, NameRecord, PartRecord, Position
 from holdfast.save.replicas import Holding
 
 _T = TypeVar("_T")

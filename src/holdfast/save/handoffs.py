@@ -23,6 +23,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
+        by_hand: The leaves whose boxes are what a user has said of them.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
     witnesses: Snapshot | None = None
+    by_hand: frozenset[str] = frozenset()
 
 
 class Receipts(msgspec.Struct, frozen=True):
@@ -57,3 +59,11 @@ class Receipts(msgspec.Struct, frozen=True):
     def referred_bytes(self) -> int:
         """The bytes of arrays that lie in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
+
+
+class LeftOutError(Exception):
+    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

@@ -15,12 +15,13 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError
+from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.company import Company
+from holdfast.save.coverage import COVER_HINT, find_uncovered, weigh_shards
 from holdfast.save.exchange import Exchange, heed
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
@@ -65,6 +66,7 @@ class JointLine:
         self._emit = emit
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
+        self._weight = 0
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
@@ -124,6 +126,7 @@ class JointLine:
             heed(self._now)
             raise
         self._holding = make_holding(snapshot, crew, self._holding)
+        self._weight = weigh_shards(snapshot)
         return receipts
 
     def commit(
@@ -135,7 +138,8 @@ class JointLine:
         """
         exchange, holding = self._now, self._holding
         if not self._peers.is_leader:
-            part = PartRecord(receipts.workers[0], receipts.references, receipts.has_boxes, holding.groups)
+            own = receipts.workers[0]
+            part = PartRecord(own, receipts.references, receipts.has_boxes, holding.groups, self._weight)
             exchange.hand_in(part, holding)
             self._line.note_committed()
             return
@@ -145,6 +149,9 @@ class JointLine:
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
+        uncovered = find_uncovered(self._storage, name, [self._weight, *(part.weight for part in parts)])
+        if uncovered:
+            raise UsageError(uncovered, hint=COVER_HINT)
         # Who has given up by now has said so, and who has not will wait for the result.
         exchange.agree()
         self._line.commit(together, name, metrics, metadata)
@@ -207,6 +214,7 @@ class JointLine:
         pause_seconds = 0.001
         with suppress(HoldfastError):
             while self._look_at(newest) and time.monotonic() < end_at:
+                # Each worker has a key of its own, and one may die instead of writing it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
             for earlier in self._endings[:-1]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.format.names import StepName
-from holdfast.save.exchange import Exchange
+
+if TYPE_CHECKING:
+    from holdfast.save.exchange import Exchange
 
 
 class Origin(msgspec.Struct, frozen=True):

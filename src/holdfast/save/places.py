@@ -128,12 +128,14 @@ class PartRecord(msgspec.Struct, frozen=True):
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
+        weight: What it says of the shards that were made by hand; see `save/coverage.py`.
     """
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
     has_boxes: bool
     groups: list[Group]
+    weight: int = 0
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -154,11 +156,3 @@ class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 WELL: Final = EndRecord()
-
-
-class LeftOutError(Exception):
-    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason

@@ -95,6 +95,6 @@ def _insist(look: Callable[[], _T], timeout_seconds: float) -> _T:
     end_at = time.monotonic() + min(SIGHT_SECONDS, timeout_seconds / 2)
     pause_seconds = 0.01
     while (wrong := look()) and time.monotonic() < end_at:
-        time.sleep(pause_seconds)
+        time.sleep(pause_seconds)  # No file system tells what another node has made on it.
         pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
     return wrong

@@ -78,6 +78,7 @@ class Stager:
             captured.worker,
             captured.replicas,
             None if witnesses is None else witnesses.snapshot,
+            captured.by_hand,
         )
         staging = Staging(snapshot, captured, witnesses)
         staging.now += moves.now

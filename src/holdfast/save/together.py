@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
-from holdfast.cluster.joined import JOIN_SECONDS
 from holdfast.cluster.opening import Choice
 from holdfast.cluster.peers import Failure, Peers
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError
 from holdfast.save.clear import Clearing, clear_run
 from holdfast.storage import Storage

@@ -147,7 +147,7 @@ class Adapter:
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The state, as a tree of values. It changes nothing."""
-        raise NotImplementedError
+        raise NotImplementedError  # Each kind of object has its own. Not abstract: a plain Adapter() prepares others.
 
     def holders_of(self, obj: Any) -> Sequence[int] | None:
         """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
@@ -189,7 +189,7 @@ class Adapter:
             What puts the state into the object. It is called after the arrays of `loading.value` have been filled,
             or never.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # As for `state_of`.
 
 
 class StateAdapter(Adapter):

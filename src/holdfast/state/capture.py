@@ -150,6 +150,7 @@ class _Capturing(Encoder):
             sharing.worker,
             tuple(sharing.replicas),
             witnesses,
+            frozenset(sharing.by_hand),
         )
 
     def note_held(self, arrays: list[Any]) -> None:

@@ -13,11 +13,11 @@ Finished: TypeAlias = dict[int, Any]
 
 
 class PendingArray:
-    """Stands for an array that is made when its values have come."""
+    """Stands for an array that is made when its values have come. Each library of arrays derives one of its own."""
 
     def finish(self) -> Any:
         """Makes the array."""
-        raise NotImplementedError
+        raise NotImplementedError  # The library of the array makes it.
 
 
 def finish_arrays(value: Any, finished: Finished) -> Any:

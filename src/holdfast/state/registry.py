@@ -133,7 +133,7 @@ def backend_named(name: str) -> ArrayBackend:
 def load_integrations() -> None:
     """Imports the integration of every known package that this process has imported."""
     for package, module in INTEGRATIONS.items():
-        if package in sys.modules and module not in sys.modules:
+        if package in sys.modules:
             importlib.import_module(module)
 
 
@@ -157,6 +157,6 @@ def _load_integrations_of(cls: type) -> None:
         own = str(getattr(ancestor, "__module__", ""))
         for package, module in INTEGRATIONS.items():
             # A class may name any module as its own: only what is in memory already counts.
-            is_in_memory = package in sys.modules and module not in sys.modules
-            if is_in_memory and (own == package or own.startswith(f"{package}.")):
+            if package in sys.modules and (own == package or own.startswith(f"{package}.")):
+                # Also where it stands in `sys.modules`: another thread may be importing it, and is waited for.
                 importlib.import_module(module)

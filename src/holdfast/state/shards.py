@@ -41,12 +41,14 @@ class Sharding(msgspec.Struct, frozen=True):
         backend: The library of the boxes.
         boxes: What lies here; they do not overlap.
         memory: Equal for two arrays exactly when they are the same boxes of the same memory.
+        is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
     """
 
     spec: ArraySpec
     backend: ArrayBackend
     boxes: tuple[LocalBox, ...]
     memory: Hashable
+    is_by_hand: bool = False
 
 
 class Sharder(Protocol):
@@ -150,7 +152,7 @@ class _ShardSharder:
         box = Box(array.offsets, own.shape)
         memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
         local = LocalBox(box, array.tensor, holders)
-        return Sharding(spec_of(own.dtype, array.global_shape), backend, (local,), memory)
+        return Sharding(spec_of(own.dtype, array.global_shape), backend, (local,), memory, is_by_hand=True)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)

@@ -300,7 +300,7 @@ def _leave_together(cluster: Cluster, count: int) -> None:
     cluster.add("leaving", 1)
     end_at = time.monotonic() + PATIENCE_SECONDS
     while cluster.rank == 0 and cluster.add("leaving", 0) < count and time.monotonic() < end_at:
-        time.sleep(0.01)
+        time.sleep(0.01)  # It is a counter, and only values can be waited for.
 
 
 def _watch(heartbeat: Heartbeat, ranks: tuple[int, ...] | None) -> None:
@@ -308,7 +308,7 @@ def _watch(heartbeat: Heartbeat, ranks: tuple[int, ...] | None) -> None:
     end_at = time.monotonic() + 2 * PATIENCE_SECONDS
     while time.monotonic() < end_at:
         heartbeat.check(ranks)
-        time.sleep(0.01)
+        time.sleep(0.01)  # A heartbeat is asked; it calls nobody.
 
 
 def _expect(kind: type[HoldfastError], call: Callable[[], object]) -> HoldfastError:

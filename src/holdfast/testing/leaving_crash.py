@@ -114,12 +114,14 @@ def train(directory: Path, store: Path, total: int, rank: int, tell: Callable[[s
             tell(f"begun {run.step}")
             for step in run.steps(total):
                 learner.learn()
+                # A step takes a while, so that blows strike within one and between two.
                 time.sleep(_STEP_SECONDS)
                 if faults:
                     raise ValueError("struck")
                 cluster.set(f"at/{rank}", str(step).encode())
                 # Nobody is more than a step ahead.
                 while step > int(cluster.wait_get(f"at/{1 - rank}", PATIENCE_SECONDS)):
+                    # The key holds a value already, and a store can wait for the first one only.
                     time.sleep(_STEP_SECONDS / 4)
     except SystemExit as leaving:
         return int(str(leaving.code))

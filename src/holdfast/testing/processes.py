@@ -16,6 +16,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 _LOOK_SECONDS: Final = 0.01
+
+_REAPED_SECONDS: Final = 60.0
+"""How long a process that was killed may take to be gone; one that hangs in the kernel is not waited for longer."""
+
 _SHOWN_CHARACTERS: Final = 4000
 
 
@@ -66,7 +70,7 @@ class Workers:
                     return record[key]
             if ended or time.monotonic() > end_at:
                 raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # It prints into a file, which nobody can wait for.
 
     def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
         """**Blocks.** Waits until a process has printed a line that begins so.
@@ -78,7 +82,7 @@ class Workers:
         while not any(line.startswith(beginning) for line in self.text(number).splitlines()):
             if self._processes[number].poll() is not None or time.monotonic() > end_at:
                 raise AssertionError(f"process {number} has not printed {beginning!r}\n{self.report(number)}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # As above.
 
     def wait(self, timeout_seconds: float, numbers: Sequence[int] | None = None) -> list[int]:
         """**Blocks.** Waits until these processes, or all, have ended.
@@ -142,14 +146,14 @@ class Workers:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(_REAPED_SECONDS)
         mark = f"{_MARK}={self._directory}".encode()
         # Again, as long as one may have started another before it was killed.
         while left := [pid for pid in _running() if mark in _environment_of(pid)]:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # They are no children of this process, which so cannot wait for them.
 
     def _path(self, number: int, kind: str) -> Path:
         return self._directory / f"{number}.{kind}"

@@ -7,7 +7,8 @@ from typing import Any
 from jax._src import distributed
 from jax.errors import JaxRuntimeError
 
-from holdfast.cluster.joined import JOIN_SECONDS, JoinedCluster
+from holdfast.cluster.joined import JoinedCluster
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 
 

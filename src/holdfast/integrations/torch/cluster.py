@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch.distributed
 
 from holdfast.cluster.engine import Connect
-from holdfast.cluster.joined import JOIN_SECONDS, JoinedCluster
+from holdfast.cluster.joined import JoinedCluster
 from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 
 # What it exports depends on how torch was built, so that it has no types to go by.

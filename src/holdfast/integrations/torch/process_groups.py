@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch.distributed
 
-from holdfast.cluster.joined import JOIN_SECONDS
+from holdfast.deadlines import JOIN_SECONDS
 from holdfast.integrations.torch.cluster import open_environment
 
 # What it exports depends on how torch was built, so that it has no types to go by.

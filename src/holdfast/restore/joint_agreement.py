@@ -1,0 +1,215 @@
+"""How the workers of a job restore the same checkpoint, or none of them anything.
+
+A restore goes in stages. All workers are through with one before any begins the next, so that nothing live is touched
+before all have seen the checkpoint and found that it fits, and damage that one finds takes all to the older one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from holdfast.catalog import is_committed
+from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.cluster.rendezvous import LEADER
+from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
+from holdfast.format.digests import digest
+from holdfast.format.manifest import MAX_MANIFEST_BYTES
+from holdfast.format.names import StepName, parse_step_directory
+from holdfast.storage.protocol import Storage
+
+SIGHT_SECONDS: Final = 30.0
+"""How long what one node sees may stay unseen on another: network file systems remember for a while."""
+
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+_FIRST_PATIENCE_SECONDS: Final = 0.05
+_MOST_NAMES: Final = 10_000
+_DAMAGED: Final = "damaged"
+
+
+class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker has to say at the end of a stage.
+
+    Attributes:
+        failure: Its error, if it has one.
+        is_damage: Whether that is damage of the checkpoint.
+        step: The step that was asked for.
+        names: The directories that it would try, the best first.
+        seen: What tells the manifest that it sees from any other; empty if it sees none.
+        is_open: Whether that is to be looked at once more.
+        is_gone: Whether the checkpoint has been removed.
+    """
+
+    failure: Failure | None = None
+    is_damage: bool = False
+    step: int | None = None
+    names: tuple[str, ...] = ()
+    seen: str = ""
+    is_open: bool = False
+    is_gone: bool = False
+
+
+class JointAgreement:
+    """Several workers. Each method is collective.
+
+    Each raises `PeerError` if another worker has failed, `AbsentError` if one does not come or dies, and `ClusterError`
+    if the job's store does not answer.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
+        """See `Agreement`; the leader's choice is that of all."""
+        error: HoldfastError | None = None
+        names: tuple[StepName, ...] = ()
+        try:
+            names = find()
+        except HoldfastError as problem:
+            error = problem
+        # Of the others it is enough to know whether they see any.
+        told = tuple(name.directory for name in names[: _MOST_NAMES if self._peers.is_leader else 1])
+        answer = self._confer(_Report(self._describe(error), step=step, names=told), _decide_names)
+        if answer.failure is not None:
+            self._raise(answer.failure, error)
+        chosen = tuple(name for directory in answer.names if (name := parse_step_directory(directory)) is not None)
+        return chosen
+
+    def see(self, storage: Storage, name: StepName) -> None:
+        """See `Agreement`.
+
+        What the leader sees may come into sight with the others yet. But it may also be removed meanwhile, for all of
+        them: so the leader looks again as often as they do, and where it sees nothing, nobody waits.
+        """
+        sight_seconds = min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
+        end_at = time.monotonic() + sight_seconds
+        patience_seconds = 0.0
+        names = (make_sendable(f"{storage.url}/{name.manifest_path}"),)
+        is_open = True
+        while is_open:
+            error: HoldfastError | None = None
+            seen = ""
+            try:
+                seen = self._find_seen(storage, name, patience_seconds)
+            except HoldfastError as problem:
+                error = problem
+            report = _Report(self._describe(error), seen=seen, names=names, is_open=time.monotonic() < end_at)
+            answer = self._confer(report, _decide_seen)
+            if answer.failure is not None:
+                self._raise(answer.failure, error)
+            patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, sight_seconds / 4)
+            is_open = answer.is_open
+
+    def is_gone(self, storage: Storage, name: StepName) -> bool:
+        """See `Agreement`; the leader's look is that of all."""
+        error: HoldfastError | None = None
+        is_gone = False
+        try:
+            is_gone = self._peers.is_leader and not is_committed(storage, name)
+        except HoldfastError as problem:
+            error = problem
+        answer = self._confer(_Report(self._describe(error), is_gone=is_gone), _follow_leader)
+        if answer.failure is not None:
+            self._raise(answer.failure, error)
+        return answer.is_gone
+
+    def run(self, stage: Callable[[], None]) -> DamageError | None:
+        """See `Agreement`."""
+        error: Exception | None = None
+        try:
+            stage()
+        except Exception as problem:  # noqa: BLE001  Whatever it is, the others have to hear of it.
+            error = problem
+        is_damage = isinstance(error, DamageError)
+        answer = self._confer(_Report(self._describe(error), is_damage), _decide_stage)
+        if answer.failure is None:
+            return None
+        if not answer.is_damage:
+            self._raise(answer.failure, None if is_damage else error)
+        if isinstance(error, DamageError):
+            return error
+        return DamageError(self._peers.make_error(answer.failure).message, hint=answer.failure.hint)
+
+    def _confer(self, report: _Report, decide: Callable[[list[_Report]], _Report]) -> _Report:
+        def decide_encoded(records: list[bytes]) -> bytes:
+            return msgspec.json.encode(decide([msgspec.json.decode(record, type=_Report) for record in records]))
+
+        answer = self._peers.confer(msgspec.json.encode(report), decide_encoded, "the restore")
+        return msgspec.json.decode(answer, type=_Report)
+
+    def _find_seen(self, storage: Storage, name: StepName, patience_seconds: float) -> str:
+        end_at = time.monotonic() + patience_seconds
+        pause_seconds = 0.01
+        while True:
+            try:
+                return digest(storage.read(name.manifest_path, MAX_MANIFEST_BYTES))
+            except NotFoundError:
+                # What the leader does not see is not there.
+                if self._peers.is_leader or time.monotonic() >= end_at:
+                    return ""
+            except DamageError:
+                return _DAMAGED  # All that see the same will find out what it is.
+            # No file system tells what another node has made on it.
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _describe(self, error: BaseException | None) -> Failure | None:
+        return None if error is None else self._peers.describe(error)
+
+    def _raise(self, failure: Failure, own: Exception | None) -> None:
+        """Raises what this worker has to say itself, or else what another one says."""
+        raise self._peers.make_error(failure) if own is None else own
+
+
+def _decide_names(reports: list[_Report]) -> _Report:
+    """**Pure.** What all are to try."""
+    leader = reports[LEADER]
+    for rank, report in enumerate(reports):
+        if report.step != leader.step:
+            text = f"it restores {_name_request(report.step)}, and rank 0 {_name_request(leader.step)}"
+            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers have to restore the same step."))
+    for rank, report in enumerate(reports):
+        if report.failure is not None and not (leader.names and report.failure.kind == NoCheckpointError.__name__):
+            # What the leader sees and another one does not may come into sight yet.
+            return _Report(report.failure)
+        if report.names and not leader.names:
+            text = f"it sees {report.names[0]}, and rank 0 sees no checkpoint"
+            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
+    return leader
+
+
+def _decide_seen(reports: list[_Report]) -> _Report:
+    """**Pure.** Whether all see the same manifest. If the leader sees none, all will find that there is none."""
+    leader = reports[LEADER]
+    for report in reports:
+        if report.failure is not None:
+            return _Report(report.failure)
+    for rank, report in enumerate(reports):
+        if leader.seen and report.seen != leader.seen:
+            if not report.seen and leader.is_open:
+                return _Report(is_open=True)
+            what = "is not what rank 0 sees there" if report.seen else "is not there for it, but for rank 0"
+            text = f"{report.names[0]} {what}"
+            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
+    return _Report()
+
+
+def _follow_leader(reports: list[_Report]) -> _Report:
+    """**Pure.** What the leader has found."""
+    return reports[LEADER]
+
+
+def _decide_stage(reports: list[_Report]) -> _Report:
+    """**Pure.** How a stage has gone: an error counts more than damage, since it ends the restore."""
+    failed = [report for report in reports if report.failure is not None]
+    return min(failed, key=lambda report: report.is_damage, default=_Report())
+
+
+def _name_request(step: int | None) -> str:
+    return "the newest step" if step is None else f"step {step}"
+
+
+_SIGHT_HINT: Final = "All workers have to use one directory: is it on a file system that all nodes share?"

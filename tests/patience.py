@@ -1,0 +1,30 @@
+"""How long tests wait for processes: long, and not for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE_SECONDS = 120.0
+"""After so long a process that says nothing is killed."""
+
+
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kills the process if the block takes longer: as a platform does, and so that nobody reads from it for ever."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that a process prints; empty if it ends, or says nothing until it is killed."""
+    assert process.stdout is not None
+    with killed_after(PATIENCE_SECONDS, process):
+        return process.stdout.readline()

@@ -1,0 +1,122 @@
+"""Shards that were made by hand: what all workers hold together is looked at before a step is committed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cluster import Cluster
+from holdfast.errors import PeerError, SaveFailedError, UsageError
+from holdfast.storage import LocalStorage
+from holdfast.testing.memory_engine import run_workers
+from whole_runs import check_whole
+
+PATIENCE_SECONDS = 30.0
+
+Rows = Callable[[int], tuple[int, int]]
+
+
+class CountingStorage(LocalStorage):
+    """Counts how often an index is read."""
+
+    reads = 0
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        self.reads += "/index-" in path
+        return super().read(path, limit_bytes)
+
+
+def shard(begin: int, end: int, length: int, holders: Any = None, value: float = 1.0) -> hf.Shard:
+    return hf.Shard(np.full((end - begin, 3), value), (length, 3), (begin, 0), holders=holders)
+
+
+def save(directory: Path, world_size: int, states: Callable[[int], dict[str, Any]], steps: int = 1) -> list[Any]:
+    """What comes of the saves of all workers: None, or the causes of their failure, by rank; and what was read."""
+
+    def work(cluster: Cluster) -> Any:
+        storage = CountingStorage(directory)
+        checkpoint = hf.Checkpoint(whole=np.ones(4), **states(cluster.rank))
+        causes = []
+        with hf.CheckpointManager(storage, checkpoint, cluster=cluster, failures_allowed=99) as manager:
+            for step in range(1, steps + 1):
+                try:
+                    manager.save(step).wait_committed(PATIENCE_SECONDS)
+                except SaveFailedError as error:
+                    causes.append(error.__cause__)
+        return causes, storage.reads
+
+    return run_workers(world_size, work)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        # The fifth row is nobody's.
+        (lambda rank: (0, 4) if rank == 0 else (5, 9), r"is incomplete: 24 of its 27 elements"),
+        # The first one.
+        (lambda rank: (1, 4) if rank == 0 else (4, 9), r"is incomplete: 24 of its 27 elements"),
+        # As many as there are, but not each of them once.
+        (lambda rank: [(0, 3), (3, 6), (3, 6)][rank], r"is incomplete: 18 of its 27 elements"),
+        (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: worker 0 has .*, worker 1 has "),
+    ],
+)
+def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: Rows, text: str) -> None:
+    def states(rank: int) -> dict[str, Any]:
+        return {"table": shard(*rows(rank), 9), "other": shard(2 * rank, 2 * rank + 2, 2 * world_size)}
+
+    world_size = 3 if "18" in text else 2
+    (causes, _), *others = save(tmp_path, world_size, states)
+    (cause,) = causes
+    assert isinstance(cause, UsageError)
+    cause_text = cause.message
+    assert cause_text.startswith("'table', which worker 0 names, ")
+    assert "offsets" in cause.hint
+    assert re.search(text, cause_text)
+    for (other,), _ in others:
+        assert isinstance(other, PeerError)
+        assert (other.rank, other.kind, other.text) == (0, "UsageError", cause_text)
+    assert check_whole(tmp_path) == []
+
+
+def test_the_same_box_with_other_values_ends_the_save(tmp_path: Path) -> None:
+    def states(rank: int) -> dict[str, Any]:
+        return {"table": shard(*((0, 4), (4, 9), (4, 9))[rank], 9, value=float(rank))}
+
+    ((cause,), _), *_ = save(tmp_path, 3, states)
+    assert isinstance(cause, UsageError)
+    assert "workers 1 and 2 have different values" in cause.message
+
+
+def test_what_is_covered_is_saved_and_no_index_is_read_for_it(tmp_path: Path) -> None:
+    def states(rank: int) -> dict[str, Any]:
+        pair = rank // 2
+        return {
+            "table": shard(2 * rank, 2 * rank + 2, 8),
+            "columns": hf.Shard(np.ones((5, 1)), (5, 4), (0, rank)),
+            "pairs": shard(4 * pair, 4 * pair + 4, 8, holders=(2 * pair, 2 * pair + 1)),
+            "empty": shard(0, 0, 0),
+            "scalar": hf.Shard(np.array(1.0), (), (), holders=range(4)),
+            "one": shard(0, 7 if rank == 0 else 0, 7),
+        }
+
+    assert [causes for causes, _ in save(tmp_path / "run", 4, states, steps=2)] == [[]] * 4
+    plain = save(tmp_path / "plain", 4, lambda rank: {}, steps=2)
+    assert [reads for _, reads in save(tmp_path / "again", 4, states, steps=2)] == [reads for _, reads in plain]
+    assert check_whole(tmp_path / "run") == [1, 2]
+
+
+def test_the_same_box_twice_is_no_gap_as_long_as_its_values_are_the_same(tmp_path: Path) -> None:
+    def states(rank: int) -> dict[str, Any]:
+        return {"table": shard(*((0, 4), (4, 9), (4, 9))[rank], 9)}
+
+    (causes, reads), *_ = save(tmp_path / "run", 3, states, steps=2)
+    _, plain = save(tmp_path / "plain", 3, lambda rank: {}, steps=2)[0]
+    assert causes == []
+    assert reads - plain == 2 * 3, "the index of each worker, at each save"
+    assert check_whole(tmp_path / "run") == [1, 2]
