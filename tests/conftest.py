@@ -9,7 +9,9 @@ import pytest
 pytest_plugins = ("command_line",)
 
 # How long an example takes says nothing but how busy the machine is.
-hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.register_profile(
+    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("no deadline")
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.

@@ -34,6 +34,7 @@ from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
+LONGEST_SECONDS = 100
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -98,8 +99,14 @@ class Learned:
     def meet(self) -> None:
         """Waits until all workers are in this step, as a collective does: for ever, if one of them never comes."""
         self.cluster.set(f"step/{self.steps}/{RANK}", b"")
-        for rank in range(WORLD_SIZE):
-            self.cluster.wait_get(f"step/{self.steps}/{rank}", 1000)
+        rank = 0
+        while rank < WORLD_SIZE:
+            try:
+                self.cluster.wait_get(f"step/{self.steps}/{rank}", 1000)
+                rank += 1
+            except Exception:
+                if OPTIONS.get("swallow") != "step":
+                    raise
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": self.values, "steps": self.steps}
@@ -152,6 +159,8 @@ def make_termination() -> hf.TerminationConfig:
         calls.append(1)
         say("exit_fn")
         if len(calls) > OPTIONS["returns"]:
+            if "exit_error" in OPTIONS:
+                raise ERRORS[OPTIONS["exit_error"]]()
             sys.exit(7)
 
     def watch() -> bool:
@@ -212,7 +221,11 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
             say("calls", handler.total_run_calls)
             SAVE.append(lambda: manager.save(handler.total_run_calls))
             pause("before")
-            LOOPS[OPTIONS["loop"]](handler, learned)
+            try:
+                LOOPS[OPTIONS["loop"]](handler, learned)
+            finally:
+                pause("finally")
+                time.sleep(OPTIONS.get("finally_seconds", 0.0))
             pause("after")
         if learned.steps not in manager.steps():
             manager.save(learned.steps)
@@ -223,7 +236,11 @@ def loop_run(handler: hf.PreemptionCheckpointHandler, learned: Learned) -> None:
     while handler.total_run_calls < OPTIONS["total"]:
         if learned.steps == OPTIONS.get("return_after"):
             return
-        assert handler.run(learned.step) == handler.total_run_calls == learned.steps
+        try:
+            assert handler.run(learned.step) == handler.total_run_calls == learned.steps
+        except Exception:
+            if OPTIONS.get("swallow") != "run":
+                raise
         evaluate(learned, handler.checkpointable())
 
 
@@ -248,6 +265,8 @@ LOOPS: dict[str, Callable[[hf.PreemptionCheckpointHandler, Learned], None]] = {
 
 
 def main() -> None:
+    # Whoever waits for this process waits no longer than that.
+    signal.alarm(LONGEST_SECONDS)
     if "signals_before" in OPTIONS:
         signal.signal(signal.SIGTERM, lambda number, frame: say("mine"))
     random.seed(1 + RANK)

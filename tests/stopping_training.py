@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,8 @@ def train(directory: Path, total: int, what: str) -> None:
             gradient = torch.rand(1000)
             if what in ("fails", "lingers") and (rank, step) == (1, 5):
                 raise ValueError("the loss is no number")
+            if what == "asked" and (rank, step) == (1, 20):
+                os.kill(os.getpid(), signal.SIGTERM)
             # Nobody gets out of this before all are in it.
             dist.all_reduce(gradient)
             weights += gradient
@@ -57,4 +60,6 @@ def main(directory: Path, total: int, what: str) -> None:
 
 
 if __name__ == "__main__":
+    # Whoever waits for this process waits no longer than that.
+    signal.alarm(300)
     main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

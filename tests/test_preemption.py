@@ -22,7 +22,7 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.storage import LocalStorage
-from patience import PATIENCE_SECONDS, killed_after
+from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 
 LOOPS = ["resumable", "run", "steps", "own"]
@@ -197,6 +197,43 @@ def test_a_third_signal_leaves_at_once(tmp_path: Path, jobs: list[Job]) -> None:
     assert steps_of(tmp_path) == []
 
 
+def test_signals_on_the_way_out_do_not_change_the_exit_code(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=[3])
+    jobs.append(job)
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    job.go_on()
+    job.wait_for_error("leaving with exit code 42")
+    while job.process.poll() is None:
+        job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+
+
+EXIT_CAUGHT = """
+import os, signal, sys
+import holdfast as hf
+
+for life in range(2):
+    state = {"value": life}
+    try:
+        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100), preemption=CONFIG) as run:
+            for step in run.steps(100):
+                if step == 3 * life + 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as leaving:
+        print(leaving.code, run.step)
+"""
+
+
+def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> None:
+    # With the same sources, and with others.
+    for number, config in enumerate(("hf.TerminationConfig()", "'auto'")):
+        script = f"import holdfast as hf\nCONFIG = {config}\n{EXIT_CAUGHT}"
+        command = [sys.executable, "-c", script, str(tmp_path / str(number))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
+
+
 def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path) -> None:
     done = run_python(
         """
@@ -249,20 +286,22 @@ def test_a_second_signal_ends_the_grace_period(tmp_path: Path, jobs: list[Job]) 
     assert last > 1, "it trained on until the second signal"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_within_the_grace_period_training_goes_on_and_ends_in_time(tmp_path: Path, jobs: list[Job], loop: str) -> None:
+@pytest.mark.parametrize("loop", ["resumable", "own"])
+def test_within_the_grace_period_it_is_saved_at_once_and_again(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=[1], total=10**9, step_seconds=0.01, grace=6)
     notify(job, jobs)
-    with killed_after(6, job.process):
-        job.go_on()
-        assert job.end() == 42, job.errors
-    first, last = steps_of(tmp_path)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    first, *later = steps_of(tmp_path)
     assert first == 2
-    assert last > 10
+    # On a busy machine there may be no time for another one.
+    assert len(later) <= 1
+    leaving = [event for event in events_of(tmp_path) if isinstance(event, Leaving)]
+    assert ["may take" in event.reason for event in leaving] == [True]
 
 
 def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, pause=[1], step_seconds=1.5, grace=4)
+    job = Job(tmp_path, pause=[1], step_seconds=3, grace=8)
     notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
@@ -272,9 +311,8 @@ def test_a_step_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[
 def test_a_save_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[3], every=2, total=10**9, step_seconds=0.05, disk_seconds=1.0, grace=9)
     notify(job, jobs)
-    with killed_after(9, job.process):
-        job.go_on()
-        assert job.end() == 42, job.errors
+    job.go_on()
+    assert job.end() == 42, job.errors
     leaving = [event for event in events_of(tmp_path) if isinstance(event, Leaving)]
     assert [(event.step, event.error) for event in leaving] == [(steps_of(tmp_path)[-1], "")]
 
@@ -458,7 +496,7 @@ def test_a_deadline_of_the_source_is_kept_by_itself(tmp_path: Path) -> None:
                     source.say(Demand.LEAVE_BY, left_seconds=2.5)
     assert leaving.value.code == 42
     assert steps_of(tmp_path)[0] == 2
-    assert len(done) > 2
+    assert len(done) >= 2
     assert source.left == 1
 
 
@@ -533,6 +571,23 @@ def test_several_handlers_of_one_checkpoint_have_one_count(tmp_path: Path) -> No
             second.close()
             first.close()
             manager.save(first.total_run_calls)
+
+
+def test_handlers_of_two_managers_are_refused(tmp_path: Path) -> None:
+    first, _ = manager_of(tmp_path / "first")
+    second, state = manager_of(tmp_path / "second")
+    with first, second, hf.PreemptionCheckpointHandler(first):
+        with pytest.raises(UsageError, match="another run or handler listens"):
+            hf.PreemptionCheckpointHandler(second)
+        with (
+            pytest.raises(UsageError, match="another run or handler listens"),
+            hf.resumable(tmp_path / "x", state=state),
+        ):
+            pass
+        with hf.resumable(tmp_path / "y", state=state, preemption="off"):
+            pass
+    with hf.PreemptionCheckpointHandler(manager_of(tmp_path / "third")[0]):
+        pass
 
 
 def test_a_handler_joins_a_run_that_was_begun_without_one(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_a_worker_ends_when_its_process_tells_it_to() -> None:
     ready = multiprocessing.get_context("fork").Event()
     worker = multiprocessing.get_context("fork").Process(target=serve, args=(ready,))
     worker.start()
-    ready.wait()
+    ready.wait(30)
     worker.terminate()
-    worker.join()
+    worker.join(30)
     print(worker.exitcode)
     """
     ended = subprocess.run(

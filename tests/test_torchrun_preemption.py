@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -23,9 +22,9 @@ PATIENCE_SECONDS = 120.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{':'.join(sys.path)}"}
 
 
-def start_torchrun(workers: Workers, directory: Path, total: int, restarts: int) -> int:
+def start_torchrun(workers: Workers, directory: Path, total: int, restarts: int, what: str = "-") -> int:
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-    command = python("-m", "torch.distributed.run", *options, TRAINING, directory, str(total), "-")
+    command = python("-m", "torch.distributed.run", *options, TRAINING, directory, str(total), what)
     return workers.start(command, ENVIRONMENT)
 
 
@@ -51,10 +50,7 @@ def test_a_worker_that_is_asked_to_leave_takes_the_other_along_and_torchrun_star
     with Workers(tmp_path) as workers:
         untouched = start_torchrun(workers, tmp_path / "untouched", 60, 0)
         assert workers.wait(PATIENCE_SECONDS, [untouched]) == [0], workers.report(untouched)
-        asked = start_torchrun(workers, tmp_path / "asked", 60, 1)
-        workers.wait_said(asked, "reached", PATIENCE_SECONDS)
-        process = next(r["process"] for r in workers.records(asked) if r["rank"] == 1 and "begun" in r)
-        os.kill(process, signal.SIGTERM)
+        asked = start_torchrun(workers, tmp_path / "asked", 60, 1, "asked")
         assert workers.wait(PATIENCE_SECONDS, [asked]) == [0], workers.report(asked)
         left = [step for step in steps_of(tmp_path / "asked") if step != 60]
         assert len(left) == 1

@@ -289,6 +289,8 @@ class Run:
             self._finish_step()
             self._guard.pass_last(self.step, is_over=True)
             self._save_last()
+            self.manager.wait()
+            self._guard.pass_end(self.step)
             self.manager.close()
         except Exception as error:
             self._end_badly(error)

@@ -84,7 +84,7 @@ class Accord:
         """This worker wants all to do that. It is called for at once, or in the next round."""
         with self._lock:
             asked = 0 if self._asked is None else self._asked[0].wanted
-            if self._is_over or max(self._agreement.called or 0, asked) >= call.wanted:
+            if max(self._agreement.called or 0, asked) >= call.wanted:
                 return
             self._asked = (call, time.monotonic())
             self._agreement, deeds = self._agreement.wish(Wanted(call.wanted))
@@ -123,6 +123,19 @@ class Accord:
             if may:
                 self.begun = self.mishaps.certain = step
             return may
+
+    @property
+    def verdict(self) -> Outcome | None:
+        """What has come of the last save altogether; None before that is known."""
+        return self._verdict
+
+    def find_call(self) -> CallRecord | None:
+        """**Blocks** for a moment. What was called for since this worker has come to its end, if anything was."""
+        number = self._agreement.round
+        found: list[CallRecord | None] = []
+        self.herald.send(lambda: found.append(self._board.read(CallRecord, "call", number)))
+        self.herald.wait(lambda: bool(found), time.monotonic() + _HEARD_SECONDS)
+        return next(iter(found), None)
 
     def conclude(self, outcome: Outcome, end_at: float | None) -> Outcome:
         """**Blocks.** Tells what has come of the last save here.

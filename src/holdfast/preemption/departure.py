@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
-from holdfast.errors import DeadlineError, HoldfastError, SaveFailedError
+from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Event, Leaving
 from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -101,6 +103,8 @@ class Departure:
                 save_fn = self._config.save_fn
                 saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
                 self.wait_committed(saved, end_at)
+            except PeerError:
+                raise  # The training thread was interrupted: nobody can save any more.
             except DeadlineError as late:
                 return late.message
             except Exception as failure:  # noqa: BLE001  It may be the user's code, and the exit has to say so.
@@ -172,6 +176,17 @@ class Departure:
             return self._manager.latest_step()
         except HoldfastError:
             return None  # The place is gone: that is what the error says already.
+
+
+def end_by(error: BaseException) -> NoReturn:
+    """**Blocks.** Ends the process from any thread as an error does that nobody catches; nothing is unwound."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        end_process(1)
+    if error.code is not None and not isinstance(error.code, int):
+        print(error.code, file=sys.stderr)  # noqa: T201
+        end_process(1)
+    end_process(error.code or 0)
 
 
 def _until(end_at: float | None) -> float | None:

@@ -14,13 +14,13 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
-from holdfast.preemption.departure import Departure, Saves
+from holdfast.preemption.departure import Departure, Saves, end_by
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
 from holdfast.preemption.hearing import Hearing
 from holdfast.preemption.notices import Demand
+from holdfast.preemption.posts import Post, take_post
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -59,6 +59,7 @@ class Guard:
         self.is_tentative = False
         self._manager = manager
         self._save_fn = config.save_fn
+        self._has_exit_fn = config.exit_fn is not None
         self._keep = keep
         self._departure = Departure(manager, config, keep, self.hearing.note_leaving)
         self._process = os.getpid()
@@ -76,13 +77,16 @@ class Guard:
         self._rest: Rest | None = None
         self._closed = False
         self._ended: Gate | None = None
+        self._post: Post | None = None
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
 
         Raises:
-            UsageError: If a source cannot be used here.
+            UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
+        if self.hearing.listens:
+            self._post = take_post(self._manager)
         self._ended = start_thread(self._serve, "holdfast-guard")
         try:
             self.hearing.open()
@@ -96,6 +100,8 @@ class Guard:
             return
         with self._lock:
             self._closed = True
+        if self._post is not None:
+            self._post.leave()
         self.hearing.close()
         if self._ended is None or self._ended.wait(_END_SECONDS):
             self.hearing.dispose()
@@ -160,6 +166,16 @@ class Guard:
             SystemExit: When it leaves.
         """
         self.pass_boundary(step)
+
+    def pass_end(self, step: int) -> None:
+        """The last step is committed, and the loop is about to be left for good.
+
+        Args:
+            step: How many steps are complete.
+
+        Raises:
+            SystemExit: If another worker was asked to leave before it had come so far.
+        """
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """Training is ended by an error.
@@ -227,7 +243,13 @@ class Guard:
         """Leaves; if the user's `exit_fn` returns, training goes on, and a later notice works again."""
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
         advice, count = self.hearing.advice(), self.hearing.count
-        self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
+        if error or not self._has_exit_fn:
+            self.hearing.take_no_more()
+        try:
+            self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
+        except SystemExit:
+            self.hearing.take_no_more()
+            raise
         self.leaving = False
         self._forget(count)
 
@@ -289,8 +311,7 @@ class Guard:
             begun_at = time.monotonic()
             error = rest.save()
             if rest.changed:
-                text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
-                self._manager.emit(Warned(text=text, step=rest.step))
+                self._tell_changed(rest)
             elif verdict.action is Action.SAVE:
                 # What comes after a rest in which there was nothing to be saved is saved when it is there.
                 if rest.mark is not None or outlook.demand is Demand.SAVE:
@@ -301,8 +322,12 @@ class Guard:
                     error = self._wait_for(rest.saved, outlook)
                 try:
                     self._leave(rest.step, verdict.reason, error, time.monotonic() - begun_at)
-                except SystemExit as leaving:
-                    end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+                except BaseException as error:  # noqa: BLE001  The program ends by it, in which thread soever.
+                    end_by(error)
+
+    def _tell_changed(self, rest: Rest) -> None:
+        text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
+        self._manager.emit(Warned(text=text, step=rest.step))
 
     def _tell_if_late(self) -> None:
         """Says once that a step does not end: what it is doing cannot be saved."""

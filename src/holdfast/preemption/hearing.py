@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Hearing:
         self.patient = False
         self._config = config
         self._emit = emit
-        sources = config.make_sources()
+        sources = self._sources = config.make_sources()
         self._numbers = {number for source in sources if isinstance(source, Signals) for number in source.numbers}
         self._bell = Wakeup()
         self._watch = Watch(sources, self.hear, emit)
@@ -55,8 +56,14 @@ class Hearing:
         # Only grows. What stands before `_settled` has been dealt with, what stands before `_told` is an event.
         self._heard: list[Heard] = []
         self._settled = 0
+        self._takes_more = True
         self._told = 0
         self._rung: list[int] = []
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is anything to be heard but Ctrl-C."""
+        return any(not isinstance(source, Signals) or {*source.numbers} - {signal.SIGINT} for source in self._sources)
 
     @property
     def pending(self) -> list[Heard]:
@@ -130,6 +137,18 @@ class Hearing:
             self.alarmed = True
             self._bell.ring()
 
+    def take_no_more(self) -> None:
+        """The process is on its way out, with an exit code that says what became of the state. No signal changes that.
+
+        Launchers send several, one at the notice and one at the end. But a person who presses Ctrl-C again does not
+        want to wait.
+        """
+        self._takes_more = False
+        is_launched = self._interrupts_taken == _MOST_SIGNALS
+        for source in self._sources:
+            if isinstance(source, Signals):
+                source.absorb(() if is_launched else (signal.SIGINT,))
+
     def note_leaving(self) -> None:
         """**Blocks.** Tells the sources that all is saved and the process leaves."""
         self._watch.note_leaving()
@@ -151,7 +170,7 @@ class Hearing:
             self._emit(
                 NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
             )
-        if len(self._rung) > _MOST_SIGNALS:
+        if len(self._rung) > _MOST_SIGNALS and self._takes_more:
             self._end_if_stuck()
 
     def _end_if_stuck(self) -> None:

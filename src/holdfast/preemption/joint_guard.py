@@ -6,26 +6,26 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
 
 from holdfast.cluster.joining import name_ranks
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError
-from holdfast.events import Warned
 from holdfast.preemption.accord import Accord, Turn
 from holdfast.preemption.agreement import Wanted
 from holdfast.preemption.board import CallRecord, Outcome
-from holdfast.preemption.departure import ATTEMPTS, Saves
-from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
+from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
+from holdfast.preemption.grace import Action, Outlook, decide, has_time_to_save
 from holdfast.preemption.guard import Guard, end_at_of
-from holdfast.preemption.mishaps import is_of_save
+from holdfast.preemption.mishaps import is_cause, is_of_save
 from holdfast.preemption.notices import Demand
+from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.company import Company
-from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -36,8 +36,6 @@ _AGREE_SECONDS: Final = 1.0
 
 _OWN_FAILURE_SECONDS: Final = 2.0
 """How long to wait for this worker's own failure, when another has heard of the same one first."""
-
-_WARN_SECONDS: Final = 10.0
 
 
 class JointGuard(Guard):
@@ -65,16 +63,18 @@ class JointGuard(Guard):
         self._herald = self._accord.herald
         self._rescue = Rescue(self._mishaps)
         self._is_told = False
-        self._waiting_since: float | None = None
-        self._is_wait_told = False
+        self._patience = Patience(company.peers, self._herald, manager.emit)
+        # Whether all are about to leave together, and it is not known yet what comes of it.
+        self._is_leaving_together = False
+        self._is_over = False
         # What the training thread had begun before it rested.
         self._begun_before = 0
 
     def open(self) -> None:
         """See `Guard`."""
+        super().open()
         self._rescue.open()
         self._herald.open()
-        super().open()
 
     def close(self) -> None:
         """See `Guard`."""
@@ -119,10 +119,12 @@ class JointGuard(Guard):
         """
         self._measure(step)
         accord, mishaps = self._accord, self._mishaps
-        # In this order: what is pledged for this worker is never less than what it has begun.
-        accord.begun = step + 1
+        is_asked = self.hearing.alarmed
+        if not is_asked:
+            # In this order: what is pledged for this worker is never less than what it has begun.
+            accord.begun = step + 1
         mishaps.certain = step if self.is_tentative else step + 1
-        if accord.is_alarmed or self.hearing.alarmed or mishaps.error is not None:
+        if is_asked or accord.is_alarmed or mishaps.error is not None:
             mishaps.certain = step
             self._meet(step, arguments, options)
             mishaps.certain = step if self.is_tentative else step + 1
@@ -140,9 +142,17 @@ class JointGuard(Guard):
         self._accord.begun = self._mishaps.certain = step
         self._meet(step, (), {}, ends=True, is_over=is_over)
         if is_over:
+            self._is_over = True
             error = self._mishaps.finish(step, self._herald)
             if error is not None:
                 raise error
+
+    def pass_end(self, step: int) -> None:
+        """See `Guard`. **Blocks** for a moment."""
+        call = self._accord.find_call()
+        if call is not None and call.wanted == Wanted.LEAVE:
+            self.leaving = True
+            self._leave(step, call.reason, "", 0.0, by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """See `Guard`. **Blocks** for a moment: the others are told, and may have to tell of a cause."""
@@ -175,13 +185,13 @@ class JointGuard(Guard):
             holds = self._wish()
             turn = self._accord.arrive(step, holds=holds, ends=ends, is_over=is_over)
             if turn is Turn.GO:
-                self._waiting_since = None
+                self._patience.renew()
                 return
             if turn is Turn.STOP:
-                self._waiting_since = None
+                self._patience.renew()
                 self._stop(step, arguments, options)
                 continue
-            objection = self._find_objection(turn)
+            objection = self._patience.find_objection(turn, self.hearing.demand()[1])
             if objection:
                 if not self._is_to_leave():
                     raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
@@ -194,7 +204,8 @@ class JointGuard(Guard):
         if error is None:
             return
         self._mishaps.is_raised = True
-        if self._is_to_leave():
+        self._rescue.count_raise()
+        if self._is_to_leave() and not is_cause(error):
             self._leave_alone(step, error.message)
         if is_of_save(error):
             # It has failed here too, and comes by itself.
@@ -239,26 +250,6 @@ class JointGuard(Guard):
             return True
         return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
 
-    def _find_objection(self, turn: Turn) -> str:
-        """Why the others are not waited for any longer; an empty string if they are."""
-        now = time.monotonic()
-        self._waiting_since = self._waiting_since or now
-        waited_seconds = now - self._waiting_since
-        _, left_seconds = self.hearing.demand()
-        if turn is Turn.OUT:
-            return "the other workers have taken this one for dead, and go on without it"
-        if self._herald.trouble:
-            return self._herald.trouble
-        if (
-            left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
-        ) or waited_seconds > self._peers.timeout_seconds:
-            return f"not all workers have said within {waited_seconds:.0f} s at which step they can stop"
-        if waited_seconds > _WARN_SECONDS and not self._is_wait_told:
-            self._is_wait_told = True
-            text = f"for {waited_seconds:.0f} s, not all workers have said at which step they can stop"
-            self._manager.emit(Warned(text=text))
-        return ""
-
     def _stop(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """At the stop step."""
         call = self._accord.call
@@ -277,32 +268,51 @@ class JointGuard(Guard):
             save: Saves them, and says what went wrong.
         """
         begun_at = time.monotonic()
-        self.leaving = True
         call, stop = self._accord.call, self._accord.stop
-        assert call is not None, "all leave at a stop step"
-        assert stop is not None, "all leave at a stop step"
+        assert call is not None and stop is not None, "all leave at a stop step"  # noqa: PT018
         outlook = self._outlook()
         end_at = end_at_of(outlook)
-        if stop.absent:
-            self._leave_alone(step, f"{name_ranks(stop.absent)} of {self._peers.world_size} did not answer any more")
-            return
-        if step is not None and step > stop.step:
-            # A first step of which nobody knew that it had begun: the others have nothing to save.
-            error, step = "", stop.step
-        elif call.saves or self._early is None:
-            error = save(end_at)
-        else:
-            error = self._wait_for(self._early, outlook)
-            step = self._early_step if self._early_step is not None else step
-        if error and self._save_fn is not None:
-            # The others may be in a save of theirs that this worker takes no part in.
+        self.leaving = self._is_leaving_together = True
+        try:
+            if stop.absent:
+                self._raise_cause()
+                text = f"{name_ranks(stop.absent)} of {self._peers.world_size} did not answer any more"
+                self._leave_alone(step, text)
+                return
+            error = ""
+            if step is not None and step > stop.step:
+                # A first step of which nobody knew that it had begun: the others have nothing to save.
+                step = stop.step
+            elif call.saves or self._early is None:
+                error = save(end_at)
+            else:
+                error = self._wait_for(self._early, outlook)
+                step = self._early_step if self._early_step is not None else step
+            if error and self._save_fn is not None:
+                # The others may be in a save of theirs that this worker takes no part in.
+                self._manager.abandon()
+            if error:
+                self._raise_cause()
+            outcome = Outcome(error, self.hearing.is_by_hand(), is_proof=not error and self._save_fn is None)
+            together = self._accord.conclude(outcome, end_at)
+        except PeerError:
+            # The error of another worker ends this one, as it would in a step.
+            self.leaving = False
             self._manager.abandon()
-        outcome = Outcome(error, self.hearing.is_by_hand(), is_proof=not error and self._save_fn is None)
-        together = self._accord.conclude(outcome, end_at)
+            raise
+        finally:
+            self._is_leaving_together = False
         seconds = time.monotonic() - begun_at
         # What failed here says more than what the others have seen of it.
         told = together.error and (error or together.error)
         self._leave(step, call.reason, told, seconds, by_hand=together.by_hand)
+
+    def _raise_cause(self) -> None:
+        """Nothing can be saved together any more: raises the error of another worker from which that comes, if any."""
+        cause = self._mishaps.find_cause(self._herald)
+        if cause is not None:
+            self._mishaps.is_raised = True
+            raise cause
 
     def _leave_alone(self, step: int | None, error: str) -> None:
         """Leaves without a save, since the others cannot take part in one."""
@@ -315,7 +325,13 @@ class JointGuard(Guard):
         if error:
             # It is told, and nobody waits for the others any more.
             self._manager.abandon()
-        super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
+        try:
+            super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
+        except BaseException as failure:
+            if not error and self._has_exit_fn:
+                # On the others `exit_fn` may return, and they train on.
+                self._mishaps.tell(failure, self._herald)
+            raise
 
     # Beside the training thread.
 
@@ -323,15 +339,16 @@ class JointGuard(Guard):
         return self.hearing.alarmed or self._accord.is_alarmed or self._mishaps.error is not None
 
     def _attend(self) -> None:
-        if self.leaving or not self._is_alert():
+        if not self._is_alert() or (self.leaving and not (self._is_leaving_together and self._accord.verdict is None)):
             return
         if self._mishaps.error is not None:
             if not self._mishaps.is_raised:
                 self._rescue.press()
             return
-        self._wish(is_resting=self._rest is not None)
-        self._act_behind()
-        self._tell_if_late()
+        if not self.leaving:
+            self._wish(is_resting=self._rest is not None)
+            self._act_behind()
+            self._tell_if_late()
 
     def _act_behind(self) -> None:
         with self._lock:
@@ -339,14 +356,18 @@ class JointGuard(Guard):
             if rest is None or rest.is_refused or self._closed:
                 return
             holds = self._wish(is_resting=True)
-            turn = self._accord.arrive(rest.step or 0, holds=holds, ends=True)
+            if self._is_over:
+                # The others hear of it, and this worker leaves with them when all is saved.
+                turn = Turn.WAIT if holds else Turn.GO
+            else:
+                turn = self._accord.arrive(rest.step or 0, holds=holds, ends=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
             if turn is Turn.GO or (self._is_to_leave() and self.hearing.is_by_hand()):
                 return
             if turn is Turn.STOP:
                 self._stop_behind(rest)
                 return
-            objection = self._find_objection(turn)
+            objection = self._patience.find_objection(turn, self.hearing.demand()[1])
             if objection and self._is_to_leave():
                 self._end_behind(lambda: self._leave_alone(rest.step, objection))
 
@@ -355,44 +376,24 @@ class JointGuard(Guard):
         if call is None or stop is None:
             return
         is_safe = call.wanted == Wanted.LEAVE and (bool(stop.absent) or not call.saves)
-        if not is_safe and self._is_changed(rest):
+        if not is_safe and rest.find_change():
+            self._tell_changed(rest)
             return
         if call.wanted == Wanted.SAVE:
             count = self.hearing.count
-            self._save_rest(rest, None, attempts=1)
+            rest.save()
             self._note_early(rest.step, self._outlook(is_resting=True).demand, rest.saved, count)
         else:
-            self._end_behind(lambda: self._leave_together(rest.step, lambda end_at: self._save_rest(rest, end_at)))
+            self._end_behind(lambda: self._leave_together(rest.step, partial(self._save_rest, rest)))
         self._accord.end_round()
 
     def _end_behind(self, leave: Callable[[], None]) -> None:
         try:
             leave()
-        except SystemExit as leaving:
-            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        except PeerError:
+            self._mishaps.is_raised = False  # It is still to be raised in the training thread.
+        except BaseException as error:  # noqa: BLE001  The program ends by it, in which thread soever it was raised.
+            end_by(error)
 
-    def _is_changed(self, rest: Rest) -> bool:
-        """Whether the state is found changed, so that the loop has to be waited for."""
-        if not rest.find_change():
-            return False
-        text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
-        self._manager.emit(Warned(text=text, step=rest.step))
-        return True
-
-    def _save_rest(self, rest: Rest, end_at: float | None, attempts: int = ATTEMPTS) -> str:
-        """Saves what rests, as often as the others try; what went wrong."""
-        error = ""
-        for _ in range(attempts):
-            error = rest.save()
-            if not error and rest.saved is not None and attempts > 1:
-                error = self._try_wait(rest.saved, end_at)
-            if not error:
-                break
-        return error
-
-    def _try_wait(self, saved: SaveHandle, end_at: float | None) -> str:
-        try:
-            self._departure.wait_committed(saved, end_at)
-        except HoldfastError as failure:
-            return failure.message
-        return ""
+    def _save_rest(self, rest: Rest, end_at: float | None) -> str:
+        return rest.save_surely(ATTEMPTS, lambda saved: self._departure.wait_committed(saved, end_at))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.errors import HoldfastError, PeerError, SaveFailedError
+from holdfast.errors import AbsentError, HoldfastError, PeerError, SaveFailedError
 from holdfast.preemption.board import Board, EndRecord
 from holdfast.preemption.herald import Herald
 
@@ -28,7 +28,7 @@ class Mishaps:
         certain: How many steps the training thread has begun for certain.
         error: That another worker has failed; None if none has.
         erred_at: When that was heard, by the monotonic clock.
-        is_raised: Whether the training thread knows of an error.
+        is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
 
     def __init__(self, peers: Peers, board: Board) -> None:
@@ -61,11 +61,8 @@ class Mishaps:
             Whether there is an error that was not there before.
         """
         before = self.error
-        if is_new and self._failure is None:
-            self._failure = self._board.read(Failure, "failure")
-            if self._failure is not None:
-                self._board.count("failure-heard", 1)
-                self._err(self._failure)
+        if is_new:
+            self._look_for_failure()
         if is_new and self._end is None:
             self._end = self._board.read(EndRecord, "end")
         if self._end is not None and self._end.step < self.certain:
@@ -138,6 +135,19 @@ class Mishaps:
             return None
         return self._peers.make_error(found[0])
 
+    def find_cause(self, herald: Herald) -> PeerError | None:
+        """**Blocks** for a moment. The error that another worker has told of, whether or not it was heard before."""
+        looked: list[bool] = []
+
+        def look() -> None:
+            self._look_for_failure()
+            looked.append(True)
+
+        herald.send(look)
+        herald.wait(lambda: bool(looked), time.monotonic() + _TELL_SECONDS)
+        error = self.error
+        return error if error is not None and is_cause(error) else None
+
     def wait_heard(self, name: str, ranks: Collection[int], herald: Herald, end_at: float) -> None:
         """**Blocks.** Waits until as many have counted up there as live of these, or the time is over."""
         count = 0
@@ -149,6 +159,14 @@ class Mishaps:
         while count < len(set(ranks) - self._peers.dead) and time.monotonic() < end_at and not herald.trouble:
             herald.send(ask)
             herald.changed.wait(_TELL_SECONDS / 100)
+
+    def _look_for_failure(self) -> None:
+        """In the thread that speaks with the others."""
+        if self._failure is None:
+            self._failure = self._board.read(Failure, "failure")
+            if self._failure is not None:
+                self._board.count("failure-heard", 1)
+                self._err(self._failure)
 
     def _err(self, failure: Failure) -> None:
         if self.error is None and not self._is_over:
@@ -189,6 +207,11 @@ def _may_follow(error: BaseException, first: Failure) -> bool:
 def _fail_early(end: EndRecord, step: int) -> Failure:
     text = f"its training has ended after step {end.step}, that of another worker has come to step {step}"
     return Failure.of(end.rank, "AbsentError", text, _EARLY_HINT)
+
+
+def is_cause(error: PeerError) -> bool:
+    """**Pure.** Whether it says why that worker has failed: more than that it is missing, or that a save was."""
+    return error.kind != AbsentError.__name__ and not is_of_save(error)
 
 
 def is_of_save(error: PeerError) -> bool:

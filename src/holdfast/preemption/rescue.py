@@ -23,6 +23,16 @@ _ABORT_SECONDS: Final = 1.5
 _END_SECONDS: Final = 4.0
 """How long after the news the training thread is interrupted, its collectives are aborted, and the process is ended."""
 
+_LOOKS: Final = 12
+"""So often it was looked at by then, at the least: the whole machine may have stood still."""
+
+_CLEAN_UP_SECONDS: Final = 30.0
+"""How long it may take instead while the program deals with the error, in `finally` say."""
+
+_RAISES: Final = 3
+_RAISE_SECONDS: Final = 5.0
+"""After so many errors between two steps, and so long, a program counts as one that does not end by them."""
+
 _DRAIN_SECONDS: Final = 10.0
 """How long a save in flight may take to end before that."""
 
@@ -33,11 +43,16 @@ _COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.collect
 """By framework, where its collectives are aborted; imported by name, and only where the framework is in use."""
 
 _FRAMES: Final = 3
+_MOST_CONTEXTS: Final = 100
 _EXIT_FAILED: Final = 1
 
 
 class Rescue:
-    """Presses ever harder, until the training thread knows of the error."""
+    """Presses ever harder, until the error has come out of the training loop.
+
+    An error that is raised amid anything may be swallowed there, by `except Exception` or in a `__del__`. So as long as
+    the loop does not come to its end it is raised again, and the process is ended all the same.
+    """
 
     def __init__(self, mishaps: Mishaps) -> None:
         """Does nothing yet; `open` is called in the training thread.
@@ -51,6 +66,9 @@ class Rescue:
         self._has_handler = False
         self._is_pressed = False
         self._is_aborted = False
+        self._thrown_at: float | None = None
+        self._loose_looks = 0
+        self._raised_at: list[float] = []
 
     def open(self) -> None:
         """Makes ready to interrupt, if this is the main thread: Python interrupts no other."""
@@ -70,9 +88,17 @@ class Rescue:
                 signal.signal(_SIGNAL, self._before)
 
     def press(self) -> None:
-        """Called again and again while the training thread does not know of the error."""
-        waited_seconds = time.monotonic() - self._mishaps.erred_at
-        if waited_seconds >= _INTERRUPT_SECONDS and self._has_handler:
+        """Called again and again while the error has not come out of the training loop."""
+        now = time.monotonic()
+        waited_seconds = now - self._mishaps.erred_at
+        thrown_at = self._thrown_at
+        if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
+            self._end("does not come to its end")
+        if thrown_at is not None and self._is_in_hand():
+            return
+        # On its way from one frame to the next an error is in nobody's hand for a moment.
+        self._loose_looks += 1
+        if now - (thrown_at or self._mishaps.erred_at) >= _INTERRUPT_SECONDS and self._has_handler:
             self._is_pressed = True
             signal.pthread_kill(self._thread, _SIGNAL)
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
@@ -81,8 +107,14 @@ class Rescue:
                 if framework in sys.modules:
                     # It may hang as well.
                     start_thread(partial(_abort, module), "holdfast-abort")
-        if waited_seconds >= _END_SECONDS:
-            self._end()
+        if waited_seconds >= _END_SECONDS and self._loose_looks >= _LOOKS:
+            self._end("does not come back from what it is in" if thrown_at is None else "goes on all the same")
+
+    def count_raise(self) -> None:
+        """The error is about to be raised between two steps. Ends a program that asks for steps again and again."""
+        self._raised_at.append(time.monotonic())
+        if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
+            self._end("goes on all the same")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
@@ -90,17 +122,29 @@ class Rescue:
         error = self._mishaps.error
         # In a forked child nobody has pressed.
         if self._is_pressed and error is not None and not self._mishaps.is_raised:
-            self._mishaps.is_raised = True
+            self._is_pressed = False
+            self._thrown_at = time.monotonic()
             raise error
 
-    def _end(self) -> None:
+    def _is_in_hand(self) -> bool:
+        """Whether the training thread is where the error was caught, or is on its way through `finally` and `with`."""
+        found: Any = sys._current_exceptions().get(self._thread)
+        # Before Python 3.12 with its type and its traceback.
+        error = found[1] if isinstance(found, tuple) else found
+        for _ in range(_MOST_CONTEXTS):
+            if error is None or error is self._mishaps.error:
+                break
+            error = error.__context__
+        return error is not None and error is self._mishaps.error
+
+    def _end(self, why: str) -> None:
         """Ends the process, and says why."""
         error = self._mishaps.error
         frame = sys._current_frames().get(self._thread)
         where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         text = (
-            f"holdfast: another worker has failed, and this one does not come back from what it is in: it ends.\n"
+            f"holdfast: another worker has failed, and this one {why}: it ends.\n"
             f"{error}{notes}\nThis worker was in:\n{where}"
         )
         try:

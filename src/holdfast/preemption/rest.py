@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from holdfast.errors import HoldfastError
@@ -57,3 +59,25 @@ class Rest(msgspec.Struct):
         except HoldfastError as failure:
             return failure.message
         return ""
+
+    def save_surely(self, attempts: int, wait: Callable[[SaveHandle], None]) -> str:
+        """**Blocks.** Saves, and waits until that is committed.
+
+        Args:
+            attempts: How often to try.
+            wait: Waits for the save; it raises `HoldfastError` if that fails.
+
+        Returns:
+            What went wrong; an empty string if nothing did.
+        """
+        error = ""
+        for _ in range(attempts):
+            error = self.save()
+            try:
+                if not error and self.saved is not None:
+                    wait(self.saved)
+            except HoldfastError as failure:
+                error = failure.message
+            if not error:
+                break
+        return error

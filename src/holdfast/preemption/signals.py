@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any, Final
 
 from holdfast.errors import UsageError
 from holdfast.preemption.notices import Demand, Hear, Notice
+
+_WAY_OUT_SECONDS: Final = 60.0
 
 DEFAULT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -47,6 +51,8 @@ class Signals:
         self._hear: Hear | None = None
         self._before: dict[int, Any] = {}
         self._process = 0
+        self._absorbed: frozenset[int] = frozenset()
+        self._absorbed_until = 0.0
 
     def open(self, hear: Hear) -> None:
         """Puts its handlers in place.
@@ -61,8 +67,11 @@ class Signals:
             )
         self._process = os.getpid()
         self._hear = hear
+        self._absorbed = frozenset()
         for number in self.numbers:
             before = signal.getsignal(number)
+            if before == self._handle:
+                continue  # It has stayed, since the program has caught the exit and goes on.
             # None is a handler that was not made by Python, and could not be put back.
             if before is not signal.SIG_IGN and before is not None:
                 self._before[number] = before
@@ -75,20 +84,43 @@ class Signals:
     def note_leaving(self) -> None:
         """There is nobody to be told."""
 
+    def absorb(self, spared: Collection[int] = ()) -> None:
+        """From now on signals have no effect, until the process has ended: it is on its way out.
+
+        If it does not end, since the program has caught the exit, they have the effect again that they had before
+        holdfast, after a minute.
+
+        Args:
+            spared: Signals that keep their effect.
+        """
+        if not self._absorbed:
+            self._absorbed = frozenset(self._before) - frozenset(spared)
+            self._absorbed_until = time.monotonic() + _WAY_OUT_SECONDS
+            atexit.register(self._ignore)
+
     def close(self) -> None:
         """Puts the handlers from before back, where nobody else has put one in place since."""
         self._hear = None
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
         for number, before in list(self._before.items()):
-            if signal.getsignal(number) == self._handle:
+            if number not in self._absorbed and signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
                 del self._before[number]
+
+    def _ignore(self) -> None:
+        """The interpreter shuts down, and takes its handlers away before the process has ended."""
+        if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
+            for number in self._absorbed:
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             if number == signal.SIGTERM:
                 self._act_as_before(number, frame)
+            return
+        if number in self._absorbed and time.monotonic() < self._absorbed_until:
             return
         hear = self._hear
         if hear is None:

@@ -1,0 +1,60 @@
+"""How long one worker waits for the others to say at which step all can stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from holdfast.cluster.peers import Peers
+from holdfast.events import Event, Warned
+from holdfast.preemption.accord import Turn
+from holdfast.preemption.grace import MARGIN_SECONDS
+from holdfast.preemption.herald import Herald
+
+_WARN_SECONDS: Final = 10.0
+
+
+class Patience:
+    """Belongs to whichever thread waits, one at a time."""
+
+    def __init__(self, peers: Peers, herald: Herald, emit: Callable[[Event], object]) -> None:
+        """Begins with nobody waited for.
+
+        Args:
+            peers: The workers.
+            herald: Who speaks with them.
+            emit: Told of a wait that takes long.
+        """
+        self._peers = peers
+        self._herald = herald
+        self._emit = emit
+        self._waiting_since: float | None = None
+        self._is_told = False
+
+    def renew(self) -> None:
+        """The wait is over."""
+        self._waiting_since = None
+
+    def find_objection(self, turn: Turn, left_seconds: float | None) -> str:
+        """Why the others are not waited for any longer; an empty string if they are.
+
+        Args:
+            turn: What this worker is to do.
+            left_seconds: The time that is left; None if that is not known.
+        """
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        waited_seconds = now - self._waiting_since
+        if turn is Turn.OUT:
+            return "the other workers have taken this one for dead, and go on without it"
+        if self._herald.trouble:
+            return self._herald.trouble
+        is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
+        if is_late or waited_seconds > self._peers.timeout_seconds:
+            return f"not all workers have said within {waited_seconds:.0f} s at which step they can stop"
+        if waited_seconds > _WARN_SECONDS and not self._is_told:
+            self._is_told = True
+            text = f"for {waited_seconds:.0f} s, not all workers have said at which step they can stop"
+            self._emit(Warned(text=text))
+        return ""
