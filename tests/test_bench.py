@@ -244,7 +244,9 @@ def test_no_interval_of_the_table_is_better_than_the_advice_unless_saves_are_kep
     least = min((other.losses.lost_share for other in advice.others), default=1.0)
     # Saves may be kept rare where that loses little; the page says by what, and the table what it costs.
     is_rare = advice.bound == "overhead" and advice.choice.losses.lost_share <= MOST_SHARE
-    assert is_rare or advice.choice.losses.lost_share <= least + 0.02
+    # Where most of the time is lost whatever one does, figures are rounded all the same.
+    rounding = 0.02 if least <= MOST_SHARE else 0.1
+    assert is_rare or advice.choice.losses.lost_share <= least + rounding
     for other in advice.others:
         assert other.interval_seconds >= max(stall + behind, step or 0.0)
 
