@@ -20,7 +20,7 @@ demo: .venv/ready
 	$(BIN)/holdfast demo
 
 test: .venv/ready
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=15
 
 # Ray is large, and starts slowly: these tests have an environment of their own.
 test-ray: $(RAY_VENV)/ready
@@ -37,7 +37,7 @@ crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
 	$(BIN)/python -m holdfast.testing.job_crash --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
-	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG' tests/test_*.py)
+	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis' tests/test_*.py)
 	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready

@@ -1,4 +1,4 @@
-"""What all tests have: the fixtures of several files, no deadlines for machines, and those that take long left out."""
+"""What all tests have: the fixtures of several files, how examples are found, and what takes long is left out."""
 
 import os
 import signal
@@ -8,11 +8,16 @@ import pytest
 
 pytest_plugins = ("command_line",)
 
-# How long an example takes says nothing but how busy the machine is.
+# How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so that
+# what fails there is what was changed; `make crash` looks for others.
+IS_LONG = "HOLDFAST_LONG" in os.environ
 hypothesis.settings.register_profile(
-    "no deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "holdfast",
+    deadline=None,
+    derandomize=not IS_LONG,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("no deadline")
+hypothesis.settings.load_profile("holdfast")
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves out what is marked as long, unless that is asked for."""
-    if "HOLDFAST_LONG" in os.environ:
+    if IS_LONG:
         return
     for item in items:
         if item.get_closest_marker("long") is not None:
