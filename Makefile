@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Many tests wait for processes of their own: a worker more than the usual two cores keeps these busy.
 WORKERS ?= 3
+# The tests start many hundred processes: none of them is to compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 # The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
 BENCH_VENV ?= .venv-bench
 PEERS ?= all

@@ -8,8 +8,8 @@ import pytest
 
 pytest_plugins = ("command_line",)
 
-# How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so that
-# what fails there is what was changed; `make crash` looks for others.
+# How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so
+# that what fails there is what was changed; `make crash` looks for others.
 IS_LONG = "HOLDFAST_LONG" in os.environ
 hypothesis.settings.register_profile(
     "holdfast",

@@ -59,6 +59,8 @@ class TestAgentStore(ClusterContract):
 class TestEnvironment(ClusterContract):
     """As other launchers start workers: rank 0 hosts the store."""
 
+    worker_count = 2
+
     @classmethod
     def start(cls, workers: Workers, scenario: str, directory: Path) -> None:
         port = find_port()
@@ -91,6 +93,7 @@ class TestProcessGroup(ClusterContract):
         return 0
 
 
+@pytest.mark.long
 class TestProcessGroupOfFile(TestProcessGroup):
     @classmethod
     def start(cls, workers: Workers, scenario: str, directory: Path) -> None:
@@ -103,6 +106,7 @@ class TestProcessGroupOfFile(TestProcessGroup):
 
 @needs_jax
 class TestJax(ClusterContract):
+    worker_count = 2
     # JAX itself ends a process whose coordinator is gone.
     exit_codes_without_store = (0, -signal.SIGABRT)
 
