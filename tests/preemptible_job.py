@@ -70,6 +70,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "UnspeakableError": UnspeakableError,
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
+    "StopIteration": StopIteration,
 }
 
 

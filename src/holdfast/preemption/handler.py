@@ -139,12 +139,16 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             SaveFailedError: If saves by policy have failed.
-            PeerError: If another worker has failed: what ends `fn` on one of them, ends all, but for `StopIteration`.
+            PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
+                `StopIteration` does so where it leaves the block.
             ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
         """
         self._pass_boundary()
         try:
             result = fn(*args, **kwargs)
+        except StopIteration:
+            # The end of the loop, where that catches it; the block that it leaves is ended by it as by any error.
+            raise
         except BaseException as error:
             # Of several workers the others hear of it at once, also where it is caught further up.
             cause = self._guard.fail(error)

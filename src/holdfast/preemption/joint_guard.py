@@ -156,7 +156,7 @@ class JointGuard(Guard):
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """See `Guard`. **Blocks** for a moment: the others are told, and may have to tell of a cause."""
-        if self._is_told or self.leaving or os.getpid() != self._process or isinstance(error, StopIteration):
+        if self._is_told or self.leaving or os.getpid() != self._process:
             return None
         self._is_told = True
         cause = self._mishaps.tell(error, self._herald)
