@@ -123,7 +123,7 @@ class WorkerTrainingState:
         catalog = read_catalog(self._storage)
         self._generation = catalog.generation
         self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
-        # Backups, also such as have lost their manifests, that nobody has restored: the next one would take their place.
+        # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
         self._unseen = not begin_anew and bool(catalog.living or find_lost(self._storage, catalog))
         self._begins_anew = begin_anew
         self._saved: Backup | None = None

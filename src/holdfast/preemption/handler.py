@@ -114,8 +114,10 @@ class PreemptionCheckpointHandler:
         try:
             self._calls, self.restored = _restore(manager, strict)
         except BaseException as error:
-            self._guard.fail(error)
-            self._guard.close()
+            try:
+                self._guard.fail(error)
+            finally:
+                self._guard.close()
             raise
         self._begun_at = self._calls.count
         self._saved: tuple[int, SaveHandle | None] | None = (self._calls.count, None) if self.restored else None
@@ -245,8 +247,10 @@ class PreemptionCheckpointHandler:
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
         self._closed = True
-        cause = self._guard.fail(error)
-        self._end()
+        try:
+            cause = self._guard.fail(error)
+        finally:
+            self._end()
         if cause is not None:
             raise cause from error
 
@@ -328,11 +332,11 @@ class PreemptionCheckpointHandler:
         """For a handler that was not closed: a notice after its last step must not be lost."""
         # What the interpreter has printed as the program's end, before it called this.
         error = getattr(sys, "last_value", None)
-        if error is not None and not self._closed and os.getpid() == self._process:
-            self._end_badly(error)
-            return
         try:
-            self.close()
+            if error is not None and not self._closed and os.getpid() == self._process:
+                self._end_badly(error)
+            else:
+                self.close()
         except SystemExit as leaving:
             end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
 

@@ -15,6 +15,9 @@ from holdfast.preemption.herald import Herald
 _TELL_SECONDS: Final = 3.0
 """How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
 
+_LEAST_SECONDS: Final = 1.0
+"""How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
+
 _TRACEBACK_CHARACTERS: Final = 16_000
 
 _LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
@@ -110,14 +113,23 @@ class Mishaps:
         first = next(iter(found), end)
         return None if first.step == step else self._peers.make_error(_fail_early(first, step))
 
-    def tell(self, error: BaseException, herald: Herald) -> PeerError | None:
+    def name(self, mistake: str) -> str:
+        """What went wrong here, as the others are told of it; empty if nothing did."""
+        return self._peers.make_error(Failure.of(self._peers.rank, *mistake.split(": ", 1))).message if mistake else ""
+
+    def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> PeerError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
+
+        Args:
+            error: The error.
+            herald: Who tells them.
+            left_seconds: The time that is left; None if that is not known.
 
         Returns:
             The error of another worker of which this one comes, as far as that can be known.
         """
         self.is_raised = True
-        end_at = time.monotonic() + _TELL_SECONDS
+        begun_at = time.monotonic()
         failure = describe(error, self._peers)
         found: list[Failure] = []
 
@@ -126,11 +138,12 @@ class Mishaps:
             self._board.rouse()
 
         herald.send(write)
-        herald.wait(lambda: bool(found), end_at)
+        herald.wait(lambda: bool(found), begun_at + _TELL_SECONDS)
         if found and self._peers.is_leader:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - self._done
-            self.wait_heard("failure-heard", others, herald, end_at)
+            most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, _LEAST_SECONDS)
+            self.wait_heard("failure-heard", others, herald, begun_at + min(most_seconds, _TELL_SECONDS))
         if not found or found[0].rank == self._peers.rank or not _may_follow(error, found[0]):
             return None
         return self._peers.make_error(found[0])
