@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from holdfast.catalog import Catalog, find_lost, open_generation, read_catalog, record_base
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
@@ -136,18 +137,30 @@ class Line:
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""
-        if self._incremental is None:
-            return write(snapshot, self._storage, name, crew)
-        return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
+        with self._telling_why():
+            if self._incremental is None:
+                return write(snapshot, self._storage, name, crew)
+            return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """**Blocks.** Commits what was written."""
-        manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
+        with self._telling_why():
+            manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
         self._ledger.add(manifest)
         self.note_committed()
         return manifest
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        """Where something of this job's is gone, another one may have taken over, and swept it away."""
+        try:
+            yield
+        except NotFoundError:
+            if self._generation is not None:
+                check_fence(self._storage, self._generation)
+            raise
 
     def note_committed(self) -> None:
         """What was written last is committed."""
