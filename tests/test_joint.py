@@ -505,7 +505,11 @@ def test_workers_at_different_steps(tmp_path: Path) -> None:
             # Then they are together again.
             manager.save(7).wait_committed()
 
-    run_workers(2, work)
+    engine = MemoryEngine()
+    run_workers(2, work, engine)
+    assert names_in(tmp_path) == ["step-000000007.g0001"]
+    # The leader has done with the step to which the other one never came, too.
+    assert not [key for key in engine.keys if "/save/" in key]
 
 
 def test_workers_that_restore_different_steps(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from holdfast.storage.protocol import Storage
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
+_COURTESY_SECONDS: Final = 1.0
+"""How long to wait for the others where somebody will not come, or training is held up at its next save by that."""
+
 _MOST_TOLD: Final = 100
 """So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
 
@@ -210,10 +213,14 @@ class JointLine:
             self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
         newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
-        end_at = time.monotonic() + ANSWER_SECONDS
+        begun_at = time.monotonic()
         pause_seconds = 0.001
         with suppress(HoldfastError):
-            while self._look_at(newest) and time.monotonic() < end_at:
+            while self._look_at(newest):
+                # Who has missed the plan for a save will not come to it.
+                is_brief = exchange.was_missed or self._company.is_wanted_next(exchange)
+                if time.monotonic() >= begun_at + (_COURTESY_SECONDS if is_brief else ANSWER_SECONDS):
+                    break
                 # Each worker has a key of its own, and one may die instead of writing it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)

@@ -80,6 +80,11 @@ class Places:
         """How often the run has been restored."""
         return self._epoch
 
+    @property
+    def count(self) -> int:
+        """How many saves this worker has come to."""
+        return self._count
+
     def begin_epoch(self) -> None:
         """The run has been restored: from now on steps may come again."""
         with self._lock:
