@@ -260,7 +260,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=make_agreement(None if self.company is None else self.company.peers),
+            agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
         )
         if restoration is None:
             return None

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.cluster.peers import make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
@@ -101,7 +102,7 @@ class JointLine:
         told = self._now.wait_name()
         if told.generation != self._line.generation:
             who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
-            check_opening(self._storage, told.generation, told.opening, who, self._peers.timeout_seconds)
+            check_opening(self._storage, told, who, self._peers.timeout_seconds)
             self._line.follow(told.generation, told.base_name)
         self._name = StepName(self._now.place.step, told.generation, told.attempt)
         return None
@@ -116,7 +117,8 @@ class JointLine:
             self._name = name
             opening = read_opening_digest(self._storage, name.generation)
             base = None if self._base is None else (self._base.step, self._base.generation, self._base.attempt)
-            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening))
+            url = make_sendable(self._storage.url)
+            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening, url))
         assert self._name is not None, "open() comes first"
         return self._name
 

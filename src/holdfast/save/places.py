@@ -112,12 +112,14 @@ class NameRecord(msgspec.Struct, frozen=True):
         attempt: Which attempt at the step.
         base: The checkpoint from which the generation began, as step, generation and attempt; None if anew.
         opening: The digest of the record that opened the generation: by it a worker knows that it sees the same run.
+        url: Where the run lies for the leader.
     """
 
     generation: int
     attempt: int
     base: tuple[int, int, int] | None
     opening: str
+    url: str
 
     @property
     def base_name(self) -> StepName | None:
