@@ -495,6 +495,36 @@ def test_a_worker_that_does_not_restore_is_named(tmp_path: Path) -> None:
 # They do not do the same.
 
 
+def test_a_worker_that_does_not_save_in_time_is_named_to_who_waits(tmp_path: Path) -> None:
+    is_told = threading.Event()
+
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path, cluster, timeout_seconds=0.5, failures_allowed=1)
+        if cluster.rank == 0:
+            with pytest.raises(SaveFailedError, match="rank 1 on node-1: AbsentError: did not ") as caught:
+                manager.save(1).wait_committed()
+            assert "what holds it up" in caught.value.hint
+            is_told.set()
+        else:
+            is_told.wait(PATIENCE_SECONDS)
+            with pytest.raises(SaveFailedError):
+                manager.save(1).wait_committed()
+        manager.abandon()
+
+    run_workers(2, work)
+
+
+def test_workers_of_which_only_some_compare_replicas(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path, cluster, check_replicas=cluster.rank == 0)
+        cause = cause_of(manager.save(1))
+        assert isinstance(cause, PeerError)
+        assert cause.text == "it was given check_replicas=False, and rank 0 check_replicas=True"
+        manager.abandon()
+
+    run_workers(2, work)
+
+
 def test_workers_at_different_steps(tmp_path: Path) -> None:
     def work(cluster: Cluster) -> None:
         with Toy(cluster.rank).manager(tmp_path, cluster, failures_allowed=9) as manager:

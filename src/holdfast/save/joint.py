@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.cluster.peers import make_sendable
+from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
@@ -41,6 +41,9 @@ _MOST_TOLD: Final = 100
 """So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
 
 
+_ALIKE_HINT: Final = "Give the managers of all workers the same arguments."
+
+
 class _Ending(msgspec.Struct):
     """A save that not all workers have done with.
 
@@ -62,12 +65,15 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, company: Company, emit: Sink) -> None:
+    def __init__(
+        self, line: Line, storage: Storage, company: Company, emit: Sink, *, checks_replicas: bool = False
+    ) -> None:
         self._line = line
         self._storage = storage
         self._company = company
         self._peers = company.peers
         self._emit = emit
+        self._checks_replicas = checks_replicas
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
         self._weight = 0
@@ -144,11 +150,14 @@ class JointLine:
         exchange, holding = self._now, self._holding
         if not self._peers.is_leader:
             own = receipts.workers[0]
-            part = PartRecord(own, receipts.references, receipts.has_boxes, holding.groups, self._weight)
+            part = PartRecord(
+                own, receipts.references, receipts.has_boxes, holding.groups, self._weight, self._checks_replicas
+            )
             exchange.hand_in(part, holding)
             self._line.note_committed()
             return
         parts = exchange.collect_parts()
+        self._check_alike(parts)
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
@@ -238,6 +247,16 @@ class JointLine:
     def _now(self) -> Exchange:
         assert self._exchange is not None, "begin() comes first"
         return self._exchange
+
+    def _check_alike(self, parts: Iterable[PartRecord]) -> None:
+        """Makes sure that all workers, or none, compare what they hold: with few of them nothing is found."""
+        for rank, part in enumerate(parts, start=1):
+            if part.checks_replicas != self._checks_replicas:
+                text = (
+                    f"it was given check_replicas={part.checks_replicas}, "
+                    f"and rank 0 check_replicas={self._checks_replicas}"
+                )
+                raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""

@@ -136,6 +136,7 @@ class PartRecord(msgspec.Struct, frozen=True):
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
         weight: What it says of the shards that were made by hand; see `save/coverage.py`.
+        checks_replicas: Whether it is to compare what workers hold alike.
     """
 
     worker: WorkerRecord
@@ -143,6 +144,7 @@ class PartRecord(msgspec.Struct, frozen=True):
     has_boxes: bool
     groups: list[Group]
     weight: int = 0
+    checks_replicas: bool = False
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
