@@ -263,7 +263,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=make_agreement(None if self.company is None else self.company.peers),
+            agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
         )
         if restoration is None:
             return None
@@ -346,7 +346,7 @@ class CheckpointManager:
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
-        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
+        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told, self.worker)
         exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:

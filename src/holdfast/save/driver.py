@@ -87,7 +87,7 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        self._joint = join_line(line, storage, company, emit)
+        self._joint = join_line(line, storage, company, emit, checks_replicas=check_replicas)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker
