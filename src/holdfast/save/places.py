@@ -128,14 +128,14 @@ class PartRecord(msgspec.Struct, frozen=True):
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
-        weight: What it says of the shards that were made by hand; see `save/coverage.py`.
+        shards: What it says of the shards that were made by hand; see `save/coverage.py`.
     """
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
     has_boxes: bool
     groups: list[Group]
-    weight: int = 0
+    shards: str = ""
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
