@@ -63,7 +63,7 @@ def save(directory: Path, world_size: int, states: Callable[[int], dict[str, Any
         (lambda rank: (1, 4) if rank == 0 else (4, 9), r"is incomplete: 24 of its 27 elements"),
         # As many as there are, but not each of them once.
         (lambda rank: [(0, 3), (3, 6), (3, 6)][rank], r"is incomplete: 18 of its 27 elements"),
-        (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: worker 0 has .*, worker 1 has "),
+        (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: rank 0 has .*, rank 1 has "),
     ],
 )
 def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: Rows, text: str) -> None:
@@ -75,7 +75,7 @@ def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: 
     (cause,) = causes
     assert isinstance(cause, UsageError)
     cause_text = cause.message
-    assert cause_text.startswith("'table', which worker 0 names, ")
+    assert cause_text.startswith("'table', which rank 0 names, ")
     assert "offsets" in cause.hint
     assert re.search(text, cause_text)
     for (other,), _ in others:
@@ -90,7 +90,7 @@ def test_the_same_box_with_other_values_ends_the_save(tmp_path: Path) -> None:
 
     ((cause,), _), *_ = save(tmp_path, 3, states)
     assert isinstance(cause, UsageError)
-    assert "workers 1 and 2 have different values" in cause.message
+    assert "ranks 1 and 2 have different values" in cause.message
 
 
 def test_what_is_covered_is_saved_and_no_index_is_read_for_it(tmp_path: Path) -> None:
