@@ -286,7 +286,7 @@ class Saver:
 
     def _save(self, work: _Work, staging: Staging, begun_at: float) -> StepName:
         order = work.order
-        base = self._line.open(order.origin.base)
+        base = self._line.open(order.origin)
         if base is not None:
             self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
         name = self._line.name(order.step)

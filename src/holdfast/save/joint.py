@@ -22,10 +22,11 @@ from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.company import Company
-from holdfast.save.coverage import COVER_HINT, find_uncovered, weigh_shards
+from holdfast.save.coverage import COVER_HINT, Coverage, digest_shards
 from holdfast.save.exchange import Exchange, heed
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
+from holdfast.save.order import Origin
 from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.replicas import Holding, make_holding
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
@@ -76,7 +77,8 @@ class JointLine:
         self._checks_replicas = checks_replicas
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
-        self._weight = 0
+        self._shards = ""
+        self._coverage = Coverage()
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
@@ -97,7 +99,7 @@ class JointLine:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
         self._exchange, self._debris, self._is_cut_off = exchange, None, False
 
-    def open(self, origin: StepName | None) -> Base | None:
+    def open(self, origin: Origin) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
         self._now.announce()
         if self._peers.is_leader:
@@ -137,7 +139,7 @@ class JointLine:
             heed(self._now)
             raise
         self._holding = make_holding(snapshot, crew, self._holding)
-        self._weight = weigh_shards(snapshot)
+        self._shards = digest_shards(snapshot)
         return receipts
 
     def commit(
@@ -151,7 +153,7 @@ class JointLine:
         if not self._peers.is_leader:
             own = receipts.workers[0]
             part = PartRecord(
-                own, receipts.references, receipts.has_boxes, holding.groups, self._weight, self._checks_replicas
+                own, receipts.references, receipts.has_boxes, holding.groups, self._shards, self._checks_replicas
             )
             exchange.hand_in(part, holding)
             self._line.note_committed()
@@ -163,7 +165,7 @@ class JointLine:
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
-        uncovered = find_uncovered(self._storage, name, [self._weight, *(part.weight for part in parts)])
+        uncovered = self._coverage.find_problem(self._storage, name, [self._shards, *(part.shards for part in parts)])
         if uncovered:
             raise UsageError(uncovered, hint=COVER_HINT)
         # Who has given up by now has said so, and who has not will wait for the result.

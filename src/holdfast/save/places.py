@@ -135,7 +135,7 @@ class PartRecord(msgspec.Struct, frozen=True):
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
-        weight: What it says of the shards that were made by hand; see `save/coverage.py`.
+        shards: What it says of the shards that were made by hand; see `save/coverage.py`.
         checks_replicas: Whether it is to compare what workers hold alike.
     """
 
@@ -143,7 +143,7 @@ class PartRecord(msgspec.Struct, frozen=True):
     references: tuple[Reference, ...]
     has_boxes: bool
     groups: list[Group]
-    weight: int = 0
+    shards: str = ""
     checks_replicas: bool = False
 
 
