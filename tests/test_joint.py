@@ -641,11 +641,15 @@ def test_damage_that_one_finds_takes_all_to_the_older_step(tmp_path: Path, what:
 
     def restore(cluster: Cluster) -> None:
         toy = Toy(cluster.rank)
-        with toy.manager(tmp_path, cluster) as manager:
+        told: list[hf.events.Event] = []
+        with toy.manager(tmp_path, cluster, sinks=[told.append]) as manager:
             restored = manager.restore()
             assert restored is not None
             assert restored.step == 1
             assert len(restored.passed_over) == 1
+            # Also who has not found it tells where it is.
+            (passed,) = (str(event) for event in told if isinstance(event, hf.events.PassedOver))
+            assert passed.startswith(f"step 2 passed over, it is damaged: step-000000002.g0001/{what}")
             assert toy.has(1)
             toy.train(2)
             manager.save(2, replace=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.catalog import is_committed
 from holdfast.cluster.peers import Failure, Peers, make_sendable
@@ -46,6 +47,9 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
         is_open_elsewhere: The same for workers that were given another path than the leader.
         is_gone: Whether the checkpoint has been removed.
         url: Where the run lies for it.
+        path: The damaged file.
+        offset_bytes: Where in it the damage begins.
+        tensor: The leaf that is damaged.
     """
 
     failure: Failure | None = None
@@ -57,6 +61,9 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
     is_open_elsewhere: bool = False
     is_gone: bool = False
     url: str = ""
+    path: str = ""
+    offset_bytes: int | None = None
+    tensor: str = ""
 
 
 class JointAgreement:
@@ -144,15 +151,26 @@ class JointAgreement:
             stage()
         except Exception as problem:  # noqa: BLE001  Whatever it is, the others have to hear of it.
             error = problem
-        is_damage = isinstance(error, DamageError)
-        answer = self._confer(_Report(self._describe(error), is_damage), _decide_stage)
-        if answer.failure is None:
+        report = _Report(self._describe(error))
+        if isinstance(error, DamageError):
+            path, tensor = make_sendable(error.path), make_sendable(error.tensor)
+            report = replace(report, is_damage=True, path=path, offset_bytes=error.offset_bytes, tensor=tensor)
+        answer = self._confer(report, _decide_stage)
+        failure = answer.failure
+        if failure is None:
             return None
         if not answer.is_damage:
-            self._raise(answer.failure, None if is_damage else error)
+            self._raise(failure, None if report.is_damage else error)
         if isinstance(error, DamageError):
             return error
-        return DamageError(self._peers.make_error(answer.failure).message, hint=answer.failure.hint)
+        node = self._peers.cluster.node_of(failure.rank)
+        return DamageError(
+            f"{failure.text} (found by rank {failure.rank}{f' on {node}' if node else ''})",
+            path=answer.path,
+            offset_bytes=answer.offset_bytes,
+            tensor=answer.tensor,
+            hint=failure.hint,
+        )
 
     def _confer(self, report: _Report, decide: Callable[[list[_Report]], _Report]) -> _Report:
         def decide_encoded(records: list[bytes]) -> bytes:
