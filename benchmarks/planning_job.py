@@ -25,6 +25,7 @@ from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts
 from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
+from holdfast.save.order import Origin
 from holdfast.save.places import PartRecord, Place, Position
 from holdfast.save.stage import Stager
 from holdfast.save.write import make_index, take_digests
@@ -156,7 +157,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         store.calls = 0
         begun_at = time.perf_counter()
         joint.begin(Exchange(peers, Position(step, place)))
-        joint.open(None)
+        joint.open(Origin())
         name = joint.name(step)
         seconds = time.perf_counter() - begun_at
         storage.make_directory(name.directory)

@@ -18,7 +18,7 @@ import pytest
 import holdfast as hf
 from command_line import run_python
 from holdfast.catalog import read_catalog
-from holdfast.errors import SaveFailedError, StorageError, StorageFullError, UsageError
+from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Event, Failed
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
@@ -136,24 +136,24 @@ def test_a_save_that_reports_an_earlier_failure_counts() -> None:
     assert [name.step for name in read_catalog(storage).living] == [10]
 
 
-def test_a_second_job_that_began_beside_the_first_has_a_line_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin_anew", [False, True])
+def test_a_second_job_that_began_beside_the_first_is_refused(tmp_path: Path, begin_anew: bool) -> None:
     a, b = np.zeros(1), np.zeros(1)
     first = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=a))
-    second = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=b), keep=hf.Latest(1))
+    second = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=b), keep=hf.Latest(1), begin_anew=begin_anew)
     a[:] = 100
     first.save(100).wait_committed(60)
-    for step in (10, 20, 30):
-        b[:] = step
-        second.save(step).wait_committed(60)
-        second.wait(60)
-        assert second.steps() == (step,)
+    b[:] = 10
+    for _ in range(2):
+        with pytest.raises(SaveFailedError, match="generation 1 was opened by process") as caught:
+            second.save(10).wait_committed(60)
+        assert isinstance(caught.value.__cause__, FencedError)
+    first.save(200).wait_committed(60)
     found = np.zeros(1)
     restored = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=found)).restore()
     assert restored is not None
-    assert (restored.step, found[0]) == (30, 30)
-    first.save(200)
-    with pytest.raises(SaveFailedError, match="generation 2"):
-        first.close(60)
+    assert (restored.step, found[0]) == (200, 100)
+    first.close(60)
     second.close(60)
 
 

@@ -63,7 +63,7 @@ def save(directory: Path, world_size: int, states: Callable[[int], dict[str, Any
         (lambda rank: (1, 4) if rank == 0 else (4, 9), r"is incomplete: 24 of its 27 elements"),
         # As many as there are, but not each of them once.
         (lambda rank: [(0, 3), (3, 6), (3, 6)][rank], r"is incomplete: 18 of its 27 elements"),
-        (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: worker 0 has .*, worker 1 has "),
+        (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: rank 0 has .*, rank 1 has "),
     ],
 )
 def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: Rows, text: str) -> None:
@@ -75,7 +75,7 @@ def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: 
     (cause,) = causes
     assert isinstance(cause, UsageError)
     cause_text = cause.message
-    assert cause_text.startswith("'table', which worker 0 names, ")
+    assert cause_text.startswith("'table', which rank 0 names, ")
     assert "offsets" in cause.hint
     assert re.search(text, cause_text)
     for (other,), _ in others:
@@ -90,10 +90,45 @@ def test_the_same_box_with_other_values_ends_the_save(tmp_path: Path) -> None:
 
     ((cause,), _), *_ = save(tmp_path, 3, states)
     assert isinstance(cause, UsageError)
-    assert "workers 1 and 2 have different values" in cause.message
+    assert "ranks 1 and 2 have different values" in cause.message
 
 
-def test_what_is_covered_is_saved_and_no_index_is_read_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        # All is written twice, with other values.
+        (lambda rank: shard(0, 4, 4, value=float(rank)), "different values"),
+        # Each has what it takes for the whole.
+        (lambda rank: shard(0, 4 + 4 * rank, 4 + 4 * rank), r"\[4, 3\] to rank 0, and F64 \[8, 3\] to rank 1"),
+        (lambda rank: hf.Shard(np.ones(4, f"f{4 + 4 * rank}"), (4,), (0,)), "F32 .* to rank 0, and F64"),
+        # Nobody has anything of it.
+        (lambda rank: shard(0, 0, 4), "is incomplete: 0 of its 12 elements"),
+        (lambda rank: shard(0, 4 if rank == 0 else 0, 4 + rank), r"\[4, 3\] to rank 0, and F64 \[5, 3\] to rank 1"),
+    ],
+)
+def test_what_verify_would_call_damaged_is_not_committed(
+    tmp_path: Path, shards: Callable[[int], hf.Shard], text: str
+) -> None:
+    ((cause,), _), *_ = save(tmp_path, 2, lambda rank: {"head": shards(rank)})
+    assert isinstance(cause, UsageError)
+    assert re.search(text, cause.message), cause.message
+    assert check_whole(tmp_path) == []
+
+
+def test_shards_that_change_are_looked_at_again(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> Any:
+        checkpoint = hf.Checkpoint(table=shard(4 * cluster.rank, 4 * cluster.rank + 4, 8))
+        with hf.CheckpointManager(tmp_path, checkpoint, cluster=cluster, failures_allowed=99) as manager:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+            manager.checkpoint["table"] = shard(5 * cluster.rank, 5 * cluster.rank + 4, 9)
+            with pytest.raises(SaveFailedError):
+                manager.save(2).wait_committed(PATIENCE_SECONDS)
+
+    run_workers(2, work)
+    assert check_whole(tmp_path) == [1]
+
+
+def test_what_is_covered_is_saved_and_indexes_are_read_for_it_once(tmp_path: Path) -> None:
     def states(rank: int) -> dict[str, Any]:
         pair = rank // 2
         return {
@@ -107,7 +142,8 @@ def test_what_is_covered_is_saved_and_no_index_is_read_for_it(tmp_path: Path) ->
 
     assert [causes for causes, _ in save(tmp_path / "run", 4, states, steps=2)] == [[]] * 4
     plain = save(tmp_path / "plain", 4, lambda rank: {}, steps=2)
-    assert [reads for _, reads in save(tmp_path / "again", 4, states, steps=2)] == [reads for _, reads in plain]
+    (_, first), *others = save(tmp_path / "again", 4, states, steps=2)
+    assert [first - 4, *(reads for _, reads in others)] == [reads for _, reads in plain], "by the leader, once"
     assert check_whole(tmp_path / "run") == [1, 2]
 
 

@@ -94,8 +94,8 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
         ({"boxes": (ROWS, ROWS)}, "stands twice"),
         ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is a whole leaf, and a box of one"),
         ({"elsewhere": (SAME,)}, "cannot be elsewhere"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot lie with the workers"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot lie with the workers"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot lie with the ranks"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot lie with the ranks"),
         ({"elsewhere": (ElsewhereRecord("x", "I33", (3,), (1,)),)}, "unknown element type"),
         ({"elsewhere": (ElsewhereRecord("x", "I32", (1,) * 65, (1,)),)}, "dimensions"),
         ({"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)}, "not the leaf elsewhere"),
@@ -113,9 +113,9 @@ def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], 
     [
         ({"boxes": (ROWS,)}, "overlaps|different values"),
         ({"boxes": (BoxRecord("rows", "", (4, 2), (1, 0)),)}, "overlaps"),
-        ({"boxes": (BoxRecord("rows", "", (5, 2), (3, 0)),)}, r"\[4, 2\] to worker 0, and F32 \[5, 2\] to worker 1"),
+        ({"boxes": (BoxRecord("rows", "", (5, 2), (3, 0)),)}, r"\[4, 2\] to rank 0, and F32 \[5, 2\] to rank 1"),
         ({"boxes": (BoxRecord("rows", "else", (4, 2), (2, 0)),)}, "'rows'.* is incomplete: 4 of its 8 elements"),
-        ({"boxes": ()}, r"\[4, 2\] to worker 0, and F32 \[2, 2\] to worker 1"),
+        ({"boxes": ()}, r"\[4, 2\] to rank 0, and F32 \[2, 2\] to rank 1"),
         ({"elsewhere": (ElsewhereRecord("none", "I32", (3,), ()),)}, "'none'.* is incomplete: 0 of its 3 elements"),
     ],
 )
@@ -152,7 +152,7 @@ def test_the_same_box_may_stand_twice_if_the_values_agree(tmp_path: Path) -> Non
     assert plain["x"].tolist() == [1, 1, 1]
     jobs[1]["x"].tensor[1] = 2
     manifest = save_job(storage, jobs, step=2)
-    with pytest.raises(FormatError, match="workers 0 and 1 have different values for"):
+    with pytest.raises(FormatError, match="ranks 0 and 1 have different values for"):
         open_step(storage, manifest.name.directory, manifest.name)
 
 

@@ -495,6 +495,36 @@ def test_a_worker_that_does_not_restore_is_named(tmp_path: Path) -> None:
 # They do not do the same.
 
 
+def test_a_worker_that_does_not_save_in_time_is_named_to_who_waits(tmp_path: Path) -> None:
+    is_told = threading.Event()
+
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path, cluster, timeout_seconds=0.5, failures_allowed=1)
+        if cluster.rank == 0:
+            with pytest.raises(SaveFailedError, match="rank 1 on node-1: AbsentError: did not ") as caught:
+                manager.save(1).wait_committed()
+            assert "what holds it up" in caught.value.hint
+            is_told.set()
+        else:
+            is_told.wait(PATIENCE_SECONDS)
+            with pytest.raises(SaveFailedError):
+                manager.save(1).wait_committed()
+        manager.abandon()
+
+    run_workers(2, work)
+
+
+def test_workers_of_which_only_some_compare_replicas(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path, cluster, check_replicas=cluster.rank == 0)
+        cause = cause_of(manager.save(1))
+        assert isinstance(cause, PeerError)
+        assert cause.text == "it was given check_replicas=False, and rank 0 check_replicas=True"
+        manager.abandon()
+
+    run_workers(2, work)
+
+
 def test_workers_at_different_steps(tmp_path: Path) -> None:
     def work(cluster: Cluster) -> None:
         with Toy(cluster.rank).manager(tmp_path, cluster, failures_allowed=9) as manager:
@@ -505,7 +535,11 @@ def test_workers_at_different_steps(tmp_path: Path) -> None:
             # Then they are together again.
             manager.save(7).wait_committed()
 
-    run_workers(2, work)
+    engine = MemoryEngine()
+    run_workers(2, work, engine)
+    assert names_in(tmp_path) == ["step-000000007.g0001"]
+    # The leader has done with the step to which the other one never came, too.
+    assert not [key for key in engine.keys if "/save/" in key]
 
 
 def test_workers_that_restore_different_steps(tmp_path: Path) -> None:
@@ -529,12 +563,41 @@ def test_workers_with_different_directories(tmp_path: Path) -> None:
         assert manager.restore() is None
         cause = cause_of(manager.save(1))
         assert isinstance(cause, StorageError if cluster.rank else PeerError)
+        assert f"rank 1 on node-1 saves into {tmp_path}/node-1, and rank 0 into {tmp_path}/node-0" in str(cause)
         assert "does not see generation 1, which rank 0 has opened" in str(cause)
-        assert "rank 1 on node-1" in str(cause)
+        assert "the same directory" in cause.hint
         manager.abandon()
 
     run_workers(2, work)
     assert not list(tmp_path.glob("*/*/manifest.json"))
+
+
+def test_one_directory_may_have_several_paths(tmp_path: Path) -> None:
+    (tmp_path / "node-0").mkdir()
+    (tmp_path / "node-1").symlink_to("node-0")
+
+    def work(cluster: Cluster) -> None:
+        with Toy(cluster.rank).manager(tmp_path / f"node-{cluster.rank}", cluster) as manager:
+            manager.save(1).wait_committed()
+            assert manager.restore() is not None
+
+    run_workers(2, work)
+
+
+def test_workers_that_restore_from_different_runs(tmp_path: Path) -> None:
+    for rank in range(2):
+        with Toy(rank).manager(tmp_path / f"node-{rank}", AloneCluster()) as alone:
+            alone.save(1)
+
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path / f"node-{cluster.rank}", cluster)
+        with pytest.raises(PeerError) as caught:
+            manager.restore()
+        assert f"it restores from {tmp_path}/node-1, and rank 0 from {tmp_path}/node-0: " in str(caught.value)
+        assert "manifest.json is not what rank 0 sees" in str(caught.value)
+        manager.abandon()
+
+    run_workers(2, work)
 
 
 @pytest.mark.parametrize("blind", [0, 2])
@@ -550,7 +613,7 @@ def test_a_node_that_does_not_see_the_run(tmp_path: Path, blind: int) -> None:
         with pytest.raises(PeerError) as caught:
             manager.restore()
         assert caught.value.rank == (1 if blind == 0 else blind)
-        assert "rank 0" in str(caught.value)
+        assert f"rank 0 from {tmp_path}/{'run' if blind else 'elsewhere'}: step-000000001.g0001" in str(caught.value)
         assert toy.count == {"step": 0}
         manager.abandon()
 
@@ -578,11 +641,15 @@ def test_damage_that_one_finds_takes_all_to_the_older_step(tmp_path: Path, what:
 
     def restore(cluster: Cluster) -> None:
         toy = Toy(cluster.rank)
-        with toy.manager(tmp_path, cluster) as manager:
+        told: list[hf.events.Event] = []
+        with toy.manager(tmp_path, cluster, sinks=[told.append]) as manager:
             restored = manager.restore()
             assert restored is not None
             assert restored.step == 1
             assert len(restored.passed_over) == 1
+            # Also who has not found it tells where it is.
+            (passed,) = (str(event) for event in told if isinstance(event, hf.events.PassedOver))
+            assert passed.startswith(f"step 2 passed over, it is damaged: step-000000002.g0001/{what}")
             assert toy.has(1)
             toy.train(2)
             manager.save(2, replace=True)

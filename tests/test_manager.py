@@ -411,6 +411,49 @@ def test_a_job_whose_directory_was_taken_over_is_fenced(tmp_path: Path) -> None:
     assert read_catalog(LocalStorage(tmp_path)).unfinished == ()
 
 
+def test_a_job_whose_files_were_swept_away_says_who_has_taken_over(tmp_path: Path) -> None:
+    class Slow(LocalStorage):
+        def sync_directory(self, path: str) -> None:
+            if path.startswith("step-000000005"):
+                # Asleep, in the middle of a save, while a newer job comes, and sweeps.
+                save_steps(tmp_path, 6, 7)
+            super().sync_directory(path)
+
+    manager = hf.CheckpointManager(Slow(tmp_path), hf.Checkpoint(**make_objects()))
+    manager.save(1)
+    manager.wait(60)
+    manager.save(5)
+    with pytest.raises(SaveFailedError) as caught:
+        manager.close(60)
+    assert isinstance(caught.value.__cause__, FencedError)
+    with manager_of(tmp_path) as newer:
+        assert newer.steps() == (1, 6, 7)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_job_that_slept_before_its_first_save_does_not_take_over(tmp_path: Path, restores: bool) -> None:
+    save_steps(tmp_path, 1)
+    late = manager_of(tmp_path)
+    if restores:
+        late.restore()
+    with manager_of(tmp_path) as living:
+        living.restore()
+        living.save(2)
+        living.wait(60)
+        late.save(3)
+        with pytest.raises(
+            SaveFailedError, match=r"generation 2 was opened by process .* since this job looked"
+        ) as caught:
+            late.close(60)
+        assert isinstance(caught.value.__cause__, FencedError)
+        living.save(4)
+    with manager_of(tmp_path) as manager:
+        assert manager.steps() == (1, 2, 4)
+        # It has looked again.
+        manager.restore()
+        manager.save(5)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     flip(data_file(tmp_path, 3), 4096 + 100)

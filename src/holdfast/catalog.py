@@ -303,10 +303,14 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
     return index
 
 
-def open_generation(storage: Storage) -> int:
+def open_generation(storage: Storage, token: str = "") -> int:
     """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
     A crash after this leaves a generation without a base, which saved nothing and changes no line.
+
+    Args:
+        storage: Where the run lies.
+        token: Random text that tells who opens it; empty for one made here.
 
     Raises:
         StorageError: If the place fails.
@@ -322,7 +326,7 @@ def open_generation(storage: Storage) -> int:
             )
         opening = Opening(
             generation=generation,
-            token=os.urandom(16).hex(),
+            token=token or os.urandom(16).hex(),
             host=socket.gethostname(),
             process=os.getpid(),
             opened_at_unix_seconds=time.time(),

@@ -121,7 +121,8 @@ class CheckpointManager:
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
-        living = () if begin_anew else read_catalog(self._storage).living
+        catalog = read_catalog(self._storage)
+        living = () if begin_anew else catalog.living
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
         self.company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self.worker = ALONE if self.company is None else self.company.worker
@@ -141,7 +142,7 @@ class CheckpointManager:
             timeout_seconds=timeout_seconds,
             company=self.company,
         )
-        self._origin = Origin(base=living[-1] if living else None)
+        self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self._newest_asked = {name.step for name in living}, -1
         self._process = os.getpid()
         self._pace = Pace()
@@ -251,6 +252,8 @@ class CheckpointManager:
         """
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         self._settle(None)
+        # Before it is looked for what to restore: whoever begins from here on is seen by the next save.
+        seen_generation = read_catalog(self._storage).generation
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
@@ -260,7 +263,7 @@ class CheckpointManager:
             threads=2 * self._threads,
             emit=self.emit,
             worker=self.worker,
-            agreement=make_agreement(None if self.company is None else self.company.peers),
+            agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
         )
         if restoration is None:
             return None
@@ -268,7 +271,7 @@ class CheckpointManager:
             self.checkpoint[name] = value
         if only is None:
             self.restored = restoration
-            self._origin = Origin(base=restoration.name)
+            self._origin = Origin(base=restoration.name, seen_generation=seen_generation)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self._newest_asked = restoration.step
@@ -343,7 +346,7 @@ class CheckpointManager:
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
-        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told)
+        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told, self.worker)
         exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:

@@ -42,7 +42,9 @@ def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS)
     if choice == "alone":
         return AloneCluster()
     if choice != "auto":
-        raise UsageError(f"cluster={choice!r} is no cluster", hint='Or it is "auto", or "alone".')
+        raise UsageError(
+            f"cluster={choice!r} is no cluster", hint='Give "auto", "alone", or a cluster that you have opened.'
+        )
     found = find_engine(os.environ, sys.modules)
     if found is None:
         return AloneCluster()

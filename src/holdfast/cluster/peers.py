@@ -174,7 +174,7 @@ class Peers:
             waited_seconds = time.monotonic() - looked_at
             if missed is None and time.monotonic() >= end_at:
                 text = f"did not {what} within {self.timeout_seconds:g} s"
-                missed = Failure(min(waited, default=LEADER), _ABSENT, text)
+                missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT)
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
                 self.warn(
@@ -240,4 +240,5 @@ class Peers:
         return None
 
 
+_LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."
 _ABSENT_HINT: Final = "Look whether that process still runs, and what it has written last."

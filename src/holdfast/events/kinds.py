@@ -156,7 +156,8 @@ class Resized(Event, frozen=True):
     left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"step {self.step} was saved by {self.stored_workers} workers and is restored by {self.workers}"
+        savers = "1 worker" if self.stored_workers == 1 else f"{self.stored_workers} workers"
+        text = f"step {self.step} was saved by {savers} and is restored by {self.workers}"
         notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
         notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
         return f"{text} ({'; '.join(notes)})" if notes else text
@@ -207,8 +208,9 @@ class PassedOver(Event, frozen=True):
             place += f" at byte {self.offset_bytes}"
         if self.tensor:
             place += f" ({self.tensor})"
-        # Most errors begin with the file's name, which then need not stand twice.
-        return f"step {self.step} passed over, it is damaged: {place}: {self.error.removeprefix(self.file + ': ')}"
+        # Most errors begin with the file's name, which then need not stand twice. Some are about no file.
+        error = f"{place}: {self.error.removeprefix(self.file + ': ')}" if self.file else self.error
+        return f"step {self.step} passed over, it is damaged: {error}"
 
 
 class Retained(Event, frozen=True):

@@ -25,7 +25,7 @@ class Opening(msgspec.Struct, frozen=True):
 
     Attributes:
         generation: Its number.
-        token: Random text that tells this opening from any other.
+        token: Random text that tells who opened it: one manager of one process.
         host: The machine that opened it.
         process: The process's number there.
         opened_at_unix_seconds: The opener's clock; for people only.

@@ -120,7 +120,7 @@ def _find_elsewhere_problem(
         if leaves.get(absent.name, (absent.dtype, absent.shape)) != (absent.dtype, absent.shape):
             return f"{absent.name!r} is not the leaf elsewhere that it is here"
         if any(not 0 <= rank < index.world_size or rank == index.rank for rank in absent.ranks):
-            return f"{absent.name!r} cannot lie with the workers {list(absent.ranks)}"
+            return f"{absent.name!r} cannot lie with the ranks {list(absent.ranks)}"
     return ""
 
 
@@ -149,7 +149,7 @@ def find_cover_problem(indexes: Iterable[Index]) -> str:
                 return problem
             same = boxes.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
             if same.record.spans != stored.record.spans:
-                return f"{stored.leaf!r}: workers {same.rank} and {stored.rank} have different values for {stored.box}"
+                return f"{stored.leaf!r}: ranks {same.rank} and {stored.rank} have different values for {stored.box}"
         for absent in index.elsewhere:
             problem = _find_name_problem(named, absent.name, absent.dtype, absent.shape, index.rank)
             if problem:
@@ -157,7 +157,7 @@ def find_cover_problem(indexes: Iterable[Index]) -> str:
     for leaf, (_, shape, rank) in named.items():
         problem = _find_gap(shape, boxes.get(leaf, {}))
         if problem:
-            return f"{leaf!r}, which worker {rank} names, {problem}"
+            return f"{leaf!r}, which rank {rank} names, {problem}"
     return ""
 
 
@@ -167,7 +167,7 @@ def _find_name_problem(
     known = named.setdefault(leaf, (dtype, shape, rank))
     if known[:2] == (dtype, shape):
         return ""
-    return f"{leaf!r} is {known[0]} {list(known[1])} to worker {known[2]}, and {dtype} {list(shape)} to worker {rank}"
+    return f"{leaf!r} is {known[0]} {list(known[1])} to rank {known[2]}, and {dtype} {list(shape)} to rank {rank}"
 
 
 def _find_gap(shape: tuple[int, ...], boxes: Mapping[Box, StoredBox]) -> str:
@@ -178,7 +178,7 @@ def _find_gap(shape: tuple[int, ...], boxes: Mapping[Box, StoredBox]) -> str:
         overlap = find_overlap(places)
         if overlap is not None:
             one, other = (boxes[places[place]] for place in overlap)
-            return f"overlaps: worker {one.rank} has {one.box}, worker {other.rank} has {other.box}"
+            return f"overlaps: rank {one.rank} has {one.box}, rank {other.rank} has {other.box}"
     if found != wanted:
-        return f"is incomplete: {found} of its {wanted} elements lie with a worker"
+        return f"is incomplete: {found} of its {wanted} elements lie with a rank"
     return ""

@@ -29,6 +29,7 @@ from holdfast.interchange.torch_import import TorchArchive, special_of
 from holdfast.policies import All
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.save.line import Line
+from holdfast.save.order import Origin
 from holdfast.save.write import PIECE_BYTES, conclude
 from holdfast.storage import Storage, open_storage
 from holdfast.storage.scratch import take_pages
@@ -280,7 +281,7 @@ def _commit(
     if watcher is not None:
         watcher.expect(layout.size_bytes)
     line = Line(storage, All(), reuse_space=False)
-    line.open(None)
+    line.open(Origin())
     name = line.name(step)
     try:
         leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)

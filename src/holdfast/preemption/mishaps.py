@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Final
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.errors import AbsentError, HoldfastError, PeerError, SaveFailedError
+from holdfast.gate import Gate
 from holdfast.preemption.board import Board, EndRecord
+from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
 from holdfast.preemption.herald import Herald
 
 _TELL_SECONDS: Final = 3.0
@@ -17,6 +20,11 @@ _TELL_SECONDS: Final = 3.0
 
 _LEAST_SECONDS: Final = 1.0
 """How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
+
+_HOLD_SHARE: Final = 1.5
+_HOLD_LOOKS: Final = 150
+"""What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
+counted, and not the time: where this process stands still, it does not miss anybody either."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
@@ -48,6 +56,7 @@ class Mishaps:
         self._peers = peers
         self._board = board
         self._is_over = False
+        self._is_holding = False
         # Known to the thread that speaks with the others.
         self._done: set[int] = set()
         self._end: EndRecord | None = None
@@ -70,7 +79,7 @@ class Mishaps:
             self._end = self._board.read(EndRecord, "end")
         if self._end is not None and self._end.step < self.certain:
             self._err(_fail_early(self._end, self.certain))
-        if self.error is None and not is_settling:
+        if self.error is None and (self._is_holding or not is_settling):
             for rank in sorted(self._peers.lost - self._done):
                 if not self.is_done(rank):
                     text = f"has not been heard of for {self._peers.liveness_seconds:g} s"
@@ -120,6 +129,9 @@ class Mishaps:
     def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> PeerError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
 
+        What a collective raises says only that some worker is not there. So it is held back until it is known which
+        one, and that is told in its stead.
+
         Args:
             error: The error.
             herald: Who tells them.
@@ -129,8 +141,11 @@ class Mishaps:
             The error of another worker of which this one comes, as far as that can be known.
         """
         self.is_raised = True
+        cause = find_missing(error)
+        if cause is None and is_of_collective(error):
+            cause = self._await_cause(herald)
         begun_at = time.monotonic()
-        failure = describe(error, self._peers)
+        failure = describe(cause or error, self._peers)
         found: list[Failure] = []
 
         def write() -> None:
@@ -144,9 +159,15 @@ class Mishaps:
             others = set(range(self._peers.world_size)) - self._done
             most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, _LEAST_SECONDS)
             self.wait_heard("failure-heard", others, herald, begun_at + min(most_seconds, _TELL_SECONDS))
-        if not found or found[0].rank == self._peers.rank or not _may_follow(error, found[0]):
-            return None
-        return self._peers.make_error(found[0])
+        if not found and cause is None:
+            _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
+        if not found or found[0].rank == self._peers.rank:
+            return cause
+        first = self._peers.make_error(found[0])
+        if may_follow(error, first.kind):
+            return first
+        _note(error, f"Another worker has failed, too: {first.message}")
+        return None
 
     def find_cause(self, herald: Herald) -> PeerError | None:
         """**Blocks** for a moment. The error that another worker has told of, whether or not it was heard before."""
@@ -172,6 +193,16 @@ class Mishaps:
         while count < len(set(ranks) - self._peers.dead) and time.monotonic() < end_at and not herald.trouble:
             herald.send(ask)
             herald.changed.wait(_TELL_SECONDS / 100)
+
+    def _await_cause(self, herald: Herald) -> PeerError | None:
+        """**Blocks** until another worker has failed or is missed; None if all live on, for longer than that takes."""
+        self._is_holding = True
+        for _ in range(_HOLD_LOOKS):
+            if self.error is not None or herald.trouble:
+                break
+            Gate().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
+        self._is_holding = False
+        return self.error
 
     def _look_for_failure(self) -> None:
         """In the thread that speaks with the others."""
@@ -209,12 +240,10 @@ def _try(make: Callable[[], str], instead: str) -> str:
         return instead
 
 
-def _may_follow(error: BaseException, first: Failure) -> bool:
-    """**Pure.** Whether an error may come of another worker's: collectives fail when one has gone, and so do saves."""
-    if isinstance(error, HoldfastError):
-        # A save fails on all workers alike.
-        return type(error).__name__ != first.kind
-    return isinstance(error, RuntimeError | OSError)
+def _note(error: BaseException, text: str) -> None:
+    # An error of the user's may be of a kind that cannot be changed.
+    with suppress(Exception):
+        error.add_note(text)
 
 
 def _fail_early(end: EndRecord, step: int) -> Failure:

@@ -66,11 +66,16 @@ class AloneAgreement:
         return None
 
 
-def make_agreement(peers: Peers | None) -> Agreement:
-    """How this worker keeps together with the others, if there are any."""
+def make_agreement(peers: Peers | None, url: str) -> Agreement:
+    """How this worker keeps together with the others, if there are any.
+
+    Args:
+        peers: The others; None if there are none.
+        url: Where the run lies for this worker.
+    """
     if peers is None:
         return AloneAgreement()
     # Most programs have one worker, and do without what several need.
     from holdfast.restore.joint_agreement import JointAgreement
 
-    return JointAgreement(peers)
+    return JointAgreement(peers, url)

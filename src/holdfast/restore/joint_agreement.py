@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.catalog import is_committed
 from holdfast.cluster.peers import Failure, Peers, make_sendable
@@ -23,6 +24,9 @@ from holdfast.storage.protocol import Storage
 
 SIGHT_SECONDS: Final = 30.0
 """How long what one node sees may stay unseen on another: network file systems remember for a while."""
+
+_ELSEWHERE_SECONDS: Final = 5.0
+"""The same where a worker was given another path than the leader. It may be a share that is mounted elsewhere."""
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 _FIRST_PATIENCE_SECONDS: Final = 0.05
@@ -40,7 +44,12 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
         names: The directories that it would try, the best first.
         seen: What tells the manifest that it sees from any other; empty if it sees none.
         is_open: Whether that is to be looked at once more.
+        is_open_elsewhere: The same for workers that were given another path than the leader.
         is_gone: Whether the checkpoint has been removed.
+        url: Where the run lies for it.
+        path: The damaged file.
+        offset_bytes: Where in it the damage begins.
+        tensor: The leaf that is damaged.
     """
 
     failure: Failure | None = None
@@ -49,7 +58,12 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
     names: tuple[str, ...] = ()
     seen: str = ""
     is_open: bool = False
+    is_open_elsewhere: bool = False
     is_gone: bool = False
+    url: str = ""
+    path: str = ""
+    offset_bytes: int | None = None
+    tensor: str = ""
 
 
 class JointAgreement:
@@ -59,8 +73,15 @@ class JointAgreement:
     if the job's store does not answer.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, url: str) -> None:
+        """Says nothing yet.
+
+        Args:
+            peers: The workers.
+            url: Where the run lies for this one.
+        """
         self._peers = peers
+        self._url = make_sendable(url)
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
         """See `Agreement`; the leader's choice is that of all."""
@@ -72,7 +93,7 @@ class JointAgreement:
             error = problem
         # Of the others it is enough to know whether they see any.
         told = tuple(name.directory for name in names[: _MOST_NAMES if self._peers.is_leader else 1])
-        answer = self._confer(_Report(self._describe(error), step=step, names=told), _decide_names)
+        answer = self._confer(_Report(self._describe(error), step=step, names=told, url=self._url), _decide_names)
         if answer.failure is not None:
             self._raise(answer.failure, error)
         chosen = tuple(name for directory in answer.names if (name := parse_step_directory(directory)) is not None)
@@ -85,9 +106,8 @@ class JointAgreement:
         them: so the leader looks again as often as they do, and where it sees nothing, nobody waits.
         """
         sight_seconds = min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
-        end_at = time.monotonic() + sight_seconds
+        begun_at = time.monotonic()
         patience_seconds = 0.0
-        names = (make_sendable(f"{storage.url}/{name.manifest_path}"),)
         is_open = True
         while is_open:
             error: HoldfastError | None = None
@@ -96,7 +116,15 @@ class JointAgreement:
                 seen = self._find_seen(storage, name, patience_seconds)
             except HoldfastError as problem:
                 error = problem
-            report = _Report(self._describe(error), seen=seen, names=names, is_open=time.monotonic() < end_at)
+            passed_seconds = time.monotonic() - begun_at
+            report = _Report(
+                self._describe(error),
+                seen=seen,
+                names=(name.manifest_path,),
+                is_open=passed_seconds < sight_seconds,
+                is_open_elsewhere=passed_seconds < min(sight_seconds, _ELSEWHERE_SECONDS),
+                url=self._url,
+            )
             answer = self._confer(report, _decide_seen)
             if answer.failure is not None:
                 self._raise(answer.failure, error)
@@ -123,15 +151,26 @@ class JointAgreement:
             stage()
         except Exception as problem:  # noqa: BLE001  Whatever it is, the others have to hear of it.
             error = problem
-        is_damage = isinstance(error, DamageError)
-        answer = self._confer(_Report(self._describe(error), is_damage), _decide_stage)
-        if answer.failure is None:
+        report = _Report(self._describe(error))
+        if isinstance(error, DamageError):
+            path, tensor = make_sendable(error.path), make_sendable(error.tensor)
+            report = replace(report, is_damage=True, path=path, offset_bytes=error.offset_bytes, tensor=tensor)
+        answer = self._confer(report, _decide_stage)
+        failure = answer.failure
+        if failure is None:
             return None
         if not answer.is_damage:
-            self._raise(answer.failure, None if is_damage else error)
+            self._raise(failure, None if report.is_damage else error)
         if isinstance(error, DamageError):
             return error
-        return DamageError(self._peers.make_error(answer.failure).message, hint=answer.failure.hint)
+        node = self._peers.cluster.node_of(failure.rank)
+        return DamageError(
+            f"{failure.text} (found by rank {failure.rank}{f' on {node}' if node else ''})",
+            path=answer.path,
+            offset_bytes=answer.offset_bytes,
+            tensor=answer.tensor,
+            hint=failure.hint,
+        )
 
     def _confer(self, report: _Report, decide: Callable[[list[_Report]], _Report]) -> _Report:
         def decide_encoded(records: list[bytes]) -> bytes:
@@ -176,8 +215,7 @@ def _decide_names(reports: list[_Report]) -> _Report:
             # What the leader sees and another one does not may come into sight yet.
             return _Report(report.failure)
         if report.names and not leader.names:
-            text = f"it sees {report.names[0]}, and rank 0 sees no checkpoint"
-            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
+            return _Report(_blame(rank, report, leader, "is there for it, and rank 0 sees no checkpoint"))
     return leader
 
 
@@ -189,12 +227,20 @@ def _decide_seen(reports: list[_Report]) -> _Report:
             return _Report(report.failure)
     for rank, report in enumerate(reports):
         if leader.seen and report.seen != leader.seen:
-            if not report.seen and leader.is_open:
+            is_open = leader.is_open if report.url == leader.url else leader.is_open_elsewhere
+            if not report.seen and is_open:
                 return _Report(is_open=True)
-            what = "is not what rank 0 sees there" if report.seen else "is not there for it, but for rank 0"
-            text = f"{report.names[0]} {what}"
-            return _Report(Failure.of(rank, StorageError.__name__, text, _SIGHT_HINT))
+            what = "is not what rank 0 sees" if report.seen else "is not there for it, but for rank 0"
+            return _Report(_blame(rank, report, leader, what))
     return _Report()
+
+
+def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
+    """**Pure.** Says of a worker that it sees something else than the leader."""
+    if report.url == leader.url:
+        return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
+    text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"
+    return Failure.of(rank, StorageError.__name__, text, _ELSEWHERE_HINT)
 
 
 def _follow_leader(reports: list[_Report]) -> _Report:
@@ -212,4 +258,8 @@ def _name_request(step: int | None) -> str:
     return "the newest step" if step is None else f"step {step}"
 
 
+_ELSEWHERE_HINT: Final = (
+    "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
+    "choose it, and tell the others."
+)
 _SIGHT_HINT: Final = "All workers have to use one directory: is it on a file system that all nodes share?"

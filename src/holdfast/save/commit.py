@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from holdfast.catalog import read_generations, read_opening
 from holdfast.errors import FencedError, HoldfastError, StorageError
+from holdfast.format.generation import Opening
 from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
 from holdfast.save.discard import discard_committed
@@ -92,17 +93,49 @@ def check_fence(storage: Storage, generation: int) -> None:
         FencedError: If one has; it says by whom.
     """
     newest = max(read_generations(storage), default=0)
-    if newest <= generation:
-        return
+    if newest > generation:
+        by = _name_opener(_try_opening(storage, newest))
+        raise FencedError(
+            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
+            hint=_FENCED_HINT,
+        )
+
+
+def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
+    """**Blocks.** Makes sure that nobody else has begun to save since this manager looked where to go on from.
+
+    Args:
+        storage: Where the run lies.
+        seen_generation: The newest generation at that time.
+        token: What this manager opens generations with: its own attempts do not count.
+
+    Raises:
+        FencedError: If somebody has; it says who.
+    """
+    for newer in sorted(read_generations(storage), reverse=True):
+        if newer <= seen_generation:
+            return
+        opening = _try_opening(storage, newer)
+        if opening is None or opening.token != token:
+            raise FencedError(
+                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} since this job looked where to "
+                "go on from; what was saved there would be left out",
+                hint=_FENCED_HINT,
+            )
+
+
+def _try_opening(storage: Storage, generation: int) -> Opening | None:
     try:
-        opening = read_opening(storage, newest)
-        by = f" by process {opening.process} on {opening.host}"
+        return read_opening(storage, generation)
     except HoldfastError:
-        by = ""
-    raise FencedError(
-        f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
-        hint="Only one job may save into a run. Stop this one, or give it a directory of its own.",
-    )
+        return None
+
+
+def _name_opener(opening: Opening | None) -> str:
+    return "" if opening is None else f" by process {opening.process} on {opening.host}"
+
+
+_FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
 
 
 def _name_versions() -> dict[str, str]:

@@ -51,7 +51,9 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | Non
     return decision.reason if decision.save else None
 
 
-def join_line(line: Line, storage: Storage, company: Company | None, emit: Sink) -> JointLine | None:
+def join_line(
+    line: Line, storage: Storage, company: Company | None, emit: Sink, *, checks_replicas: bool
+) -> JointLine | None:
     """The line that all workers write together, if there are several.
 
     Args:
@@ -59,9 +61,10 @@ def join_line(line: Line, storage: Storage, company: Company | None, emit: Sink)
         storage: Where the run lies.
         company: The others.
         emit: Told of what happens.
+        checks_replicas: Whether this worker was told to compare what workers hold alike.
     """
     if company is None:
         return None
     from holdfast.save.joint import JointLine
 
-    return JointLine(line, storage, company, emit)
+    return JointLine(line, storage, company, emit, checks_replicas=checks_replicas)

@@ -87,7 +87,7 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        self._joint = join_line(line, storage, company, emit)
+        self._joint = join_line(line, storage, company, emit, checks_replicas=check_replicas)
         self._line = self._joint or line
         self._own_line = line
         self._worker = ALONE if company is None else company.worker
@@ -286,7 +286,7 @@ class Saver:
 
     def _save(self, work: _Work, staging: Staging, begun_at: float) -> StepName:
         order = work.order
-        base = self._line.open(order.origin.base)
+        base = self._line.open(order.origin)
         if base is not None:
             self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
         name = self._line.name(order.step)

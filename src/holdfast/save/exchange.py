@@ -39,6 +39,7 @@ class Exchange:
 
     Attributes:
         place: Which save it is.
+        count: The how manieth of this worker's saves.
         was_missed: True once the leader has found that another worker had heard of it too late.
         inquiry: What the leader asks where workers do not hold the same.
     """
@@ -55,6 +56,7 @@ class Exchange:
         self._position = position
         self._watched = watched
         self.place = position.place
+        self.count = position.count
         self.was_missed = False
         self.inquiry = Inquiry(peers, self._key)
         # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
@@ -167,8 +169,12 @@ class Exchange:
             self._peers.cluster.set(self._key(f"left/{self._peers.rank}"), b"")
 
     def has_left(self, rank: int) -> bool:
-        """Whether another worker has done with the save."""
-        return self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None
+        """Whether another worker has done with the save, or has gone past it and will never come."""
+        if self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None:
+            return True
+        # In a save that is committed all have taken part, and each will say so.
+        position = None if self._is_committed else self._find_position(rank)
+        return position is not None and position.is_beyond(self._position)
 
     def forget(self, *, is_newest: bool) -> None:
         """The leader deletes all that was said: whoever lives reads it no more.
@@ -225,21 +231,23 @@ class Exchange:
             holding: What to answer a question of the leader with; None if none can come yet.
         """
         look_at = time.monotonic()
+        awaited: list[str] = []
 
         def watch() -> Collection[int]:
             nonlocal look_at
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_SECONDS
                 for rank in doers:
-                    self._check_way(rank)
+                    self._check_way(rank, awaited)
             return ranks() if ranks is not None else doers
 
         own, verdict, question = self._key(name), self._key("verdict"), self.inquiry.question
         # When there is a verdict, all else does not matter any more. The result comes behind it.
-        keys = [verdict, own] if holding is None else [verdict, question]
-        key, value = self._peers.wait_any([*keys, *([self._watched] if self._watched else [])], watch, what, begun_at)
+        awaited = [verdict, own if holding is None else question, *([self._watched] if self._watched else [])]
+        key, value = self._peers.wait_any(awaited, watch, what, begun_at)
         if key == question and holding is not None:
             self.inquiry.answer(value, holding)
+            awaited = [verdict]
             key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         if key == self._watched:
             self.was_missed = True
@@ -247,16 +255,26 @@ class Exchange:
         if key == verdict:
             self._raise_unless_well(msgspec.json.decode(value, type=EndRecord))
             # It is to be committed: now only the leader can say how that went.
+            awaited = [own]
             _, value = self._peers.wait_any([own], watch, what, begun_at)
         return msgspec.json.decode(value, type=kind)
 
-    def _check_way(self, rank: int) -> None:
-        """Makes sure that a worker has not gone on to another save without this one."""
-        data = self._peers.cluster.try_get(self._peers.key("at", rank))
-        if data is None:
+    def _check_way(self, rank: int, awaited: Collection[str] = ()) -> None:
+        """Makes sure that a worker has not gone on to another save without this one.
+
+        One that has said what was awaited of it, by one of those keys, may go on: it need not wait until it is heard.
+        """
+        position = self._find_position(rank)
+        if position is None:
             return
-        position = msgspec.json.decode(data, type=Position)
-        if position.is_beyond(self._position):
+        is_beyond = position.is_beyond(self._position)
+        if is_beyond or position.has_ended:
+            for key in awaited:
+                if self._peers.cluster.try_get(key) is not None:
+                    return
+        if is_beyond:
+            # The leader comes here no more, to read or to delete what is said.
+            self._is_over = self._is_over or rank == LEADER
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
             raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
@@ -265,6 +283,11 @@ class Exchange:
                 raise _CommittedError
             text = f"came to the save of step {self.place.step} when the others had given it up"
             raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
+
+    def _find_position(self, rank: int) -> Position | None:
+        """Where a worker is; None if it has come to no save yet."""
+        data = self._peers.cluster.try_get(self._peers.key("at", rank))
+        return None if data is None else msgspec.json.decode(data, type=Position)
 
     def _announce(self, position: Position) -> None:
         self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from holdfast.errors import DeadlineError, HoldfastError, UsageError
 from holdfast.format.names import StepName
+from holdfast.format.workers import ALONE, Worker
 from holdfast.gate import Gate
+
+_GRACE_SECONDS: Final = 15.0
+_GRACE_SHARE: Final = 0.1
+"""How much longer than the save waits for the other workers one waits for the save: that knows who is missing."""
 
 
 class SaveHandle:
@@ -17,18 +23,30 @@ class SaveHandle:
         step: The step that is being saved.
     """
 
-    def __init__(self, step: int, url: str, timeout_seconds: float, delivered: Callable[[HoldfastError], None]) -> None:
+    def __init__(
+        self,
+        step: int,
+        url: str,
+        timeout_seconds: float,
+        delivered: Callable[[HoldfastError], None],
+        worker: Worker = ALONE,
+    ) -> None:
         """Made by the manager.
 
         Args:
             step: The step.
             url: Where the run lies.
-            timeout_seconds: How long a wait may take when it names no time of its own.
+            timeout_seconds: How long a wait may take when it names no time of its own; a little longer where there are
+                other workers, since the save itself waits that long for them.
             delivered: Told of an error when a wait on this handle has raised it.
+            worker: Which worker saves.
         """
         self.step = step
         self._url = url
+        self._is_alone = worker.is_alone
         self._timeout_seconds = timeout_seconds
+        if not worker.is_alone:
+            self._timeout_seconds += _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
         self._delivered = delivered
         # Guards whether the save goes on or is called off, whichever comes first.
         self._lock = threading.Lock()
@@ -64,7 +82,7 @@ class SaveHandle:
             DeadlineError: If that takes longer than the manager's `timeout_seconds`.
             SaveFailedError: If the save failed before it had a place.
         """
-        self._wait_for(self._named, None, "be given a place")
+        self._wait_for(self._named, None, "was not given a place")
         if self._name is None:
             self._raise_failure()
         assert self._name is not None  # What opens the gate else is a failure.
@@ -102,7 +120,7 @@ class SaveHandle:
             DeadlineError: If it takes longer.
             SaveFailedError: If the save failed before.
         """
-        self._wait_for(self._staged, timeout_seconds, "be staged")
+        self._wait_for(self._staged, timeout_seconds, "was not staged")
         if not self._copied:
             self._raise_failure()
 
@@ -110,7 +128,8 @@ class SaveHandle:
         """**Blocks.** Waits until the checkpoint is durable and would be found by a restart.
 
         Args:
-            timeout_seconds: How long to wait; None for the manager's `timeout_seconds`.
+            timeout_seconds: How long to wait; None for the manager's `timeout_seconds`, and a little more in a job of
+                several workers, so that the save can tell who is missing.
 
         Returns:
             The directory of the checkpoint.
@@ -119,7 +138,7 @@ class SaveHandle:
             DeadlineError: If it takes longer; the save goes on.
             SaveFailedError: If the save failed. The manager does not raise it again.
         """
-        self._wait_for(self._settled, timeout_seconds, "be committed")
+        self._wait_for(self._settled, timeout_seconds, "was not committed")
         self._raise_failure()
         return self.path
 
@@ -129,7 +148,7 @@ class SaveHandle:
         Raises:
             DeadlineError: If it takes longer.
         """
-        self._wait_for(self._ended, timeout_seconds, "end")
+        self._wait_for(self._ended, timeout_seconds, "did not end")
 
     def try_begin(self) -> bool:
         """Called by the background: True if the save is now its own, False if it was called off."""
@@ -185,10 +204,11 @@ class SaveHandle:
             self._delivered(error)
             raise error
 
-    def _wait_for(self, gate: Gate, timeout_seconds: float | None, goal: str) -> None:
+    def _wait_for(self, gate: Gate, timeout_seconds: float | None, miss: str) -> None:
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if not gate.wait(limit_seconds):
+            also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(
-                f"the save of step {self.step} into {self._url} did not {goal} within {limit_seconds:g} s",
-                hint="The save goes on. Wait again, or find out why the storage is slow.",
+                f"the save of step {self.step} into {self._url} {miss} within {limit_seconds:g} s",
+                hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
@@ -21,10 +22,11 @@ from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.company import Company
-from holdfast.save.coverage import COVER_HINT, find_uncovered, weigh_shards
+from holdfast.save.coverage import COVER_HINT, Coverage, digest_shards
 from holdfast.save.exchange import Exchange, heed
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
+from holdfast.save.order import Origin
 from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.replicas import Holding, make_holding
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
@@ -33,8 +35,14 @@ from holdfast.storage.protocol import Storage
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
+_COURTESY_SECONDS: Final = 1.0
+"""How long to wait for the others where somebody will not come, or training is held up at its next save by that."""
+
 _MOST_TOLD: Final = 100
 """So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
+
+
+_ALIKE_HINT: Final = "Give the managers of all workers the same arguments."
 
 
 class _Ending(msgspec.Struct):
@@ -58,15 +66,19 @@ class JointLine:
     answer, beside what `Line` raises.
     """
 
-    def __init__(self, line: Line, storage: Storage, company: Company, emit: Sink) -> None:
+    def __init__(
+        self, line: Line, storage: Storage, company: Company, emit: Sink, *, checks_replicas: bool = False
+    ) -> None:
         self._line = line
         self._storage = storage
         self._company = company
         self._peers = company.peers
         self._emit = emit
+        self._checks_replicas = checks_replicas
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
-        self._weight = 0
+        self._shards = ""
+        self._coverage = Coverage()
         self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
@@ -87,7 +99,7 @@ class JointLine:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
         self._exchange, self._debris, self._is_cut_off = exchange, None, False
 
-    def open(self, origin: StepName | None) -> Base | None:
+    def open(self, origin: Origin) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
         self._now.announce()
         if self._peers.is_leader:
@@ -98,7 +110,7 @@ class JointLine:
         told = self._now.wait_name()
         if told.generation != self._line.generation:
             who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
-            check_opening(self._storage, told.generation, told.opening, who, self._peers.timeout_seconds)
+            check_opening(self._storage, told, who, self._peers.timeout_seconds)
             self._line.follow(told.generation, told.base_name)
         self._name = StepName(self._now.place.step, told.generation, told.attempt)
         return None
@@ -113,7 +125,8 @@ class JointLine:
             self._name = name
             opening = read_opening_digest(self._storage, name.generation)
             base = None if self._base is None else (self._base.step, self._base.generation, self._base.attempt)
-            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening))
+            url = make_sendable(self._storage.url)
+            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening, url))
         assert self._name is not None, "open() comes first"
         return self._name
 
@@ -126,7 +139,7 @@ class JointLine:
             heed(self._now)
             raise
         self._holding = make_holding(snapshot, crew, self._holding)
-        self._weight = weigh_shards(snapshot)
+        self._shards = digest_shards(snapshot)
         return receipts
 
     def commit(
@@ -139,17 +152,20 @@ class JointLine:
         exchange, holding = self._now, self._holding
         if not self._peers.is_leader:
             own = receipts.workers[0]
-            part = PartRecord(own, receipts.references, receipts.has_boxes, holding.groups, self._weight)
+            part = PartRecord(
+                own, receipts.references, receipts.has_boxes, holding.groups, self._shards, self._checks_replicas
+            )
             exchange.hand_in(part, holding)
             self._line.note_committed()
             return
         parts = exchange.collect_parts()
+        self._check_alike(parts)
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
-        uncovered = find_uncovered(self._storage, name, [self._weight, *(part.weight for part in parts)])
+        uncovered = self._coverage.find_problem(self._storage, name, [self._shards, *(part.shards for part in parts)])
         if uncovered:
             raise UsageError(uncovered, hint=COVER_HINT)
         # Who has given up by now has said so, and who has not will wait for the result.
@@ -210,10 +226,14 @@ class JointLine:
             self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
         newest = _Ending(exchange, set(others), self._debris)
         self._endings.append(newest)
-        end_at = time.monotonic() + ANSWER_SECONDS
+        begun_at = time.monotonic()
         pause_seconds = 0.001
         with suppress(HoldfastError):
-            while self._look_at(newest) and time.monotonic() < end_at:
+            while self._look_at(newest):
+                # Who has missed the plan for a save will not come to it.
+                is_brief = exchange.was_missed or self._company.is_wanted_next(exchange)
+                if time.monotonic() >= begun_at + (_COURTESY_SECONDS if is_brief else ANSWER_SECONDS):
+                    break
                 # Each worker has a key of its own, and one may die instead of writing it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -229,6 +249,16 @@ class JointLine:
     def _now(self) -> Exchange:
         assert self._exchange is not None, "begin() comes first"
         return self._exchange
+
+    def _check_alike(self, parts: Iterable[PartRecord]) -> None:
+        """Makes sure that all workers, or none, compare what they hold: with few of them nothing is found."""
+        for rank, part in enumerate(parts, start=1):
+            if part.checks_replicas != self._checks_replicas:
+                text = (
+                    f"it was given check_replicas={part.checks_replicas}, "
+                    f"and rank 0 check_replicas={self._checks_replicas}"
+                )
+                raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""

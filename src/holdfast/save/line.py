@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from holdfast.catalog import Catalog, find_lost, open_generation, read_catalog, record_base
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
-from holdfast.save.commit import check_fence, commit
+from holdfast.save.commit import check_fence, check_unpassed, commit
 from holdfast.save.discard import (
     discard_half_published,
     discard_trash,
@@ -25,6 +27,7 @@ from holdfast.save.discard import (
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.incremental import Incremental
 from holdfast.save.ledger import Ledger
+from holdfast.save.order import Origin
 from holdfast.save.space import Space
 from holdfast.save.write import write
 from holdfast.storage.crew import Crew
@@ -60,6 +63,8 @@ class Line:
         self._storage = storage
         self._keep = keep
         self._generation: int | None = None
+        # By this it knows an opening of its own that has failed half-way.
+        self._token = os.urandom(16).hex()
         self._ledger = Ledger(storage)
         self._space = Space(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._ledger) if incremental else None
@@ -86,33 +91,35 @@ class Line:
         """As `close`, at once: what was kept is left to the next job."""
         self._space.abandon()
 
-    def open(self, origin: StepName | None) -> Base | None:
+    def open(self, origin: Origin) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
 
         A crash between the opening and its base leaves a generation that saved nothing, and changes no line.
 
         Args:
-            origin: The checkpoint that the line goes on from, or None if it begins anew.
+            origin: Where the line goes on from.
 
         Returns:
             The base of the generation that was opened, or None if the line had one already.
 
         Raises:
-            FencedError: If another job has opened a newer one since.
+            FencedError: If another job has opened a newer one since; or one since this job restored, which would be
+                left out if this job went on from where it stands.
             StorageError: If the place fails.
         """
         base = None
         if self._generation is None:
-            if origin is None:
+            check_unpassed(self._storage, origin.seen_generation, self._token)
+            if origin.base is None:
                 # Once the new base stands, these are off the line.
                 self._lost = find_lost(self._storage, read_catalog(self._storage))
-            generation = open_generation(self._storage)
-            base = make_base(generation, origin)
+            generation = open_generation(self._storage, self._token)
+            base = make_base(generation, origin.base)
             record_base(self._storage, base)
             self._generation = generation
             self._space.begin(generation)
             if self._incremental is not None:
-                self._incremental.begin(origin)
+                self._incremental.begin(origin.base)
         check_fence(self._storage, self._generation)
         return base
 
@@ -130,18 +137,30 @@ class Line:
 
     def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
         """**Blocks.** Writes a snapshot and makes it last, without committing it."""
-        if self._incremental is None:
-            return write(snapshot, self._storage, name, crew)
-        return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
+        with self._telling_why():
+            if self._incremental is None:
+                return write(snapshot, self._storage, name, crew)
+            return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """**Blocks.** Commits what was written."""
-        manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
+        with self._telling_why():
+            manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
         self._ledger.add(manifest)
         self.note_committed()
         return manifest
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        """Where something of this job's is gone, another one may have taken over, and swept it away."""
+        try:
+            yield
+        except NotFoundError:
+            if self._generation is not None:
+                check_fence(self._storage, self._generation)
+            raise
 
     def note_committed(self) -> None:
         """What was written last is committed."""

@@ -19,10 +19,13 @@ class Origin(msgspec.Struct, frozen=True):
     Attributes:
         base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
             it was made. None if it begins anew.
+        seen_generation: The newest generation of the run at that time; 0 if there was none. Whoever has opened a newer
+            one since goes on from steps that this manager does not know of.
         sources: Checkpoints of which a part was restored.
     """
 
     base: StepName | None = None
+    seen_generation: int = 0
     sources: tuple[StepName, ...] = ()
 
 

@@ -80,6 +80,11 @@ class Places:
         """How often the run has been restored."""
         return self._epoch
 
+    @property
+    def count(self) -> int:
+        """How many saves this worker has come to."""
+        return self._count
+
     def begin_epoch(self) -> None:
         """The run has been restored: from now on steps may come again."""
         with self._lock:
@@ -107,12 +112,14 @@ class NameRecord(msgspec.Struct, frozen=True):
         attempt: Which attempt at the step.
         base: The checkpoint from which the generation began, as step, generation and attempt; None if anew.
         opening: The digest of the record that opened the generation: by it a worker knows that it sees the same run.
+        url: Where the run lies for the leader.
     """
 
     generation: int
     attempt: int
     base: tuple[int, int, int] | None
     opening: str
+    url: str
 
     @property
     def base_name(self) -> StepName | None:
@@ -128,14 +135,16 @@ class PartRecord(msgspec.Struct, frozen=True):
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
-        weight: What it says of the shards that were made by hand; see `save/coverage.py`.
+        shards: What it says of the shards that were made by hand; see `save/coverage.py`.
+        checks_replicas: Whether it is to compare what workers hold alike.
     """
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
     has_boxes: bool
     groups: list[Group]
-    weight: int = 0
+    shards: str = ""
+    checks_replicas: bool = False
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

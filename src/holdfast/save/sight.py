@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from holdfast.cluster.peers import Failure
+from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.errors import StorageError
 from holdfast.format.digests import digest
 from holdfast.format.generation import MAX_GENERATION_BYTES
 from holdfast.format.names import StepName, data_name, generation_path, index_name
 from holdfast.save.handoffs import Receipts
+from holdfast.save.places import NameRecord
 from holdfast.storage.protocol import Storage
 
 _T = TypeVar("_T")
@@ -19,9 +20,17 @@ _T = TypeVar("_T")
 SIGHT_SECONDS: Final = 30.0
 """How long what one node has written may stay unseen on another: network file systems remember for a while."""
 
+_ELSEWHERE_SECONDS: Final = 5.0
+"""The same where a worker was given another path than the leader. It may be a share that is mounted elsewhere."""
+
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
 _HINT: Final = "All workers have to save into one directory: is it on a file system that all nodes share?"
+
+_ELSEWHERE_HINT: Final = (
+    "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
+    "choose it, and tell the others."
+)
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:
@@ -33,13 +42,12 @@ def read_opening_digest(storage: Storage, generation: int) -> str:
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
-def check_opening(storage: Storage, generation: int, opening: str, who: str, timeout_seconds: float) -> None:
+def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Makes sure that the generation which the leader has opened is seen here, with the same digest.
 
     Args:
         storage: Where the run lies.
-        generation: The generation.
-        opening: The digest of its opening, as the leader has it.
+        told: What the leader has told of it.
         who: This worker, for the error.
         timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
 
@@ -47,20 +55,24 @@ def check_opening(storage: Storage, generation: int, opening: str, who: str, tim
         StorageError: If it is not seen, now or after a while.
     """
 
+    path, url = generation_path(told.generation), make_sendable(storage.url)
+    is_elsewhere = url != told.url
+
     def look() -> str:
         try:
-            seen = read_opening_digest(storage, generation)
+            seen = read_opening_digest(storage, told.generation)
         except StorageError as error:
             return error.message
-        return "" if seen == opening else f"{generation_path(generation)} is that of another run"
+        return "" if seen == told.opening else f"{path} is that of another run"
 
-    problem = _insist(look, timeout_seconds)
-    if problem:
-        raise StorageError(
-            f"{storage.url}: {who} does not see generation {generation}, which rank 0 has opened: {problem}",
-            path=generation_path(generation),
-            hint=_HINT,
-        )
+    problem = _insist(look, min(timeout_seconds / 2, _ELSEWHERE_SECONDS if is_elsewhere else SIGHT_SECONDS))
+    if not problem:
+        return
+    unseen = f"does not see generation {told.generation}, which rank 0 has opened"
+    if is_elsewhere:
+        text = f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there ({problem})"
+        raise StorageError(text, path=path, hint=_ELSEWHERE_HINT)
+    raise StorageError(f"{storage.url}: {who} {unseen}: {problem}", path=path, hint=_HINT)
 
 
 def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:
@@ -87,12 +99,12 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
                 return Failure.of(rank, StorageError.__name__, text, _HINT)
         return None
 
-    return _insist(look, timeout_seconds)
+    return _insist(look, min(timeout_seconds / 2, SIGHT_SECONDS))
 
 
-def _insist(look: Callable[[], _T], timeout_seconds: float) -> _T:
+def _insist(look: Callable[[], _T], patience_seconds: float) -> _T:
     """Looks until nothing is wrong, or the time is up; gives what is wrong at the end."""
-    end_at = time.monotonic() + min(SIGHT_SECONDS, timeout_seconds / 2)
+    end_at = time.monotonic() + patience_seconds
     pause_seconds = 0.01
     while (wrong := look()) and time.monotonic() < end_at:
         time.sleep(pause_seconds)  # No file system tells what another node has made on it.

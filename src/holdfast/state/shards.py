@@ -114,7 +114,10 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
-        raise UsageError(f"{name} are whole numbers: {error}") from error
+        raise UsageError(
+            f"{name}={values!r}: whole numbers are needed ({error})",
+            hint="Divide sizes with //, and give one number for each dimension.",
+        ) from error
 
 
 class PerWorker:

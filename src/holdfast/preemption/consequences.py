@@ -1,0 +1,59 @@
+"""Whether an error is this worker's own, or comes of it that another worker of the job has failed or is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from holdfast.errors import AbsentError, HoldfastError, PeerError
+
+_KINDS: Final = {("torch.distributed", "DistError")}
+"""What frameworks call the errors of their collectives, by module and name: none is imported for it."""
+
+_WORDS: Final = re.compile(
+    r"gloo|nccl|rccl|xccl|hccl|\bmpi_|process ?group|connection (closed|reset) by peer", re.IGNORECASE
+)
+"""What stands in the others, which are plain `RuntimeError`s."""
+
+_MOST_CAUSES: Final = 100
+
+
+def find_missing(error: BaseException) -> PeerError | None:
+    """**Pure.** What says that a worker is missing, if it comes of that: a save that has waited for its part, say."""
+    found = (each for each in _causes(error) if isinstance(each, PeerError))
+    return next((each for each in found if each.kind == AbsentError.__name__), None)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """**Pure.** Whether it was raised by a collective, or because of such an error: it does not say who has failed."""
+    return any(map(_is_raised_by_collective, _causes(error)))
+
+
+def may_follow(error: BaseException, kind: str) -> bool:
+    """**Pure.** Whether it may come of another worker's error of that kind."""
+    if isinstance(error, HoldfastError | ConnectionError):
+        # What is the same everywhere, as when a save fails, comes on each worker by itself.
+        return type(error).__name__ != kind
+    return is_of_collective(error)
+
+
+def _is_raised_by_collective(error: BaseException) -> bool:
+    if any((kind.__module__, kind.__name__) in _KINDS for kind in type(error).__mro__):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, HoldfastError):
+        return False
+    try:
+        return _WORDS.search(str(error)) is not None
+    except Exception:  # noqa: BLE001  An error of the user's may be of a kind that cannot even say what it is.
+        return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those of which it came."""
+    found: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
