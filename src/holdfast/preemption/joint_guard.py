@@ -324,7 +324,7 @@ class JointGuard(Guard):
         try:
             super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
         except BaseException as failure:
-            if error and self._accord.verdict is None:
+            if error and self._accord.verdict is None and self._mishaps.error is None:
                 # One that does not come to the end of its step would never hear of it.
                 self._mishaps.tell(SaveFailedError(error, step=step or 0), self._herald, left_seconds)
             elif not error and self._has_exit_fn:
