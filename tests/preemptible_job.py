@@ -70,6 +70,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "UnspeakableError": UnspeakableError,
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
+    "StopIteration": StopIteration,
 }
 
 
@@ -148,6 +149,8 @@ SAVE: list[Callable[[], Any]] = []
 def save_or_raise() -> Any:
     if OPTIONS["save_fn"] == "raises":
         raise ZeroDivisionError("of the user's")
+    if OPTIONS["save_fn"] == "exits":
+        sys.exit(3)
     return SAVE[0]()
 
 

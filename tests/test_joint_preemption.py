@@ -185,16 +185,22 @@ def test_a_signal_while_one_worker_waits_for_the_other_at_its_end(
 # How they leave.
 
 
-@pytest.mark.parametrize("raises", [0, 1])
-def test_a_save_fn_that_raises_on_one_worker_is_a_failed_save_on_all(tmp_path: Path, raises: int) -> None:
-    each = {raises: {"save_fn": "raises"}, 1 - raises: {"save_fn": "saves", "pause": [3]}}
+@pytest.mark.parametrize(
+    ("raises", "how", "text"), [(0, "exits", "SystemExit: 3"), (1, "raises", "ZeroDivisionError: of the user's")]
+)
+def test_a_save_fn_that_fails_on_one_worker_is_a_failed_save_on_all(
+    tmp_path: Path, raises: int, how: str, text: str
+) -> None:
+    each = {raises: {"save_fn": how}, 1 - raises: {"save_fn": "saves", "pause": [3]}}
     with Jobs(tmp_path / "run", each=each, loop="run", **LOCKSTEP) as jobs:
         jobs.workers[1 - raises].wait_for("paused")
         jobs.workers[1 - raises].send(signal.SIGTERM)
         jobs.workers[raises].wait_for("event NoticeHeard")
         jobs.workers[1 - raises].go_on()
         assert jobs.end() == [74, 74], jobs.report()
-        assert "of the user's" in jobs.workers[raises].errors
+        assert f"step 4 could NOT be saved: {text}" in jobs.workers[raises].errors
+        told = jobs.workers[1 - raises].errors
+        assert re.search(rf"step 4 could NOT be saved: rank {raises} on \S+: {text}", told), told
         assert check_whole(tmp_path / "run") == []
 
 
@@ -313,6 +319,17 @@ def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Pat
         assert "could NOT be saved: not all workers have said" in jobs.workers[0].errors
 
 
+def test_a_worker_whose_step_does_not_end_leaves_once_another_one_has(tmp_path: Path) -> None:
+    each = {0: {"total": 100_000, "step_seconds": 0.01}, 1: {"pause": [5]}}
+    with Jobs(tmp_path / "run", grace=2, each=each) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[0].wait_for("step 10")
+        jobs.workers[0].send(signal.SIGTERM)
+        # Nobody lets the one that pauses go on.
+        assert jobs.end() == [74, 74], jobs.report()
+        assert "step 5 could NOT be saved: rank 0 on" in jobs.workers[1].errors
+
+
 def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Path, uninterrupted: list[str]) -> None:
     each = {1: {"pause": [4], "file_bytes": 4000}}
     with Jobs(tmp_path / "run", each=each, **LOCKSTEP) as jobs:
@@ -335,9 +352,11 @@ def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Pat
     ("loop", "rank", "error", "code", "text"),
     [
         ("resumable", 0, "ValueError", 1, "ValueError: the loss is no number"),
-        ("run", 1, "ValueError", 1, "ValueError: the loss is no number"),
+        ("run", 1, "StopIteration", 1, "StopIteration"),
         ("resumable", 1, "UnspeakableError", 1, "UnspeakableError"),
         ("run", 0, "SystemExit", 3, "SystemExit: 3"),
+        # As of data that ends early on one worker.
+        ("resumable", 1, "StopIteration", 1, "StopIteration"),
     ],
 )
 def test_an_error_of_one_worker_ends_all(

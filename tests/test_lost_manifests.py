@@ -11,7 +11,7 @@ import pytest
 import holdfast as hf
 from holdfast.catalog import find_lost, open_generation, read_catalog, record_base
 from holdfast.cluster import Cluster
-from holdfast.errors import NoWholeCheckpointError
+from holdfast.errors import NoWholeCheckpointError, UsageError
 from holdfast.events import Event, Warned
 from holdfast.format.generation import make_base
 from holdfast.storage import LocalStorage
@@ -125,3 +125,17 @@ def test_all_workers_are_told_alike(tmp_path: Path) -> None:
     for error in run_workers(2, begin):
         assert isinstance(error, NoWholeCheckpointError)
         assert "step 1 was committed" in error.message
+
+
+def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp_path: Path) -> None:
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        state.back_up(0)
+    remove_manifests(tmp_path)
+    kept = files_in(tmp_path)
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        with pytest.raises(NoWholeCheckpointError):
+            state.restore()
+        assert not state.delete_backup()
+        with pytest.raises(UsageError, match="not restored"):
+            state.back_up(0)
+    assert files_in(tmp_path) == kept

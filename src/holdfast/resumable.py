@@ -252,8 +252,10 @@ class Run:
             if not self._begin_anew:
                 self.restored = self.manager.restore(strict=self._strict)
         except BaseException as error:
-            self._guard.fail(error)
-            self._guard.close()
+            try:
+                self._guard.fail(error)
+            finally:
+                self._guard.close()
             raise
         if self.restored is not None:
             self.step = self.restored.step

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import find_lost, read_catalog, read_manifest
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -123,8 +123,8 @@ class WorkerTrainingState:
         catalog = read_catalog(self._storage)
         self._generation = catalog.generation
         self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
-        # Backups that are there and that nobody has restored: the next one would take their place.
-        self._unseen = bool(catalog.living) and not begin_anew
+        # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
+        self._unseen = not begin_anew and bool(catalog.living or find_lost(self._storage, catalog))
         self._begins_anew = begin_anew
         self._saved: Backup | None = None
         self._in_flight: tuple[SaveHandle, Backup] | None = None

@@ -20,6 +20,7 @@ from msgspec.structs import replace as replace_fields
 from holdfast.cluster.peers import Peers
 from holdfast.preemption.agreement import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
 from holdfast.preemption.board import Board, CallRecord, Outcome, StopRecord
+from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
 from holdfast.preemption.herald import Herald
 from holdfast.preemption.mishaps import Mishaps
 from holdfast.preemption.notices import Demand, Notice
@@ -137,12 +138,13 @@ class Accord:
         self.herald.wait(lambda: bool(found), time.monotonic() + _HEARD_SECONDS)
         return next(iter(found), None)
 
-    def conclude(self, outcome: Outcome, end_at: float | None) -> Outcome:
+    def conclude(self, outcome: Outcome, end_at: float | None, told: Callable[[], object] | None = None) -> Outcome:
         """**Blocks.** Tells what has come of the last save here.
 
         Args:
             outcome: What has.
             end_at: Until when to wait for the others; None for as long as they live.
+            told: Called once that is written down.
 
         Returns:
             What has come of it altogether, as far as that could be found out.
@@ -150,7 +152,11 @@ class Accord:
         with self._lock:
             self._outcome = outcome
             number = self._agreement.round
-        self.herald.send(lambda: self._board.settle(outcome, "outcome", number, self._peers.rank))
+        settled: list[Outcome] = []
+        self.herald.send(lambda: settled.append(self._board.settle(outcome, "outcome", number, self._peers.rank)))
+        if told is not None:
+            self.herald.wait(lambda: bool(settled), time.monotonic() + _HEARD_SECONDS)
+            told()
         self.herald.wait(lambda: self._verdict is not None, end_at)
         verdict = self._verdict
         if verdict is None:
@@ -325,6 +331,29 @@ def _fence(rank: int, known: Agreement) -> tuple[Agreement, list[Deed]]:
     return known.fence(rank)
 
 
+def make_call(rank: int, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> CallRecord:
+    """**Pure.** What a worker calls for.
+
+    Args:
+        rank: Which worker.
+        outlook: What it knows.
+        verdict: What it is to do because of that.
+        text: What it has heard.
+        by_hand: Whether that was a person at a terminal.
+    """
+    leaves = verdict.action is Action.LEAVE
+    return CallRecord(
+        rank=rank,
+        wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
+        demand=Demand.LEAVE if leaves else outlook.demand,
+        text=text,
+        reason=verdict.reason,
+        left_seconds=outlook.left_seconds,
+        by_hand=by_hand,
+        saves=has_time_to_save(outlook),
+    )
+
+
 def merge(outcomes: list[Outcome], *, is_complete: bool) -> Outcome:
     """**Pure.** What has come of a save altogether.
 
@@ -335,7 +364,7 @@ def merge(outcomes: list[Outcome], *, is_complete: bool) -> Outcome:
     by_hand = all(outcome.by_hand for outcome in outcomes)
     if any(outcome.is_proof for outcome in outcomes):
         return Outcome("", by_hand, True)
-    error = next((outcome.error for outcome in outcomes if outcome.error), "")
-    if not error and not is_complete:
-        error = "the others have not said whether their state is saved"
-    return Outcome(error, by_hand, False)
+    failed = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: not outcome.is_cause)
+    if failed:
+        return Outcome(failed[0].error, by_hand, False, failed[0].is_cause)
+    return Outcome("" if is_complete else "the others have not said whether their state is saved", by_hand, False)

@@ -72,11 +72,13 @@ class Outcome(msgspec.Struct, frozen=True):
         error: What went wrong; empty if nothing did.
         by_hand: Whether it was a person at a terminal that asked to leave, and nobody else.
         is_proof: Whether a checkpoint of all workers is known to be committed, or there was nothing to be saved.
+        is_cause: Whether what went wrong began on that worker, and is no consequence of what others have met with.
     """
 
     error: str
     by_hand: bool
     is_proof: bool
+    is_cause: bool = False
 
 
 class EndRecord(msgspec.Struct, frozen=True):

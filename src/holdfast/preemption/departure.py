@@ -61,7 +61,11 @@ class Saves(Protocol):
 
 
 class Departure:
-    """Saves and leaves. It belongs to whichever thread does so, one at a time."""
+    """Saves and leaves. It belongs to whichever thread does so, one at a time.
+
+    Attributes:
+        mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Departure:
                 is nothing that could be lost.
             told: Called when all is saved, before the exit.
         """
+        self.mistake = ""
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -98,6 +103,7 @@ class Departure:
         """
         error = ""
         for _ in range(ATTEMPTS):
+            self.mistake = ""
             try:
                 self._settle(end_at)
                 save_fn = self._config.save_fn
@@ -107,10 +113,13 @@ class Departure:
                 raise  # The training thread was interrupted: nobody can save any more.
             except DeadlineError as late:
                 return late.message
+            except HoldfastError as failure:
+                error = failure.message
+            except SystemExit as ending:
+                self.mistake = f"SystemExit: {ending}: save_fn is to save, and exit_fn to end the program"
+                return self.mistake
             except Exception as failure:  # noqa: BLE001  It may be the user's code, and the exit has to say so.
-                error = (
-                    failure.message if isinstance(failure, HoldfastError) else f"{type(failure).__name__}: {failure}"
-                )
+                error = self.mistake = f"{type(failure).__name__}: {failure}"
             else:
                 return ""
         return error

@@ -223,7 +223,7 @@ class Guard:
         """Saves at once; training goes on. A failure is told, and does not end training: the last save is to come."""
         try:
             saved = self._keep(step) if self._save_fn is None else self._save_fn(*arguments, **options)
-        except Exception as error:  # noqa: BLE001  It may be the user's function that raises.
+        except (Exception, SystemExit) as error:  # noqa: BLE001  It may be the user's function that raises.
             text = f"the save after a notice failed: {type(error).__name__}: {error}"
             self._manager.emit(Warned(text=text, step=step))
             return None

@@ -114,8 +114,10 @@ class PreemptionCheckpointHandler:
         try:
             self._calls, self.restored = _restore(manager, strict)
         except BaseException as error:
-            self._guard.fail(error)
-            self._guard.close()
+            try:
+                self._guard.fail(error)
+            finally:
+                self._guard.close()
             raise
         self._begun_at = self._calls.count
         self._saved: tuple[int, SaveHandle | None] | None = (self._calls.count, None) if self.restored else None
@@ -139,12 +141,16 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             SaveFailedError: If saves by policy have failed.
-            PeerError: If another worker has failed: what ends `fn` on one of them, ends all, but for `StopIteration`.
+            PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
+                `StopIteration` does so where it leaves the block.
             ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
         """
         self._pass_boundary()
         try:
             result = fn(*args, **kwargs)
+        except StopIteration:
+            # The end of the loop, where that catches it; the block that it leaves is ended by it as by any error.
+            raise
         except BaseException as error:
             # Of several workers the others hear of it at once, also where it is caught further up.
             cause = self._guard.fail(error)
@@ -241,8 +247,10 @@ class PreemptionCheckpointHandler:
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
         self._closed = True
-        cause = self._guard.fail(error)
-        self._end()
+        try:
+            cause = self._guard.fail(error)
+        finally:
+            self._end()
         if cause is not None:
             raise cause from error
 
@@ -324,11 +332,11 @@ class PreemptionCheckpointHandler:
         """For a handler that was not closed: a notice after its last step must not be lost."""
         # What the interpreter has printed as the program's end, before it called this.
         error = getattr(sys, "last_value", None)
-        if error is not None and not self._closed and os.getpid() == self._process:
-            self._end_badly(error)
-            return
         try:
-            self.close()
+            if error is not None and not self._closed and os.getpid() == self._process:
+                self._end_badly(error)
+            else:
+                self.close()
         except SystemExit as leaving:
             end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
 

@@ -12,15 +12,14 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from holdfast.cluster.joining import name_ranks
-from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError
-from holdfast.preemption.accord import Accord, Turn
+from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
+from holdfast.preemption.accord import Accord, Turn, make_call
 from holdfast.preemption.agreement import Wanted
-from holdfast.preemption.board import CallRecord, Outcome
+from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
-from holdfast.preemption.grace import Action, Outlook, decide, has_time_to_save
+from holdfast.preemption.grace import Action, Outlook, decide
 from holdfast.preemption.guard import Guard, end_at_of
 from holdfast.preemption.mishaps import is_cause, is_of_save
-from holdfast.preemption.notices import Demand
 from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
 from holdfast.preemption.rest import Rest
@@ -51,10 +50,10 @@ class JointGuard(Guard):
         """Takes note of what to guard; `open` begins.
 
         Args:
-            manager: The manager that saves.
+            manager: As for `Guard`, as are the others.
             company: The other workers.
-            config: What the user wants.
-            keep: As for `Guard`.
+            config: As there.
+            keep: As there.
         """
         super().__init__(manager, config, keep)
         self._peers = company.peers
@@ -155,12 +154,15 @@ class JointGuard(Guard):
             self._leave(step, call.reason, "", 0.0, by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
-        """See `Guard`. **Blocks** for a moment: the others are told, and may have to tell of a cause."""
-        if self._is_told or self.leaving or os.getpid() != self._process or isinstance(error, StopIteration):
+        """See `Guard`. **Blocks** for a moment: others are told, or have told. Leaves if one had to, with nothing saved."""
+        if self._is_told or self.leaving or os.getpid() != self._process:
             return None
         self._is_told = True
         cause = self._mishaps.tell(error, self._herald)
-        return None if isinstance(error, PeerError) else cause
+        blamed = error if isinstance(error, PeerError) else cause
+        if blamed is not None and is_of_save(blamed) and self._is_to_leave():
+            self._leave_alone(self._passed_step, blamed.message)
+        return None if blamed is error else cause
 
     def should_stop(self) -> bool:
         """See `Guard`."""
@@ -222,19 +224,8 @@ class JointGuard(Guard):
         verdict = decide(outlook)
         if not pending or verdict.action is Action.TRAIN or (verdict.action is Action.SAVE and self._herald.trouble):
             return False
-        leaves = verdict.action is Action.LEAVE
-        self._accord.wish(
-            CallRecord(
-                rank=self._peers.rank,
-                wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
-                demand=Demand.LEAVE if leaves else outlook.demand,
-                text=pending[0].notice.text,
-                reason=verdict.reason,
-                left_seconds=outlook.left_seconds,
-                by_hand=self.hearing.is_by_hand(),
-                saves=has_time_to_save(outlook),
-            )
-        )
+        by_hand = self.hearing.is_by_hand()
+        self._accord.wish(make_call(self._peers.rank, outlook, verdict, pending[0].notice.text, by_hand=by_hand))
         return True
 
     def _outlook(self, *, is_resting: bool = False) -> Outlook:
@@ -276,9 +267,8 @@ class JointGuard(Guard):
         try:
             if stop.absent:
                 self._raise_cause()
-                text = f"{name_ranks(stop.absent)} of {self._peers.world_size} did not answer any more"
-                self._leave_alone(step, text)
-                return
+                who = f"{name_ranks(stop.absent)} of {self._peers.world_size}"
+                return self._leave_alone(step, f"{who} did not answer any more")
             error = ""
             if step is not None and step > stop.step:
                 # A first step of which nobody knew that it had begun: the others have nothing to save.
@@ -288,13 +278,17 @@ class JointGuard(Guard):
             else:
                 error = self._wait_for(self._early, outlook)
                 step = self._early_step if self._early_step is not None else step
-            if error and self._save_fn is not None:
-                # The others may be in a save of theirs that this worker takes no part in.
-                self._manager.abandon()
             if error:
                 self._raise_cause()
-            outcome = Outcome(error, self.hearing.is_by_hand(), is_proof=not error and self._save_fn is None)
-            together = self._accord.conclude(outcome, end_at)
+            outcome = Outcome(
+                self._mishaps.name(self._departure.mistake) or error,
+                self.hearing.is_by_hand(),
+                is_proof=not error and self._save_fn is None,
+                is_cause=bool(self._departure.mistake),
+            )
+            # The others may be in a save of theirs that this worker takes no part in.
+            told = self._manager.abandon if error and self._save_fn is not None else None
+            together = self._accord.conclude(outcome, end_at, told)
         except PeerError:
             # The error of another worker ends this one, as it would in a step.
             self.leaving = False
@@ -303,9 +297,10 @@ class JointGuard(Guard):
         finally:
             self._is_leaving_together = False
         seconds = time.monotonic() - begun_at
-        # What failed here says more than what the others have seen of it.
-        told = together.error and (error or together.error)
-        self._leave(step, call.reason, told, seconds, by_hand=together.by_hand)
+        # What failed here says more than what the others have seen of it, unless it comes of what has failed there.
+        is_theirs = not error or (together.is_cause and not outcome.is_cause)
+        shown = together.error and (together.error if is_theirs else error)
+        self._leave(step, call.reason, shown, seconds, by_hand=together.by_hand)
 
     def _raise_cause(self) -> None:
         """Nothing can be saved together any more: raises the error of another worker from which that comes, if any."""
@@ -325,10 +320,14 @@ class JointGuard(Guard):
         if error:
             # It is told, and nobody waits for the others any more.
             self._manager.abandon()
+        left_seconds = self.hearing.demand()[1]
         try:
             super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
         except BaseException as failure:
-            if not error and self._has_exit_fn:
+            if error and self._accord.verdict is None:
+                # One that does not come to the end of its step would never hear of it.
+                self._mishaps.tell(SaveFailedError(error, step=step or 0), self._herald, left_seconds)
+            elif not error and self._has_exit_fn:
                 # On the others `exit_fn` may return, and they train on.
                 self._mishaps.tell(failure, self._herald)
             raise

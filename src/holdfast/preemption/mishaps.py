@@ -23,6 +23,9 @@ _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
 
+_LEAST_SECONDS: Final = 1.0
+"""How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
+
 _TRACEBACK_CHARACTERS: Final = 16_000
 
 _LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
@@ -119,11 +122,20 @@ class Mishaps:
         first = next(iter(found), end)
         return None if first.step == step else self._peers.make_error(_fail_early(first, step))
 
-    def tell(self, error: BaseException, herald: Herald) -> PeerError | None:
+    def name(self, mistake: str) -> str:
+        """What went wrong here, as the others are told of it; empty if nothing did."""
+        return self._peers.make_error(Failure.of(self._peers.rank, *mistake.split(": ", 1))).message if mistake else ""
+
+    def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> PeerError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
 
         What a collective raises says only that some worker is not there. So it is held back until it is known which
         one, and that is told in its stead.
+
+        Args:
+            error: The error.
+            herald: Who tells them.
+            left_seconds: The time that is left; None if that is not known.
 
         Returns:
             The error of another worker of which this one comes, as far as that can be known.
@@ -132,7 +144,7 @@ class Mishaps:
         cause = find_missing(error)
         if cause is None and is_of_collective(error):
             cause = self._await_cause(herald)
-        end_at = time.monotonic() + _TELL_SECONDS
+        begun_at = time.monotonic()
         failure = describe(cause or error, self._peers)
         found: list[Failure] = []
 
@@ -141,11 +153,12 @@ class Mishaps:
             self._board.rouse()
 
         herald.send(write)
-        herald.wait(lambda: bool(found), end_at)
+        herald.wait(lambda: bool(found), begun_at + _TELL_SECONDS)
         if found and self._peers.is_leader:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - self._done
-            self.wait_heard("failure-heard", others, herald, end_at)
+            most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, _LEAST_SECONDS)
+            self.wait_heard("failure-heard", others, herald, begun_at + min(most_seconds, _TELL_SECONDS))
         if not found and cause is None:
             _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
         if not found or found[0].rank == self._peers.rank:
