@@ -184,6 +184,9 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
         hf.JobRunner(job, upload_task_group_builder=UploadTo(tmp_path))
     with pytest.raises(UsageError, match="failures_allowed"):
         hf.JobRunner(job, manager, failures_allowed=-1)
+    for number in (-1, "2", 2.0, True):
+        with pytest.raises(UsageError, match="resume_from_epoch is a whole number"):
+            hf.JobRunner(job, manager, resume_from_epoch=number)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no Job"):
         hf.JobRunner(make_job, manager)  # type: ignore[arg-type]
     for wrong in (str(tmp_path), hf.CheckpointManager(tmp_path, hf.Checkpoint())):
@@ -617,6 +620,8 @@ def test_a_job_whose_manifests_are_all_gone_does_not_begin_again_in_silence(tmp_
             train(tmp_path, keep=keep)
         assert "begin_anew=True" in raised.value.hint
         assert len(raised.value.damages) == 5
+        with hf.LocalSession() as session, pytest.raises(NoWholeCheckpointError, match="steps 0, 1, 2, 3, 4 were"):
+            hf.JobRunner(log_job([], 1), hf.MultiNodeCheckpointManager(tmp_path), resume_from_epoch=2).train(session)
         assert sorted(tmp_path.glob("step-*/*")) == before, "nothing is swept"
     events: list[Event] = []
     assert train(tmp_path, begin_anew=True, sinks=[events.append])[0] == 4, "on purpose it does"

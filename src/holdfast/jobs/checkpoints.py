@@ -337,10 +337,10 @@ class MultiNodeCheckpointManager:
         try:
             return catalog.find(epoch)
         except NoCheckpointError:
-            known = ", ".join(map(str, sorted({name.step for name in catalog.committed})))
-            raise NoCheckpointError(
-                f"epoch {epoch} was not saved in {self.url}", hint=f"Epochs that are there: {known or 'none'}."
-            ) from None
+            check_nothing_lost(self._storage)
+            known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"
+            text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that are there: {known}."
+            raise NoCheckpointError(text, hint=hint) from None
 
     def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
         _, keeper = self._ready()

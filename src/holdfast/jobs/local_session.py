@@ -31,7 +31,7 @@ class LocalSession(Session):
         """Makes the nodes, their workspaces empty.
 
         Args:
-            nodes: Their names; None for those that the first job names, or else one, `local`.
+            nodes: Their names, or that of the only one; None for those that the first job names, or else one, `local`.
             grace_seconds: How long the other tasks of a group may go on when one has failed.
 
         Raises:

@@ -19,6 +19,7 @@ from holdfast.jobs.result import JobResult
 from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
+from holdfast.save.arguments import check_step
 
 _STOPPED: Final = "stopped"
 
@@ -77,6 +78,8 @@ class JobRunner:
             )
         if isinstance(failures_allowed, bool) or not isinstance(failures_allowed, int) or failures_allowed < 0:
             raise UsageError(f"failures_allowed={failures_allowed!r} is not a whole number from 0 on")
+        if resume_from_epoch is not None:
+            check_step(resume_from_epoch, "resume_from_epoch")
         for name, value in (
             ("resume_from_epoch", resume_from_epoch),
             ("upload_task_group_builder", upload_task_group_builder),

@@ -193,7 +193,7 @@ def end_by(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
         end_process(1)
     if error.code is not None and not isinstance(error.code, int):
-        print(error.code, file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"{error.code}\n")
         end_process(1)
     end_process(error.code or 0)
 
@@ -204,6 +204,8 @@ def _until(end_at: float | None) -> float | None:
 
 def _say(text: str) -> None:
     try:
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        # In one piece, since other threads may write as well.
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()
     except (OSError, ValueError):
         return  # Nobody reads any more.

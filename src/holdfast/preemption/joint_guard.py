@@ -154,7 +154,7 @@ class JointGuard(Guard):
             self._leave(step, call.reason, "", 0.0, by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
-        """See `Guard`. **Blocks** for a moment: others are told, or have told. Leaves if one had to, with nothing saved."""
+        """See `Guard`. **Blocks** for a moment: others are told, or have told. Leaves if one did with nothing saved."""
         if self._is_told or self.leaving or os.getpid() != self._process:
             return None
         self._is_told = True

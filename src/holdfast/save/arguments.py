@@ -46,15 +46,15 @@ def check_busy(when_busy: object) -> None:
         raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
 
 
-def check_step(step: int) -> int:
-    """**Pure.** The step as a plain number.
+def check_step(step: int, name: str = "a step") -> int:
+    """**Pure.** The step as a plain number; the error calls it by that name.
 
     Raises:
         UsageError: If it is none.
     """
     number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
     if not 0 <= number <= MAX_STEP:
-        raise UsageError(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
+        raise UsageError(f"{name} is a whole number from 0 to {MAX_STEP}, not {step!r}")
     return number
 
 

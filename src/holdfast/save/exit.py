@@ -62,7 +62,7 @@ def drain_all() -> None:
     if not failures:
         return
     for failure in failures:
-        print(f"holdfast: {type(failure).__name__}: {failure}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"holdfast: {type(failure).__name__}: {failure}\n")
     # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
     # was registered before those of whatever was imported later, so theirs have run by now.
     _end_now(EXIT_SAVE_FAILED)
