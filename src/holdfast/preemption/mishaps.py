@@ -29,7 +29,7 @@ _LEAST_SECONDS: Final = 1.0
 _TRACEBACK_CHARACTERS: Final = 16_000
 
 _LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
-_EARLY_HINT: Final = "All workers have to take the same steps."
+_EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
 
 
 class Mishaps:
