@@ -258,7 +258,7 @@ def test_before_and_after_the_process_group(tmp_path: Path, shares: str) -> None
 
 
 def test_who_does_not_join_is_named(tmp_path: Path) -> None:
-    script = "import sys; from holdfast.cluster import open_cluster; open_cluster('auto', 3)"
+    script = "import sys; from holdfast.cluster import open_cluster; open_cluster('auto', 10)"
     with Workers(tmp_path) as workers:
         start_like_torchrun(workers, 2, "-c", script, world_size=3)
         assert workers.wait(60, (0, 1)) == [1, 1]

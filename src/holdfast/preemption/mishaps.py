@@ -18,13 +18,13 @@ from holdfast.preemption.herald import Herald
 _TELL_SECONDS: Final = 3.0
 """How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
 
-_LEAST_SECONDS: Final = 1.0
-"""How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
-
 _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
+
+_LEAST_SECONDS: Final = 1.0
+"""How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
