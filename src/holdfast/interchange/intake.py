@@ -281,7 +281,7 @@ def _commit(
     if watcher is not None:
         watcher.expect(layout.size_bytes)
     line = Line(storage, All(), reuse_space=False)
-    line.open(Origin())
+    line.open(Origin(seen_generation=read_catalog(storage).generation))
     name = line.name(step)
     try:
         leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)
