@@ -160,6 +160,34 @@ def test_the_image_holds_what_each_array_says_of_itself() -> None:
     assert not any(image[staging.snapshot.layout.size_bytes :])
 
 
+SIZES = st.one_of(st.integers(0, 9), st.integers(1000, 60_000), st.sampled_from([131_071, 131_072, 131_073, 3 << 20]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(SIZES, st.integers(1, 70), st.sampled_from(["plain", "strided", "view"])), max_size=6))
+def test_runs_of_any_length_of_arrays_of_any_size(parts: list[tuple[int, int, str]]) -> None:
+    """Small arrays that become neighbours are copied by one call; these against each array's own bytes."""
+    random = np.random.default_rng(7)
+    memory = random.integers(0, 256, 4 << 20, np.uint8)
+    arrays: dict[str, Any] = {}
+    for number, (size_bytes, count, kind) in enumerate(parts):
+        for one in range(count if size_bytes < 1 << 17 else 1):
+            array = memory[: 2 * size_bytes : 2] if kind == "strided" and size_bytes < 2 << 20 else memory[:size_bytes]
+            arrays[f"{number}-{one}"] = array.copy() if kind == "plain" else array[: max(0, len(array) - one)]
+    captured = capture_objects({"x": arrays})
+    crew = Crew(2, "stage")
+    crew.start()
+    try:
+        staging = Stager(HostBuffer()).stage(captured, 1)
+        staging.copy_now(crew)
+    finally:
+        crew.close()
+    places = staging.snapshot.layout.places
+    by_name = dict(zip(captured.names, captured.arrays, strict=True))
+    for place in places:
+        assert bytes(staging.snapshot.image[place.begin : place.end]) == by_name[place.name].tobytes(), place.name
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_nothing_is_kept_alive(kind: str) -> None:
     arrays = {f"a{number}": fresh(kind, number) for number in range(COUNT)}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from holdfast.format.index import Index
 from holdfast.restore.handoffs import Parts, Piece
 from holdfast.restore.plan import PIECE_BYTES
 from holdfast.state.leaves import ArrayBackend, Target
+from holdfast.storage.addresses import MEMORY
 from holdfast.storage.scratch import take_pages
-
-_MEMORY: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All memory there may be, of which only what arrays have may be touched. A slice of it takes a tenth of the time in
-which a library makes a view of an array."""
 
 
 class Destinations:
@@ -86,9 +81,7 @@ class Destinations:
         shifts = self._shifts
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
             shift = shifts[number]
-            parts.append(
-                _MEMORY[shift + begin : shift + end] if shift is not None else self._gather(number, begin, end)
-            )
+            parts.append(MEMORY[shift + begin : shift + end] if shift is not None else self._gather(number, begin, end))
         return parts
 
     def receive(self, piece: Piece) -> None:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias
+from operator import itemgetter
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -16,9 +17,11 @@ from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
+from holdfast.storage.addresses import MEMORY
 from holdfast.storage.crew import Crew
 
 Job: TypeAlias = Callable[[], object]
+_T = TypeVar("_T")
 
 _LARGE_BYTES: Final = 128 << 10
 """Arrays from this size on are copied with the interpreter's lock released. For smaller ones, to give it up and get it
@@ -29,6 +32,9 @@ _PART_BYTES: Final = 16 << 20
 
 _BATCH_BYTES: Final = 2 << 20
 """What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
+
+_LEAST_JOINED: Final = 8
+"""So many small arrays that become neighbours are worth one call for all of them, in which other threads may work."""
 
 _move_held = ctypes.PyDLL(None).memmove
 _move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -101,7 +107,7 @@ class Stager:
                 if devices is not None:
                     self._buffer.pin(devices.pin)
                     moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
-                for batch in _batches(own, plan.sizes):
+                for batch in _batches(own, plan.sizes.__getitem__):
                     leaves = [plan.order[place] for place in batch]
                     arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]
@@ -269,24 +275,60 @@ def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
                     part_bytes = min(_PART_BYTES, size_bytes - begin)
                     jobs.append(partial(ctypes.memmove, target + begin, address + begin, part_bytes))
         # Last, so that the other threads have something to do meanwhile.
-        jobs += [
-            partial(_move_small, *map(list, zip(*(small[one] for one in batch), strict=True)))
-            for batch in _batches(range(len(small)), [size_bytes for _, _, size_bytes in small], _BATCH_BYTES)
-        ]
+        jobs += _plan_small(small)
     return moves
+
+
+def _plan_small(small: list[tuple[int, int, int]]) -> Iterator[Job]:
+    """Copies of small arrays, given where to, where from and how many bytes, in the order of where to."""
+    lone: list[tuple[int, int, int]] = []
+    for run in _runs(small):
+        if len(run) < _LEAST_JOINED:
+            lone += run
+            continue
+        for batch in _batches(run, itemgetter(2), _BATCH_BYTES):
+            yield _join(batch)
+    for batch in _batches(lone, itemgetter(2), _BATCH_BYTES):
+        yield partial(_move_small, *map(list, zip(*batch, strict=True)))
+
+
+def _runs(small: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts a list of copies into such as fill the image without a gap."""
+    run: list[tuple[int, int, int]] = []
+    end = None
+    for copy in small:
+        target, _, size_bytes = copy
+        if target != end and run:
+            yield run
+            run = []
+        run.append(copy)
+        end = target + size_bytes
+    if run:
+        yield run
+
+
+def _join(run: list[tuple[int, int, int]]) -> Job:
+    """One call that makes copies which fill the image without a gap."""
+    import numpy as np
+
+    # From the second byte on: an array at address 0 would be one without memory.
+    memory = np.frombuffer(MEMORY[1:], dtype=np.uint8)
+    sources = [memory[source - 1 : source - 1 + size_bytes] for _, source, size_bytes in run]
+    (begin, _, _), (end, _, last_bytes) = run[0], run[-1]
+    return partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes])
 
 
 def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:
     deque(map(_move_held, targets, sources, sizes), maxlen=0)
 
 
-def _batches(numbers: Iterable[int], sizes: list[int], limit_bytes: int = _PART_BYTES) -> Iterator[list[int]]:
-    """Cuts a sequence of numbers into runs of about so many bytes; `sizes` holds the size of each number."""
-    batch: list[int] = []
+def _batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = _PART_BYTES) -> Iterator[list[_T]]:
+    """Cuts a sequence into runs of about so many bytes."""
+    batch: list[_T] = []
     batch_bytes = 0
-    for number in numbers:
-        batch.append(number)
-        batch_bytes += sizes[number]
+    for item in items:
+        batch.append(item)
+        batch_bytes += size_of(item)
         if batch_bytes >= limit_bytes:
             yield batch
             batch, batch_bytes = [], 0

@@ -104,15 +104,20 @@ class TorchBackend:
 
     def glance(self, arrays: Sequence[Any]) -> object:
         """Address, shape and type of each, if all lie as they are stored."""
-        dtypes = list(map(_dtype, arrays))
-        is_complex = any(dtype.is_complex for dtype in set(dtypes))
-        if (
-            not all(map(_is_contiguous, arrays))
-            or any(map(_is_neg, arrays))
-            or (is_complex and any(map(_is_conj, arrays)))
-        ):
-            return None
-        return (list(map(_address, arrays)), list(map(_shape, arrays)), dtypes)
+        addresses: list[int] = []
+        shapes: list[torch.Size] = []
+        dtypes: list[torch.dtype] = []
+        for first in range(0, len(arrays), _LOOKED_AT):
+            some = arrays[first : first + _LOOKED_AT]
+            kinds = list(map(_dtype, some))
+            if not all(map(_is_contiguous, some)) or any(map(_is_neg, some)):
+                return None
+            if any(kind.is_complex for kind in set(kinds)) and any(map(_is_conj, some)):
+                return None
+            addresses += map(_address, some)
+            shapes += map(_shape, some)
+            dtypes += kinds
+        return addresses, shapes, dtypes
 
     def version(self, array: Any) -> int | None:
         """What autograd counts for the tensor and all its views."""
