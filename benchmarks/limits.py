@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -22,43 +23,43 @@ READ_BLOCKS: Final = (2 << 20, 8 << 20)
 READ_THREADS: Final = (2, 4)
 
 
+class BareCopy:
+    """Copies every tensor that the peers save into memory that has been touched, with two threads."""
+
+    def __init__(self, memory: mmap.mmap, target: mmap.mmap, places: Sequence[Place]) -> None:
+        # The moves are addresses only.
+        self._kept = memory, target
+        source, to, offset = _address(memory), _address(target), 0
+        self._moves: list[tuple[int, int, int]] = []
+        for place in places:
+            for begin in range(place.begin, place.end, _COPY_BYTES):
+                length = min(_COPY_BYTES, place.end - begin)
+                self._moves.append((to + offset, source + begin, length))
+                offset += length
+        self._half = _middle([length for _, _, length in self._moves])
+
+    def seconds(self) -> float:
+        """One copy."""
+        halves = (self._moves[: self._half], self._moves[self._half :])
+        return _timed(lambda: _together([partial(_copy, half) for half in halves]))
+
+
 class Limits:
     """The bare operations, on the tensors that the peers save. In seconds; of the disk, the best of a few ways."""
 
     def __init__(self, directory: Path, memory: mmap.mmap, places: Sequence[Place]) -> None:
         self._path = directory / "limit"
-        self._memory = memory
-        self._places = places
         self._size_bytes = sum(place.end - place.begin for place in places)
         self._padded_bytes = -(-self._size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self._buffer = mmap.mmap(-1, self._padded_bytes)
         self._buffer.madvise(mmap.MADV_HUGEPAGE)
         # Touched here, once: the first touch of a page is the machine's affair, not the copy's.
         ctypes.memset(_address(self._buffer), 1, self._padded_bytes)
+        self._copy = BareCopy(memory, self._buffer, places)
 
     def copy_seconds(self) -> float:
-        """Copies every tensor into memory that has been touched, with two threads; the median of three copies.
-
-        Not the best of them, as with the disk: a save copies once, at whatever pace the memory has then.
-        """
-        source, target = _address(self._memory), _address(self._buffer)
-        moves: list[tuple[int, int, int]] = []
-        offset = 0
-        for place in self._places:
-            for begin in range(place.begin, place.end, _COPY_BYTES):
-                length = min(_COPY_BYTES, place.end - begin)
-                moves.append((target + offset, source + begin, length))
-                offset += length
-
-        def copy(part: Sequence[tuple[int, int, int]]) -> None:
-            move = ctypes.memmove
-            for to, of, length in part:
-                move(to, of, length)
-
-        half = _middle([length for _, _, length in moves])
-        return median(
-            _timed(lambda: _together([lambda: copy(moves[:half]), lambda: copy(moves[half:])])) for _ in range(3)
-        )
+        """The median of three copies, not the best: a save copies once, at whatever pace the memory has then."""
+        return median(self._copy.seconds() for _ in range(3))
 
     def write_seconds(self) -> float:
         """Direct writes by two threads into a new file that has its room already, the fsync counted."""
@@ -120,6 +121,12 @@ class Limits:
                 os.close(descriptor)
 
         return _timed(read)
+
+
+def _copy(moves: Sequence[tuple[int, int, int]]) -> None:
+    move = ctypes.memmove
+    for to, of, length in moves:
+        move(to, of, length)
 
 
 def _address(memory: mmap.mmap) -> int:

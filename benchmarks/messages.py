@@ -13,7 +13,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         workload: The name of a workload, `training` or `small`.
         scale: How large the workload is, 1 for the real size.
         directory: Where to write.
-        memory: The descriptor of the memory that holds the tensors; -1 for none.
+        memory: The descriptor of the memory that holds the tensors, and behind them as much for bare copies; -1: none.
         keep: How many saves the contender is to keep by itself; None for all.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mean
 
@@ -43,7 +43,7 @@ def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], r
                     values.change()
                     for name in in_turn(live, number):
                         begun_at = time.monotonic()
-                        bench.attempt(workload_name, live, name, number, lambda one, n: _one(one, n, values, live))
+                        bench.attempt(workload_name, live, name, number, lambda one, n: _one(one, n, values))
                         if number > 0 and name in live and time.monotonic() - begun_at > _PATIENCE_SECONDS:
                             bench.dismiss(workload_name, live, name)
 
@@ -71,14 +71,17 @@ def compare_training(bench: Bench, contenders: Sequence[str], rounds: int) -> No
 
 @contextmanager
 def open_values(bench: Bench, workload: Workload) -> Iterator[tuple[Values, int]]:
-    """The values of a workload, and the descriptor of the memory that they lie in; notes its shape."""
+    """The values of a workload, and the descriptor of the memory that they lie in; notes its shape.
+
+    Behind them there is as much memory again, which bare copies go to.
+    """
     places, memory_bytes = place_tensors(state_shapes(workload))
     bench.results.shapes[workload.name] = Shape(
         title=workload.title, size_bytes=state_bytes(places), tensors=len(places)
     )
     descriptor = os.memfd_create(f"holdfast-{workload.name}")
     try:
-        os.ftruncate(descriptor, memory_bytes)
+        os.ftruncate(descriptor, 2 * memory_bytes)
         with mmap.mmap(descriptor, memory_bytes) as memory:
             values = Values(memory, places)
             values.change()
@@ -105,27 +108,23 @@ def restore_checked(contender: Contender, step: int, values: Values, warmth: str
     return figures
 
 
-def _copy(live: Mapping[str, Contender]) -> float | None:
-    return live[LIMITS].order(Order(verb="copy"))["copy"] if LIMITS in live else None
-
-
-def _one(contender: Contender, number: int, values: Values, live: Mapping[str, Contender]) -> dict[str, float]:
+def _one(contender: Contender, number: int, values: Values) -> dict[str, float]:
     """One contender's part of one round; the one that warms up has no restore."""
     if contender.name == LIMITS:
         return contender.order(Order(verb="measure"))
     step = number * 10 + 1
-    # A round takes minutes, and the memory's pace changes within seconds: it is taken right before and after each save.
-    before = _copy(live)
+    # The memory's pace changes within seconds, and with what a process did before: so in the same one, right before and
+    # after the save.
+    before = contender.order(Order(verb="copy"))["copy"]
     saved = contender.order(Order(verb="save", step=step))
-    copies = [seconds for seconds in (before, _copy(live)) if seconds is not None]
+    after = contender.order(Order(verb="copy"))["copy"]
     if number == 0:
         for again in range(1, int(saved["settling_saves"])):
             contender.order(Order(verb="remove", step=step))
             step += again
             contender.order(Order(verb="save", step=step))
     figures = {key: saved[key] for key in ("stall", "held", "durable")}
-    if copies:
-        figures["copy"] = mean(copies)
+    figures["copy"] = mean((before, after))
     figures["save_extra_bytes"] = saved["extra_bytes"]
     figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
     same_reader = bool(PEERS[contender.name].reads_as)

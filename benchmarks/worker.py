@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from benchmarks.limits import BareCopy, Limits
 from benchmarks.live import THREADS
 from benchmarks.messages import Order, Reply, Start
 from benchmarks.peers import make_peer
@@ -36,14 +37,8 @@ class LimitDuties(Duties):
     """Measures the machine."""
 
     def __init__(self, start: Start) -> None:
-        from benchmarks.limits import Limits
-
         places, size_bytes = place_tensors(state_shapes(make_workload(start.workload, start.scale)))
         self._limits = Limits(Path(start.directory), mmap.mmap(start.memory, size_bytes), places)
-
-    def copy(self, order: Order) -> dict[str, float]:
-        """The copy alone."""
-        return {"copy": self._limits.copy_seconds()}
 
     def measure(self, order: Order) -> dict[str, float]:
         """All limits, once."""
@@ -66,9 +61,11 @@ class PeerDuties(Duties):
         self._peer = make_peer(start.contender)
         _limit_threads()
         workload = make_workload(start.workload, start.scale)
-        _, size_bytes = place_tensors(state_shapes(workload))
-        # Its page tables are filled here, so that no peer pays for that.
-        memory = mmap.mmap(start.memory, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        places, size_bytes = place_tensors(state_shapes(workload))
+        # Their page tables are filled here, so that no peer pays for that.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(start.memory, size_bytes, flags=flags)
+        self._copy = BareCopy(memory, mmap.mmap(start.memory, size_bytes, flags=flags, offset=size_bytes), places)
         self._state = self._peer.make_state(workload, memory)
         self._start = start
         self.note = self._peer.makes_last
@@ -77,6 +74,10 @@ class PeerDuties(Duties):
         """Opens the peer."""
         self._peer.open(Path(self._start.directory), self._state, self._start.keep)
         return {}
+
+    def copy(self, order: Order) -> dict[str, float]:
+        """One bare copy of the tensors, under the same conditions as a save."""
+        return {"copy": self._copy.seconds()}
 
     def save(self, order: Order) -> dict[str, float]:
         """One save, until it is durable."""
