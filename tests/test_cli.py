@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -31,6 +32,7 @@ from command_line import (
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.main import VERBS, Verbs
 from holdfast.errors import DamageError
+from holdfast.format.manifest import decode_manifest, encode_manifest
 
 # The command as a whole.
 
@@ -251,6 +253,18 @@ def test_list_shows_damage_that_can_be_seen_without_reading_all(run: Path) -> No
     assert [bool(step["damages"]) for step in document["steps"]] == [True, False, True, True]
     assert document["steps"][-1]["metrics"] is None
     assert len(document["damaged_records"]) == 1
+
+
+def test_list_names_the_first_of_very_many_damages(run: Path) -> None:
+    """As when the directory of a step of many workers is lost, or its manifest is made up."""
+    path = run / "step-000000100.g0001" / "manifest.json"
+    manifest = decode_manifest(path.read_bytes(), path=str(path), expected=None)
+    many = msgspec.structs.replace(manifest, workers=manifest.workers * 5000, features=("shards",))
+    path.write_bytes(encode_manifest(many))
+    result = call("list", run)
+    assert result.stderr.count("is missing") == 10
+    assert "damaged and 9990 more places (--json names them all)" in result.stderr
+    assert len(call_json("list", run)["steps"][0]["damages"]) == 10_000
 
 
 def test_list_of_a_run_without_a_checkpoint(run: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from holdfast.cli.screen import Screen
     from holdfast.cli.survey import Survey
     from holdfast.cli.target import Target
+
+_SHOWN_DAMAGES: Final = 10
+"""Of each directory."""
 
 
 @click.command()
@@ -71,8 +74,13 @@ def _remark(survey: Survey, show_all: bool) -> None:
 
     sys.stdout.flush()
     remarks = Screen(sys.stderr)
-    for damage in (*survey.catalog.faults, *(damage for one in survey.found for damage in one.damages)):
-        remarks.say(Styled("damaged ", BAD), damage.message)
+    # A directory that was lost is missing in two files for each worker, and there may be thousands.
+    for damages in (survey.catalog.faults, *(one.damages for one in survey.found)):
+        for damage in damages[:_SHOWN_DAMAGES]:
+            remarks.say(Styled("damaged ", BAD), damage.message)
+        if len(damages) > _SHOWN_DAMAGES:
+            more = f"and {len(damages) - _SHOWN_DAMAGES} more places (--json names them all)"
+            remarks.say(Styled("damaged ", BAD), more)
     if show_all:
         return
     hidden = []
