@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import mean
 
 from benchmarks import page_cache
 from benchmarks.contender import Contender, ContenderError
@@ -113,18 +112,20 @@ def _one(contender: Contender, number: int, values: Values) -> dict[str, float]:
     if contender.name == LIMITS:
         return contender.order(Order(verb="measure"))
     step = number * 10 + 1
-    # The memory's pace changes within seconds, and with what a process did before: so in the same one, right before and
-    # after the save.
-    before = contender.order(Order(verb="copy"))["copy"]
+    # One bare copy for each save, under the same conditions: in the same process, within a second of it, into memory
+    # that was last touched a round ago, which is slower than such as was touched just now. Whichever comes first finds
+    # the tensors cold, so they take turns.
+    is_before = number % 2 == 0
+    copied = contender.order(Order(verb="copy")) if is_before else {}
     saved = contender.order(Order(verb="save", step=step))
-    after = contender.order(Order(verb="copy"))["copy"]
+    copied = copied or contender.order(Order(verb="copy"))
     if number == 0:
         for again in range(1, int(saved["settling_saves"])):
             contender.order(Order(verb="remove", step=step))
             step += again
             contender.order(Order(verb="save", step=step))
     figures = {key: saved[key] for key in ("stall", "held", "durable")}
-    figures["copy"] = mean((before, after))
+    figures["copy"] = copied["copy"]
     figures["save_extra_bytes"] = saved["extra_bytes"]
     figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
     same_reader = bool(PEERS[contender.name].reads_as)

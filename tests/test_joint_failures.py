@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import pytest
 import holdfast as hf
 from holdfast.cluster import Cluster
 from holdfast.errors import ClusterError, PeerError, SaveFailedError
+from holdfast.events import Event, NoticeHeard
+from holdfast.preemption import FileAppears
 from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
 from holdfast.testing.memory_engine import run_workers
 
@@ -73,6 +77,104 @@ def test_survivors_whose_collective_breaks_name_the_worker_that_has_failed(tmp_p
     for error in (errors[0], errors[2]):
         assert isinstance(error, PeerError)
         assert (error.rank, error.kind, error.text) == (1, "ValueError", "the loss is no number")
+
+
+@pytest.mark.parametrize(("liveness_seconds", "grace_period"), [(2.0, None), (600.0, 3.0)])
+def test_survivors_that_are_to_leave_do_so_with_nothing_saved(
+    tmp_path: Path, liveness_seconds: float, grace_period: float | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the dead worker is found first, or the time that is left is over first."""
+    notice = tmp_path / "notice"
+    heard, gone = threading.Barrier(3), threading.Event()
+
+    def work(cluster: Cluster) -> object:
+        told = threading.Event()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, NoticeHeard):
+                told.set()
+
+        source = FileAppears(notice, interval_seconds=0.01)
+        try:
+            with hf.resumable(
+                tmp_path / "run",
+                state=hf.PerWorker({"array": np.zeros(3)}),
+                cluster=cluster,
+                liveness_seconds=liveness_seconds,
+                preemption=hf.TerminationConfig(sources=[source], grace_period=grace_period),
+                sinks=[listen],
+            ) as run:
+                for step in run.steps(5):
+                    if step == 2:
+                        heard.wait(PATIENCE_SECONDS)
+                        notice.touch()
+                        assert told.wait(PATIENCE_SECONDS)
+                        heard.wait(PATIENCE_SECONDS)
+                        if cluster.rank == 0:
+                            cluster.close()
+                            gone.set()
+                        assert gone.wait(PATIENCE_SECONDS)
+                        raise RuntimeError(BROKEN)
+        except SystemExit as ending:
+            return ending.code
+        except BaseException as error:
+            return error
+        raise AssertionError("it has come to its end")
+
+    assert run_workers(3, work)[1:] == [74, 74]
+    said = capfd.readouterr().err
+    what = "has not been heard of for 2 s" if grace_period is None else "Connection reset by peer"
+    for rank in (1, 2):
+        assert re.search(f"rank {rank}: step 2 could NOT be saved: .*{what}.*leaving with exit code 74", said)
+
+
+def test_survivors_whose_store_does_not_answer_say_so(tmp_path: Path) -> None:
+    """As when the process that hosts it is stopped, and they are amid a collective that waits for it."""
+    meeting = threading.Barrier(2)
+
+    def work(cluster: Cluster) -> BaseException:
+        silent = SilentCluster(cluster)
+        try:
+            with hf.resumable(
+                tmp_path,
+                state=hf.PerWorker({"array": np.zeros(3)}),
+                cluster=silent,
+                liveness_seconds=6.0,
+                preemption=hf.TerminationConfig(sources=[]),
+            ) as run:
+                for step in run.steps(5):
+                    if step == 2:
+                        meeting.wait(PATIENCE_SECONDS)
+                        silent.is_silent = True
+                        raise RuntimeError(BROKEN)
+        except BaseException as error:
+            return error
+        raise AssertionError("it has come to its end")
+
+    for error in run_workers(2, work):
+        assert type(error) is ClusterError
+        assert re.search(r"for \d+ s no other worker could be reached: nobody answers", str(error))
+        assert str(error.__cause__) == BROKEN
+
+
+class SilentCluster:
+    """A cluster whose store ceases to answer."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.is_silent = False
+        self._cluster = cluster
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cluster, name)
+        if not callable(found) or name in ("close", "node_of"):
+            return found
+
+        def ask(*arguments: Any) -> Any:
+            if self.is_silent:
+                raise ClusterError("nobody answers")
+            return found(*arguments)
+
+        return ask
 
 
 def test_a_collective_that_breaks_while_all_live_is_the_cause_itself(tmp_path: Path) -> None:

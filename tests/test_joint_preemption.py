@@ -319,6 +319,17 @@ def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Pat
         assert "could NOT be saved: not all workers have said" in jobs.workers[0].errors
 
 
+def test_a_save_that_waits_for_a_worker_which_hangs_ends_with_the_time_that_is_left(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"grace": 4, "every": 2, "total": 100_000, "step_seconds": 0.01}
+    with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:
+        jobs.workers[1].wait_for("paused")
+        # The save of step 6 waits for the other one's part, and that of step 8 for the one before.
+        jobs.workers[0].wait_for("event Staged 6")
+        jobs.workers[0].send(signal.SIGTERM)
+        assert jobs.end() == [74, 74], jobs.report()
+        assert check_whole(jobs.directory) == [2, 4]
+
+
 def test_a_worker_whose_step_does_not_end_leaves_once_another_one_has(tmp_path: Path) -> None:
     each = {0: {"total": 100_000, "step_seconds": 0.01}, 1: {"pause": [5]}}
     with Jobs(tmp_path / "run", grace=2, each=each) as jobs:

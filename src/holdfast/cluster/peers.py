@@ -74,6 +74,7 @@ class Peers:
         liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
         warn: Told, in words, of a wait that takes long.
+        may_wait_seconds: Gives how much longer any wait may last, whatever its deadline; None where that is not known.
     """
 
     def __init__(self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float) -> None:
@@ -89,6 +90,7 @@ class Peers:
         self.world_size = cluster.world_size
         self.timeout_seconds = timeout_seconds
         self.warn: Callable[[str], object] = lambda text: None
+        self.may_wait_seconds: Callable[[], float | None] = _no_end
         self.liveness_seconds = liveness_seconds
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
@@ -155,7 +157,8 @@ class Peers:
             The first key that holds something, and its value.
 
         Raises:
-            PeerError: If one of the workers dies, or has left the job, or the time is up; it names the worker.
+            PeerError: If one of the workers dies, or has left the job, or the time is up, be it that of the wait or
+                that of the job; it names the worker.
             ClusterError: If the store does not answer.
         """
         looked_at = time.monotonic()
@@ -172,9 +175,9 @@ class Peers:
                 raise self.make_error(missed)
             missed = self._find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
-            if missed is None and time.monotonic() >= end_at:
-                text = f"did not {what} within {self.timeout_seconds:g} s"
-                missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT)
+            if missed is None:
+                text = self._find_delay(what, end_at)
+                missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT) if text else None
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
                 self.warn(
@@ -220,6 +223,15 @@ class Peers:
         """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice."""
         self._heartbeat.stop()
 
+    def _find_delay(self, what: str, end_at: float) -> str:
+        """Why there is no more time to wait; an empty string if there is."""
+        if time.monotonic() >= end_at:
+            return f"did not {what} within {self.timeout_seconds:g} s"
+        left_seconds = self.may_wait_seconds()
+        if left_seconds is not None and left_seconds <= 0:
+            return f"did not {what} in the time that was left to the job"
+        return ""
+
     def _find_missed(self, ranks: Collection[int]) -> Failure | None:
         """Who of these is not there any more.
 
@@ -238,6 +250,10 @@ class Peers:
         # Nobody's absence, but that of the store.
         self._heartbeat.check(())
         return None
+
+
+def _no_end() -> None:
+    """Nobody knows when the job has to be gone."""
 
 
 _LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."

@@ -66,7 +66,7 @@ class Accord:
         self._deliver = deliver
         self._board = Board(peers)
         self.mishaps = Mishaps(peers, self._board)
-        self.herald = Herald(self._look, self._is_busy, stir, peers.world_size)
+        self.herald = Herald(self._look, self._is_busy, stir, self.mishaps.note_silence, peers.world_size)
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
         self._agreement = Agreement(peers.rank, peers.world_size)

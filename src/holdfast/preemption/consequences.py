@@ -30,6 +30,12 @@ def is_of_collective(error: BaseException) -> bool:
     return any(map(_is_raised_by_collective, _causes(error)))
 
 
+def tells_of_collective(error: PeerError) -> bool:
+    """**Pure.** Whether it is what a collective has raised on another worker, where nobody found out who is missing."""
+    is_such = error.kind == RuntimeError.__name__ or error.kind.startswith("Dist")
+    return is_such and _WORDS.search(error.text) is not None
+
+
 def may_follow(error: BaseException, kind: str) -> bool:
     """**Pure.** Whether it may come of another worker's error of that kind."""
     if isinstance(error, HoldfastError | ConnectionError):

@@ -33,7 +33,12 @@ class Herald:
     """
 
     def __init__(
-        self, look: Callable[[], None], is_busy: Callable[[], bool], stir: Callable[[], object], world_size: int
+        self,
+        look: Callable[[], None],
+        is_busy: Callable[[], bool],
+        stir: Callable[[], object],
+        note_silence: Callable[[float, str], object],
+        world_size: int,
     ) -> None:
         """Starts nothing yet.
 
@@ -41,6 +46,7 @@ class Herald:
             look: Looks whether there is something new, in the thread; it may raise `HoldfastError`.
             is_busy: Whether to look again soon.
             stir: Called when there is something new.
+            note_silence: Called, in the thread, with the seconds for which the store has not answered, and its error.
             world_size: How many there are.
         """
         self.trouble = ""
@@ -48,6 +54,7 @@ class Herald:
         self._look = look
         self._is_busy = is_busy
         self._stir = stir
+        self._note_silence = note_silence
         self._longest_pause_seconds = _LONGEST_PAUSE_SECONDS if world_size <= _MANY else _LOOK_SECONDS
         self._errands: deque[Callable[[], object]] = deque()
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -97,6 +104,7 @@ class Herald:
 
     def _serve(self) -> None:
         while self._is_open():
+            begun_at = time.monotonic()
             try:
                 while self._errands:
                     self._errands[0]()
@@ -107,10 +115,12 @@ class Herald:
                 self.trouble = "the cluster was closed"
                 return
             except HoldfastError as error:
-                now = time.monotonic()
-                self._silent_since = self._silent_since or now
-                if now - self._silent_since >= ANSWER_SECONDS / 2:
+                # A store that hangs is silent from the moment in which it was asked.
+                self._silent_since = self._silent_since or begun_at
+                silent_seconds = time.monotonic() - self._silent_since
+                if silent_seconds >= ANSWER_SECONDS / 2:
                     self.trouble = error.message
+                    self._note_silence(silent_seconds, error.message)
                     self.tell_change()
             else:
                 self._silent_since, self.trouble = None, ""

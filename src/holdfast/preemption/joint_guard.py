@@ -19,7 +19,7 @@ from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, decide
 from holdfast.preemption.guard import Guard, end_at_of
-from holdfast.preemption.mishaps import is_cause, is_of_save
+from holdfast.preemption.mishaps import find_loss, is_cause, is_of_save
 from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
 from holdfast.preemption.rest import Rest
@@ -72,6 +72,7 @@ class JointGuard(Guard):
     def open(self) -> None:
         """See `Guard`."""
         super().open()
+        self._peers.may_wait_seconds = self.hearing.may_wait_seconds
         self._rescue.open()
         self._herald.open()
 
@@ -159,9 +160,10 @@ class JointGuard(Guard):
             return None
         self._is_told = True
         cause = self._mishaps.tell(error, self._herald)
-        blamed = error if isinstance(error, PeerError) else cause
-        if blamed is not None and is_of_save(blamed) and self._is_to_leave():
-            self._leave_alone(self._passed_step, blamed.message)
+        blamed = error if isinstance(error, ClusterError) else cause
+        loss = find_loss(blamed or error)
+        if loss and self._is_to_leave():
+            self._leave_alone(self._passed_step, loss)
         return None if blamed is error else cause
 
     def should_stop(self) -> bool:

@@ -9,10 +9,10 @@ from contextlib import suppress
 from typing import Final
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.errors import AbsentError, HoldfastError, PeerError, SaveFailedError
+from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 from holdfast.gate import Gate
 from holdfast.preemption.board import Board, EndRecord
-from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
+from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
 from holdfast.preemption.herald import Herald
 
 _TELL_SECONDS: Final = 3.0
@@ -29,6 +29,7 @@ _LEAST_SECONDS: Final = 1.0
 _TRACEBACK_CHARACTERS: Final = 16_000
 
 _LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
+_STORE_HINT: Final = "Look whether the process that hosts the job's store still runs, and can be reached from here."
 _EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
 
 
@@ -37,7 +38,7 @@ class Mishaps:
 
     Attributes:
         certain: How many steps the training thread has begun for certain.
-        error: That another worker has failed; None if none has.
+        error: That another worker has failed, or that none can be reached any more; None if all is well.
         erred_at: When that was heard, by the monotonic clock.
         is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
@@ -50,7 +51,7 @@ class Mishaps:
             board: Where they write.
         """
         self.certain = 0
-        self.error: PeerError | None = None
+        self.error: ClusterError | None = None
         self.erred_at = 0.0
         self.is_raised = False
         self._peers = peers
@@ -85,6 +86,16 @@ class Mishaps:
                     text = f"has not been heard of for {self._peers.liveness_seconds:g} s"
                     self._err(Failure.of(rank, "AbsentError", text, _LOST_HINT))
         return self.error is not before
+
+    def note_silence(self, seconds: float, what: str) -> None:
+        """The store of the job does not answer; in the thread that speaks with the others.
+
+        Whether it is the machine of the store that is gone or the way to it, nobody can be heard any more. So it
+        counts as the loss of a worker does, and after the same time.
+        """
+        if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
+            self.erred_at = time.monotonic()
+            self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
 
     def is_done(self, rank: int) -> bool:
         """**Blocks.** Whether another worker's training has ended for good."""
@@ -126,7 +137,7 @@ class Mishaps:
         """What went wrong here, as the others are told of it; empty if nothing did."""
         return self._peers.make_error(Failure.of(self._peers.rank, *mistake.split(": ", 1))).message if mistake else ""
 
-    def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> PeerError | None:
+    def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> ClusterError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
 
         What a collective raises says only that some worker is not there. So it is held back until it is known which
@@ -141,9 +152,9 @@ class Mishaps:
             The error of another worker of which this one comes, as far as that can be known.
         """
         self.is_raised = True
-        cause = find_missing(error)
+        cause: ClusterError | None = find_missing(error)
         if cause is None and is_of_collective(error):
-            cause = self._await_cause(herald)
+            cause = self._await_cause()
         begun_at = time.monotonic()
         failure = describe(cause or error, self._peers)
         found: list[Failure] = []
@@ -169,7 +180,7 @@ class Mishaps:
         _note(error, f"Another worker has failed, too: {first.message}")
         return None
 
-    def find_cause(self, herald: Herald) -> PeerError | None:
+    def find_cause(self, herald: Herald) -> ClusterError | None:
         """**Blocks** for a moment. The error that another worker has told of, whether or not it was heard before."""
         looked: list[bool] = []
 
@@ -194,11 +205,15 @@ class Mishaps:
             herald.send(ask)
             herald.changed.wait(_TELL_SECONDS / 100)
 
-    def _await_cause(self, herald: Herald) -> PeerError | None:
-        """**Blocks** until another worker has failed or is missed; None if all live on, for longer than that takes."""
+    def _await_cause(self) -> ClusterError | None:
+        """**Blocks** until another worker has failed or is missed; None if all live on, for longer than that takes.
+
+        No longer than the job has time, if it is to leave.
+        """
         self._is_holding = True
         for _ in range(_HOLD_LOOKS):
-            if self.error is not None or herald.trouble:
+            left_seconds = self._peers.may_wait_seconds()
+            if self.error is not None or (left_seconds is not None and left_seconds <= 0):
                 break
             Gate().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
         self._is_holding = False
@@ -251,11 +266,23 @@ def _fail_early(end: EndRecord, step: int) -> Failure:
     return Failure.of(end.rank, "AbsentError", text, _EARLY_HINT)
 
 
-def is_cause(error: PeerError) -> bool:
-    """**Pure.** Whether it says why that worker has failed: more than that it is missing, or that a save was."""
-    return error.kind != AbsentError.__name__ and not is_of_save(error)
+def is_cause(error: ClusterError) -> bool:
+    """**Pure.** Whether it says why that worker has failed: more than that one is missing, or that a save was."""
+    if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
+        return False
+    return not is_of_save(error) and not tells_of_collective(error)
 
 
-def is_of_save(error: PeerError) -> bool:
+def is_of_save(error: ClusterError) -> bool:
     """**Pure.** Whether it is a failed save, which every worker learns of by itself."""
-    return error.kind == SaveFailedError.__name__
+    return isinstance(error, PeerError) and error.kind == SaveFailedError.__name__
+
+
+def find_loss(error: BaseException) -> str:
+    """**Pure.** What the error says, if that is no more than that somebody is missing or a save has failed; else empty.
+
+    Who is missing is not known where there was no time left to find out: then it is what a collective has raised.
+    """
+    if isinstance(error, ClusterError):
+        return "" if is_cause(error) else error.message
+    return str(error) if is_of_collective(error) else ""

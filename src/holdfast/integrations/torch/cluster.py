@@ -65,7 +65,7 @@ def open_process_group(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
         _connect_like(store),
         dist.get_rank(),
         dist.get_world_size(),
-        host="the process that hosts the process group's store",
+        host="the process that hosts the process group's store: rank 0, unless it was given another store",
         timeout_seconds=timeout_seconds,
     )
 
