@@ -176,3 +176,31 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     assert checkpoint["host"].tolist() == [7] * 5
     run_processes(3, "restore", tmp_path)
     assert read_catalog(storage).living[-1].step == 3
+
+
+def test_a_loop_that_saves_what_it_began_with_is_warned(tmp_path: Path) -> None:
+    """Arrays of JAX cannot be changed: what is trained has to be put into the checkpoint again and again."""
+    warnings: list[str] = []
+
+    def listen(event: hf.events.Event) -> None:
+        if isinstance(event, hf.events.Warned):
+            warnings.append(event.text)
+
+    update = jax.jit(lambda array: array + 1)
+    params, frozen = {"w": jnp.zeros(3)}, np.ones(2)
+    options: dict[str, Any] = {"save_every": hf.Steps(1), "sinks": [listen]}
+    with hf.resumable(tmp_path / "stale", params=params, frozen=frozen, **options) as run:
+        for _ in run.steps(4):
+            params = jax.tree.map(update, params)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("params: the very arrays that were there before are saved again")
+    assert "checkpoint.params = params" in warnings[0]
+    warnings.clear()
+    for total in (3, 6):
+        params = {"w": jnp.zeros(3)}
+        with hf.resumable(tmp_path / "kept", params=params, frozen=frozen, **options) as run:
+            params = run.checkpoint.params
+            for _ in run.steps(total):
+                params = run.checkpoint.params = jax.tree.map(update, params)
+        assert params["w"].tolist() == [total] * 3
+    assert warnings == []

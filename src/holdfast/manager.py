@@ -134,6 +134,7 @@ class CheckpointManager:
             keep or All(),
             self.emit,
             self._reports,
+            checkpoint.objects,
             threads=threads,
             overlap_copy=overlap_copy,
             incremental=incremental,

@@ -126,6 +126,7 @@ class Run:
 
     Attributes:
         manager: The manager that saves and restores.
+        checkpoint: The objects by name. What cannot be changed where it is, as arrays of JAX, is put here anew.
         step: How many steps are complete.
         restored: What was restored when the run was entered, or None if it began from nothing.
     """
@@ -142,6 +143,7 @@ class Run:
         from holdfast.preemption.termination import TerminationConfig
 
         self.manager = manager
+        self.checkpoint = manager.checkpoint
         self.step = 0
         self.restored: Restoration | None = None
         self._strict = strict

@@ -99,6 +99,11 @@ def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> t
     return Demand.LEAVE_BY, min(ends) - now
 
 
+def to_spare(left_seconds: float | None) -> float | None:
+    """**Pure.** How much longer others may be waited for, in a save say; None if no end is known."""
+    return None if left_seconds is None else left_seconds - MARGIN_SECONDS
+
+
 def decide(outlook: Outlook) -> Verdict:
     """**Pure.** What to do between two steps."""
     if outlook.demand is Demand.SAVE:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
-from holdfast.preemption.grace import MARGIN_SECONDS, Heard, combine
+from holdfast.preemption.grace import Heard, combine
 from holdfast.preemption.notices import Demand, Notice
 from holdfast.preemption.signals import Signals
 from holdfast.preemption.termination import TerminationConfig
@@ -118,11 +118,6 @@ class Hearing:
         """What all notices ask for together, and how many seconds are left; see `combine`."""
         heard = self.pending
         return combine(heard, self._config.grace_period, time.monotonic()) if heard else (Demand.SAVE, None)
-
-    def may_wait_seconds(self) -> float | None:
-        """**Thread-safe.** How much longer others may be waited for, in a save say; None if no end is known."""
-        left_seconds = self.demand()[1]
-        return None if left_seconds is None else left_seconds - MARGIN_SECONDS
 
     def is_by_hand(self) -> bool:
         """Whether it was a person at a terminal, and nobody else."""

@@ -17,7 +17,7 @@ from holdfast.preemption.accord import Accord, Turn, make_call
 from holdfast.preemption.agreement import Wanted
 from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
-from holdfast.preemption.grace import Action, Outlook, decide
+from holdfast.preemption.grace import Action, Outlook, decide, to_spare
 from holdfast.preemption.guard import Guard, end_at_of
 from holdfast.preemption.mishaps import find_loss, is_cause, is_of_save
 from holdfast.preemption.patience import Patience
@@ -72,7 +72,7 @@ class JointGuard(Guard):
     def open(self) -> None:
         """See `Guard`."""
         super().open()
-        self._peers.may_wait_seconds = self.hearing.may_wait_seconds
+        self._peers.may_wait_seconds = lambda: to_spare(self.hearing.demand()[1])
         self._rescue.open()
         self._herald.open()
 

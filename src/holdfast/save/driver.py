@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -38,6 +38,7 @@ from holdfast.save.prepare import Preparation
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
 from holdfast.state import Captured, Captures, capture_objects
+from holdfast.state.fixed import FixedArrays
 from holdfast.state.leaves import Transfer
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
@@ -59,6 +60,13 @@ class _Work(msgspec.Struct, frozen=True):
     blocked_seconds: float
 
 
+_TEXT_OF_FIXED: Final = (
+    "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "
+    "is in others, and is NOT saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = "
+    "{name} (run.checkpoint, if run is resumable's). If nothing of it is trained, all is well"
+)
+
+
 class Saver:
     """Makes saves, one at a time.
 
@@ -72,6 +80,7 @@ class Saver:
         keep: RetentionPolicy,
         emit: Sink,
         reports: SaveReports,
+        objects: Mapping[str, object],
         *,
         threads: int,
         overlap_copy: bool,
@@ -98,6 +107,9 @@ class Saver:
         self._preparation: Preparation | None = None
         self._stager = Stager(self._buffer)
         self._captures = Captures()
+        self._objects = objects
+        self._fixed = FixedArrays()
+        self._fixed.look(objects)
         self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
         self._held_seconds = 0.0
         self._reports = reports
@@ -137,6 +149,8 @@ class Saver:
         Raises:
             UnsupportedValueError: If something cannot be stored.
         """
+        if same := self._fixed.look(objects):
+            self.emit_soon(Warned(text=_TEXT_OF_FIXED.format(names=", ".join(same), name=same[0])))
         hold = None if self._hold is None else self._hold.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
         return captured if self._hold is None else keep_steady(captured, self._hold.unsteady)
@@ -192,6 +206,7 @@ class Saver:
     def restart_clock(self) -> None:
         """Counts training time from now on, since what came before cannot be lost (a restore, say)."""
         self._protected_since_at = time.monotonic()
+        self._fixed.look(self._objects)
 
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""

@@ -37,6 +37,11 @@ def holds_state(live: object) -> bool:
     return any(handler is not None for _, _, handler in _walk(live, arrays=True))
 
 
+def arrays_in(root: object) -> Iterator[object]:
+    """The arrays in a tree of values; not those within objects with state."""
+    return (value for _, value, handler in _walk(root, arrays=True) if not isinstance(handler, Adapter | None))
+
+
 def parts_of(value: object) -> list[tuple[Hashable, Any]]:
     """What a container of values holds, each part with its key, place or field; nothing for other values."""
     if isinstance(value, dict):

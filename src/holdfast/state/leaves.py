@@ -119,6 +119,9 @@ class ArrayBackend(Protocol):
     devices: DeviceCopier | None
     """For libraries whose arrays may lie elsewhere than in host memory."""
 
+    is_fixed: bool
+    """Whether arrays cannot be changed once they are made."""
+
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is.
 

@@ -37,6 +37,7 @@ class NumpyBackend:
 
     name = "numpy"
     devices: DeviceCopier | None = None
+    is_fixed = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""

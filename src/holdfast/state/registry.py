@@ -69,6 +69,11 @@ def register_backend(cls: type, backend: ArrayBackend) -> None:
     _found.clear()
 
 
+def fixed_types() -> tuple[type, ...]:
+    """The classes of arrays that cannot be changed, of the libraries that are in use."""
+    return tuple(cls for cls, backend in _backends.items() if backend.is_fixed)
+
+
 def register_sharder(cls: type, sharder: Sharder) -> None:
     """Makes a sharder serve a class of sharded arrays and those that derive from it."""
     _sharders[cls] = sharder

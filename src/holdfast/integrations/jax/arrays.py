@@ -74,6 +74,7 @@ class JaxBackend:
 
     name = "jax"
     devices: DeviceCopier | None = None
+    is_fixed = True
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""

@@ -61,6 +61,7 @@ class TorchBackend:
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
+    is_fixed = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the tensor is."""
