@@ -84,7 +84,7 @@ class MadeArray(PendingArray):
                 jax.device_put(self._values(box_of(index, self.shape)), _on_device(device, sharding))
                 for device, index in indices.items()
             ]
-            array = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
+            array: Any = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
             return _weaken(array, sharding) if is_weak else array
         with nullcontext() if sharding is None else jax.default_device(*sharding.device_set):
             array = jnp.asarray(self.memory)
