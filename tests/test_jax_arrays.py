@@ -136,7 +136,7 @@ def test_arrays_of_one_process_are_replicas_in_a_job_of_several() -> None:
 
 def test_what_cannot_be_stored_is_said() -> None:
     with pytest.raises(errors.UnsupportedValueError, match="dtype key") as caught:
-        capture_objects({"key": jax.random.key(0)})
+        capture_objects({"keys": hf.Shard(jax.random.split(jax.random.key(0), 2), (2,), (0,))})
     assert "key_data" in caught.value.hint
     with pytest.raises(errors.UnsupportedValueError, match="dtype int4"):
         capture_objects({"x": jnp.zeros(2, jnp.int4)})
@@ -304,10 +304,40 @@ def test_a_deleted_array_is_named() -> None:
     for array in (divided, free, shard.tensor):
         step(array)
         assert array.is_deleted()
-    for value in (divided, free, shard):
+    key = jax.random.key(0)
+    key.delete()
+    for value in (divided, free, shard, key):
         with pytest.raises(errors.UnsupportedValueError, match="state/w: the array has been deleted") as caught:
             capture_objects({"state": {"w": value}})
         assert "donated" in caught.value.hint
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back_as_keys(implementation: str) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        key = jax.random.key(seed, impl=implementation)
+        return {"key": key, "keys": jax.device_put(jax.random.split(key, 8).reshape(4, 2), placing((4,), "a"))}
+
+    saved, live = make(5), make(6)
+    storage = MemoryStorage()
+    save_job(storage, [{"state": saved, "own": hf.PerWorker(make(7)["key"])}])
+    state = dict(live)
+    own = hf.PerWorker(live["key"])
+    restore_part(storage, {"state": state, "own": own}, ALONE)
+    assert own.value == make(7)["key"]
+    for name, key in live.items():
+        assert (state[name].dtype, state[name].shape) == (key.dtype, key.shape)
+        assert (state[name].sharding, state[name].committed) == (key.sharding, key.committed)
+        assert jnp.array_equal(jax.random.key_data(state[name]), jax.random.key_data(saved[name]))
+    assert np.array_equal(jax.random.normal(state["key"], (3,)), jax.random.normal(saved["key"], (3,)))
+    # As its numbers it goes into what holds these, and where nothing stands.
+    numbers: dict[str, Any] = {"key": jnp.zeros_like(jax.random.key_data(live["key"])), "keys": None}
+    restore_part(storage, {"state": numbers, "own": own}, ALONE)
+    for name, key in saved.items():
+        assert np.array_equal(numbers[name], jax.random.key_data(key))
+    other = jax.random.key(0, impl="rbg" if implementation == "threefry2x32" else "threefry2x32")
+    with pytest.raises(errors.MismatchError, match="state/key: stored"):
+        restore_part(storage, {"state": {**live, "key": other}, "own": own}, ALONE)
 
 
 def run_processes(count: int, mode: str, directory: Path) -> None:
@@ -334,7 +364,7 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     assert [reference.name for reference in opened[1].manifest.references] == [first]
     # Here one process has all of the devices.
     objects = {name: jax.device_put(jnp.zeros((6, 12)), placing((2, 2), "b")) for name in ("rows", "columns", "both")}
-    checkpoint = hf.Checkpoint(**objects, own=hf.PerWorker(np.zeros(3)), host=np.zeros(5))
+    checkpoint = hf.Checkpoint(**objects, own=hf.PerWorker(np.zeros(3)), host=np.zeros(5), free=None)
     with hf.CheckpointManager(tmp_path / "run", checkpoint) as manager:
         restored = manager.restore()
         assert restored is not None
@@ -342,5 +372,6 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     for name, factor in (("rows", 2), ("columns", 1), ("both", 1)):
         assert np.array_equal(np.asarray(checkpoint[name]), factor * np.arange(72.0).reshape(6, 12))
     assert checkpoint["host"].tolist() == [7] * 5
+    assert checkpoint["free"]["rate"] == 7
     run_processes(3, "restore", tmp_path)
     assert read_catalog(storage).living[-1].step == 3

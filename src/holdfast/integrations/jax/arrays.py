@@ -14,7 +14,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.workers import Worker
-from holdfast.integrations.jax.making import MadeArray, Place, box_of, place_of
+from holdfast.integrations.jax.making import MadeArray, Place, box_of, is_key, numbers_of, place_of
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend, register_sharder
 from holdfast.state.shards import LocalBox, Sharding
@@ -53,19 +53,15 @@ class JaxBackend:
         """What the array is."""
         if isinstance(array, MadeArray):
             return array.spec
-        if array.is_deleted():
-            raise UnsupportedValueError(
-                f"{path}: the array has been deleted, as donating it does, and has no values any more",
-                path=path,
-                hint="Put what the function returned into its place, or save before it is donated.",
-            )
+        _check_there(array, path)
         dtype = DTYPES.get(array.dtype.name)
         if dtype is None:
-            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Store jax.random.key_data(...) of it." if is_key else "Convert it to a type of whole bytes.",
+                hint="Store jax.random.key_data(...) of it."
+                if is_key(array)
+                else "Convert it to a type of whole bytes.",
             )
         return spec_of(dtype, tuple(array.shape))
 
@@ -146,9 +142,11 @@ class JaxSharder:
         if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
             return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
-        spec = _BACKEND.spec(array, path)
+        _check_there(array, path)
+        numbers = numbers_of(array)
+        spec = _BACKEND.spec(numbers, path)
         # What lies with one process alone is to the others what a plain array is.
-        holders = {} if array.is_fully_addressable else _find_holders(array.sharding, spec.shape)
+        holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
             raise UnsupportedValueError(
                 f"{path}: an array of process {jax.process_index()} of {jax.process_count()} of JAX cannot be stored "
@@ -157,7 +155,7 @@ class JaxSharder:
                 hint="Give the cluster of the job, which numbers workers as jax.distributed does.",
             )
         boxes: dict[Box, LocalBox] = {}
-        for shard in array.addressable_shards:
+        for shard in numbers.addressable_shards:
             box = box_of(shard.index, spec.shape)
             if box not in boxes:
                 memory = _memory_of(shard.data)
@@ -169,6 +167,15 @@ class JaxSharder:
         place = place_of(like)
         boxes = _local_boxes(place.sharding, spec.shape) if place.is_committed else [whole_box(spec.shape)]
         return MadeArray(spec, _dtype_of(spec), place, boxes)
+
+
+def _check_there(array: Any, path: str) -> None:
+    if array.is_deleted():
+        raise UnsupportedValueError(
+            f"{path}: the array has been deleted, as donating it does, and has no values any more",
+            path=path,
+            hint="Put what the function returned into its place, or save before it is donated.",
+        )
 
 
 def _memory_of(array: Any) -> Any:

@@ -20,6 +20,18 @@ _ZEROS: Final[dict[str, Any]] = {"i": 0, "f": 0.0, "c": 0j}
 """For a kind of element types, the number of Python's from which JAX makes arrays whose type gives way."""
 
 
+class Key(NamedTuple):
+    """What a key of `jax.random.key` is, apart from its numbers.
+
+    Attributes:
+        implementation: What draws from it.
+        sharding: How an array of keys is divided, which has a dimension less than their numbers.
+    """
+
+    implementation: Any
+    sharding: Any
+
+
 class Place(NamedTuple):
     """Where, and as what, an array lies.
 
@@ -27,17 +39,31 @@ class Place(NamedTuple):
         sharding: How it is divided over devices; None for the default device.
         is_committed: Whether the program has put it there, so that JAX does not move it to where others lie.
         is_weak: Whether its element type gives way to that of others.
+        key: A typed key, as which it is wrapped; None for plain numbers.
     """
 
     sharding: Any = None
     is_committed: bool = False
     is_weak: bool = False
+    key: Key | None = None
 
 
 def place_of(array: Any) -> Place:
-    """Where a live array lies; it may have been deleted."""
-    is_committed = array.committed or len(array.sharding.device_set) > 1
-    return Place(array.sharding, is_committed, array.weak_type)
+    """Where a live array lies."""
+    numbers = numbers_of(array)
+    is_committed = numbers.committed or len(numbers.sharding.device_set) > 1
+    key = Key(jax.random.key_impl(array), array.sharding) if is_key(array) else None
+    return Place(numbers.sharding, is_committed, numbers.weak_type, key)
+
+
+def is_key(array: Any) -> bool:
+    """Whether it is an array of typed keys."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def numbers_of(array: Any) -> Any:
+    """The array itself, or the numbers of which its keys are made."""
+    return jax.random.key_data(array) if is_key(array) else array
 
 
 class MadeArray(PendingArray):
@@ -77,7 +103,14 @@ class MadeArray(PendingArray):
 
     def finish(self) -> Any:
         """Puts the values where they belong."""
-        sharding, is_committed, is_weak = self.place
+        array, key = self._make(), self.place.key
+        if key is None:
+            return array
+        keys = jax.random.wrap_key_data(array, impl=key.implementation)
+        return jax.device_put(keys, key.sharding) if self.place.is_committed else keys
+
+    def _make(self) -> Any:
+        sharding, is_committed, is_weak, _ = self.place
         if is_committed:
             indices = sharding.addressable_devices_indices_map(self.shape)
             parts = [
