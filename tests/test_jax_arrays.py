@@ -175,12 +175,15 @@ def test_what_the_program_has_not_put_on_a_device_stays_free() -> None:
 @pytest.mark.parametrize("number", [0.1, 7, 2 + 1j])
 @pytest.mark.parametrize("shape", [(), (8,)])
 def test_weakly_typed_arrays_stay_so(number: complex, shape: tuple[int, ...]) -> None:
+    explicit = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+
     def make(number: complex) -> dict[str, Any]:
         array = jnp.full(shape, number)
         axes = ("a",) if shape else ()
         return {
             "free": array,
             "divided": jax.device_put(array, placing((4,), *axes)),
+            "explicit": jax.device_put(array, NamedSharding(explicit, PartitionSpec(*axes))),
             "strong": jnp.full(shape, number, array.dtype),
         }
 

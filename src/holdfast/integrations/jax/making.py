@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, SingleDeviceSharding
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box
@@ -111,17 +111,17 @@ class MadeArray(PendingArray):
 
     def _make(self) -> Any:
         sharding, is_committed, is_weak, _ = self.place
-        if is_committed:
-            indices = sharding.addressable_devices_indices_map(self.shape)
-            parts = [
-                jax.device_put(self._values(box_of(index, self.shape)), _on_device(device, sharding))
-                for device, index in indices.items()
-            ]
-            array: Any = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
-            return _weaken(array, sharding) if is_weak else array
-        with nullcontext() if sharding is None else jax.default_device(*sharding.device_set):
-            array = jnp.asarray(self.memory)
-            return _weaken(array, None) if is_weak else array
+        if not is_committed:
+            with nullcontext() if sharding is None else jax.default_device(*sharding.device_set):
+                array = jax.device_put(self.memory)
+                return _weaken(array) if is_weak else array
+        indices = sharding.addressable_devices_indices_map(self.shape)
+        parts = [
+            jax.device_put(self._values(box_of(index, self.shape)), _on_device(device, sharding))
+            for device, index in indices.items()
+        ]
+        divided = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
+        return _weaken_divided(divided) if is_weak else divided
 
     def _values(self, box: Box) -> Any:
         own = self.buffers.get(box)
@@ -138,14 +138,24 @@ def _on_device(device: Any, sharding: Any) -> Any:
     return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
-def _weaken(array: Any, sharding: Any) -> Any:
+def _weaken_divided(array: Any) -> Any:
+    sharding = array.sharding
+    if array.is_fully_addressable:
+        return jax.device_put(_weaken(jax.device_put(np.asarray(array))), sharding)
+    axes = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    if AxisType.Explicit in axes and not array.is_fully_replicated:
+        return array  # No process has all of it, and along such axes JAX fills nothing in place.
+    return _weaken(array, sharding)
+
+
+def _weaken(array: Any, sharding: Any = None) -> Any:
     """The same values, of a type that gives way; the array itself if JAX makes none of its type."""
     zero = _ZEROS.get(array.dtype.kind)
-    if zero is None or jnp.asarray(zero).dtype != array.dtype:
+    if zero is None or jnp.result_type(type(zero)) != array.dtype:
         return array
     # There is no public function for it, but what is made from a number of Python's stays weak when it is filled.
-    return jax.jit(_fill, out_shardings=sharding)(array, zero)
+    return jax.jit(_fill, static_argnums=1, out_shardings=sharding)(array, zero)
 
 
 def _fill(array: Any, zero: Any) -> Any:
-    return jnp.broadcast_to(zero, array.shape).at[...].set(array)
+    return jnp.full(array.shape, zero).at[...].set(array)
