@@ -49,7 +49,9 @@ class Place(NamedTuple):
 
 
 def place_of(array: Any) -> Place:
-    """Where a live array lies."""
+    """Where an array lies, or will."""
+    if isinstance(array, MadeArray):
+        return array.place
     numbers = numbers_of(array)
     is_committed = numbers.committed or len(numbers.sharding.device_set) > 1
     key = Key(jax.random.key_impl(array), array.sharding) if is_key(array) else None
