@@ -343,6 +343,28 @@ def test_typed_keys_come_back_as_keys(implementation: str) -> None:
         restore_part(storage, {"state": {**live, "key": other}, "own": own}, ALONE)
 
 
+class Drawn:
+    """An object that makes the key of its state whenever it is asked for it."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": jax.random.key(self.seed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = int(jax.random.key_data(state["key"])[-1])
+
+
+def test_keys_that_live_for_a_moment_are_not_taken_for_each_other() -> None:
+    count = 400
+    storage = MemoryStorage()
+    save_job(storage, [{str(seed): Drawn(seed) for seed in range(count)}])
+    objects = {str(seed): Drawn(-1) for seed in range(count)}
+    restore_part(storage, objects, ALONE)
+    assert [one.seed for one in objects.values()] == list(range(count))
+
+
 def run_processes(count: int, mode: str, directory: Path) -> None:
     """A job of JAX's distributed service, each process with a device of its own."""
     with socket.socket() as free:
