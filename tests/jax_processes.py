@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,6 +25,17 @@ def divide(values: Any, *axes: str | None) -> Any:
     return jax.make_array_from_callback(values.shape, placing, lambda index: values[index])
 
 
+def make_free(number: int) -> dict[str, Any]:
+    """What programs have beside divided arrays: a counter, a rate, keys."""
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), PartitionSpec())
+    return {
+        "count": jnp.asarray(number, jnp.int32),
+        "rate": jax.jit(lambda: jnp.asarray(float(number)), out_shardings=everywhere)(),
+        "key": jax.random.key(number),
+        "keys": jax.jit(lambda: jax.random.split(jax.random.key(number), 6), out_shardings=everywhere)(),
+    }
+
+
 def save(directory: str, rank: int) -> None:
     checkpoint = hf.Checkpoint(
         rows=divide(VALUES, "a"),
@@ -31,6 +43,7 @@ def save(directory: str, rank: int) -> None:
         both=divide(VALUES),
         own=hf.PerWorker(np.full(3, float(rank))),
         host=np.full(5, 7.0),
+        free=make_free(7),
     )
     with hf.CheckpointManager(directory, checkpoint, incremental=True, check_replicas=True) as manager:
         assert manager.worker.world_size == 2
@@ -47,6 +60,7 @@ def save(directory: str, rank: int) -> None:
         both=divide(zeros, "a"),
         own=hf.PerWorker(np.zeros(3)),
         host=np.zeros(5),
+        free=make_free(0),
     )
     with hf.CheckpointManager(directory, back) as manager:
         assert manager.restore() is not None
@@ -62,6 +76,7 @@ def restore(directory: str) -> None:
         both=divide(zeros, None, "a"),
         own=hf.PerWorker(np.full(3, -1.0)),
         host=np.zeros(5),
+        free=make_free(0),
     )
     with hf.CheckpointManager(directory, checkpoint) as manager:
         restored = manager.restore()
@@ -78,6 +93,15 @@ def check(checkpoint: hf.Checkpoint, rows: int) -> None:
         for shard in checkpoint[name].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), factor * VALUES[shard.index])
     assert checkpoint["host"].tolist() == [7] * 5
+    for name, expected in make_free(7).items():
+        found = checkpoint["free"][name]
+        assert (found.dtype, found.sharding, found.committed) == (expected.dtype, expected.sharding, expected.committed)
+        if name in ("key", "keys"):
+            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
+        assert found.weak_type == expected.weak_type
+        assert np.array_equal(found, expected)
+    # Before a restore this works, and so it must after it.
+    jax.jit(lambda rows, free: (rows * free["rate"], free["count"] + 1))(checkpoint["rows"], checkpoint["free"])
 
 
 def main(address: str, rank: str, count: str, mode: str, directory: str) -> None:

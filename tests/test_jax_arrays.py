@@ -136,10 +136,233 @@ def test_arrays_of_one_process_are_replicas_in_a_job_of_several() -> None:
 
 def test_what_cannot_be_stored_is_said() -> None:
     with pytest.raises(errors.UnsupportedValueError, match="dtype key") as caught:
-        capture_objects({"key": jax.random.key(0)})
+        capture_objects({"keys": hf.Shard(jax.random.split(jax.random.key(0), 2), (2,), (0,))})
     assert "key_data" in caught.value.hint
     with pytest.raises(errors.UnsupportedValueError, match="dtype int4"):
         capture_objects({"x": jnp.zeros(2, jnp.int4)})
+
+
+def assert_lies_as(found: Any, live: Any) -> None:
+    assert (found.dtype, found.sharding, found.committed) == (live.dtype, live.sharding, live.committed)
+    assert found.weak_type == live.weak_type
+
+
+def test_what_the_program_has_not_put_on_a_device_stays_free() -> None:
+    def make(number: float) -> dict[str, Any]:
+        with jax.default_device(jax.devices()[2]):
+            away = jnp.full((2,), number, jnp.bfloat16)
+        return {
+            "w": jax.device_put(jnp.full((8,), number, jnp.float32), placing((4,), "a")),
+            "count": jnp.asarray(number, jnp.int32),
+            "away": away,
+            "fixed": jax.device_put(jnp.asarray(number), jax.devices()[1]),
+        }
+
+    step = jax.jit(lambda w, count: (w * 2, count + 1))
+    storage = MemoryStorage()
+    save_job(storage, [{"state": make(3)}])
+    live = make(0)
+    state = dict(live)
+    restore_part(storage, {"state": state}, ALONE)
+    for key, array in live.items():
+        assert state[key] is not array
+        assert_lies_as(state[key], array)
+        assert np.all(np.asarray(state[key]) == 3)
+    w, count = step(state["w"], state["count"])
+    assert (w.tolist(), count) == ([6] * 8, 4)
+
+
+@pytest.mark.parametrize("number", [0.1, 7, 2 + 1j])
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_weakly_typed_arrays_stay_so(number: complex, shape: tuple[int, ...]) -> None:
+    explicit = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def make(number: complex) -> dict[str, Any]:
+        array = jnp.full(shape, number)
+        axes = ("a",) if shape else ()
+        return {
+            "free": array,
+            "divided": jax.device_put(array, placing((4,), *axes)),
+            "explicit": jax.device_put(array, NamedSharding(explicit, PartitionSpec(*axes))),
+            "strong": jnp.full(shape, number, array.dtype),
+        }
+
+    storage = MemoryStorage()
+    save_job(storage, [{"state": make(number)}])
+    live = make(0 * number)
+    assert live["free"].weak_type
+    state = dict(live)
+    restore_part(storage, {"state": state}, ALONE)
+    for key, array in live.items():
+        assert_lies_as(state[key], array)
+        assert np.all(np.asarray(state[key]) == np.asarray(jnp.asarray(number)))
+    if isinstance(number, float):
+        assert (jnp.ones(shape, jnp.bfloat16) - state["free"]).dtype == jnp.bfloat16
+
+
+def test_weakly_typed_values_keep_their_bits() -> None:
+    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0xFF800000, 1], np.uint32)
+    storage = MemoryStorage()
+    save_job(storage, [{"x": jnp.asarray(bits.view(np.float32))}])
+    objects = {"x": jnp.full((5,), 1.0)}
+    restore_part(storage, objects, ALONE)
+    assert objects["x"].weak_type
+    assert np.asarray(objects["x"]).view(np.uint32).tolist() == bits.tolist()
+
+
+def test_one_array_goes_into_two_that_lie_otherwise() -> None:
+    same = jnp.arange(4.0)
+    storage = MemoryStorage()
+    save_job(storage, [{"state": {"free": same, "fixed": same, "free too": same}}])
+    live = {key: jnp.zeros(4) for key in ("free", "fixed", "free too")}
+    live["fixed"] = jax.device_put(live["fixed"], jax.devices()[1])
+    state = dict(live)
+    restore_part(storage, {"state": state}, ALONE)
+    for key, array in live.items():
+        assert_lies_as(state[key], array)
+        assert state[key].tolist() == [0, 1, 2, 3]
+
+
+def test_what_was_divided_comes_back_whole_where_nothing_stands() -> None:
+    values = np.arange(32.0, dtype=np.float32).reshape(4, 8)
+    array = jax.device_put(values, placing((2, 2), "a", "b"))
+    storage = MemoryStorage()
+    save_job(storage, [{"x": array, "tree": {"w": array}}])
+    objects: dict[str, Any] = {"x": None, "tree": None}
+    restore_part(storage, objects, ALONE)
+    for found in (objects["x"], objects["tree"]["w"]):
+        assert isinstance(found, jax.Array)
+        assert np.array_equal(np.asarray(found), values)
+    host = np.zeros((4, 8), np.float32)
+    objects = {"x": None, "tree": {"w": host}}
+    restore_part(storage, objects, ALONE)
+    assert np.array_equal(np.asarray(objects["x"]), values)
+    assert np.array_equal(host, values)
+
+
+def test_types_of_64_bits_are_never_cut() -> None:
+    storage = MemoryStorage()
+    with jax.enable_x64(True):
+        values = {"n": jnp.asarray([2**40 + 1, 3]), "u": jnp.asarray([2**63], jnp.uint64), "f": jnp.asarray([1 / 3])}
+        assert [array.dtype.name for array in values.values()] == ["int64", "uint64", "float64"]
+        save_job(storage, [{"state": values}])
+    for live in (None, dict(values)):
+        with pytest.raises(errors.UnsupportedValueError, match=r"state/n: stored as int64.*disabled") as caught:
+            restore_part(storage, {"state": live}, ALONE)
+        assert "jax_enable_x64" in caught.value.hint
+        with jax.enable_x64(True):
+            objects = {"state": live}
+            restore_part(storage, objects, ALONE)
+            found = objects["state"]
+            assert found is not None
+            for key, array in values.items():
+                assert found[key].dtype == array.dtype
+                assert np.array_equal(found[key], array)
+    host = {key: np.zeros(array.shape, array.dtype) for key, array in values.items()}
+    restore_part(storage, {"state": host}, ALONE)
+    assert host["n"].tolist() == [2**40 + 1, 3]
+
+
+def test_a_shard_by_hand_is_restored_into_shards_and_arrays() -> None:
+    def jobs(number: float) -> list[dict[str, Any]]:
+        rows = np.arange(12.0, dtype=np.float32).reshape(4, 3) * number
+        return [
+            {
+                "table": hf.Shard(jnp.asarray(rows[2 * rank : 2 * rank + 2]), (4, 3), (2 * rank, 0)),
+                "tree": [hf.Shard(jax.device_put(rows, placing((2,), "a")), (4, 3), (0, 0), holders=(0, 1))],
+            }
+            for rank in range(2)
+        ]
+
+    values = np.arange(12.0).reshape(4, 3)
+    storage = MemoryStorage()
+    save_job(storage, jobs(1))
+    for rank, objects in enumerate(jobs(0)):
+        tree, live = objects["tree"], objects["tree"][0]
+        restore_part(storage, objects, Worker(rank, 2))
+        table = objects["table"]
+        assert (type(table), table.global_shape, table.offsets) == (hf.Shard, (4, 3), (2 * rank, 0))
+        assert np.array_equal(np.asarray(table.tensor), values[2 * rank : 2 * rank + 2])
+        assert not table.tensor.committed
+        assert objects["tree"] is tree
+        assert tree[0].holders == (0, 1)
+        assert_lies_as(tree[0].tensor, live.tensor)
+        assert np.array_equal(np.asarray(tree[0].tensor), values)
+    # Other parts than were saved, whole arrays, and the host's memory.
+    objects = {"table": hf.Shard(jnp.zeros((3, 2)), (4, 3), (1, 1)), "tree": [jnp.zeros((4, 3))]}
+    restore_part(storage, objects, ALONE)
+    assert np.array_equal(np.asarray(objects["table"].tensor), values[1:, 1:])
+    assert np.array_equal(np.asarray(objects["tree"][0]), values)
+    objects = {"table": jax.device_put(jnp.zeros((4, 3)), placing((4,), "a")), "tree": [np.zeros((4, 3), np.float32)]}
+    restore_part(storage, objects, ALONE)
+    assert np.array_equal(np.asarray(objects["table"]), values)
+    assert np.array_equal(objects["tree"][0], values)
+
+
+def test_a_deleted_array_is_named() -> None:
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    divided = jax.device_put(jnp.zeros(8), placing((4,), "a"))
+    free = jnp.zeros(8)
+    shard = hf.Shard(jnp.zeros(8), (8,), (0,))
+    for array in (divided, free, shard.tensor):
+        step(array)
+        assert array.is_deleted()
+    key = jax.random.key(0)
+    key.delete()
+    for value in (divided, free, shard, key):
+        with pytest.raises(errors.UnsupportedValueError, match="state/w: the array has been deleted") as caught:
+            capture_objects({"state": {"w": value}})
+        assert "donated" in caught.value.hint
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back_as_keys(implementation: str) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        key = jax.random.key(seed, impl=implementation)
+        return {"key": key, "keys": jax.device_put(jax.random.split(key, 8).reshape(4, 2), placing((4,), "a"))}
+
+    saved, live = make(5), make(6)
+    storage = MemoryStorage()
+    save_job(storage, [{"state": saved, "own": hf.PerWorker(make(7)["key"])}])
+    state = dict(live)
+    own = hf.PerWorker(live["key"])
+    restore_part(storage, {"state": state, "own": own}, ALONE)
+    assert own.value == make(7)["key"]
+    for name, key in live.items():
+        assert (state[name].dtype, state[name].shape) == (key.dtype, key.shape)
+        assert (state[name].sharding, state[name].committed) == (key.sharding, key.committed)
+        assert jnp.array_equal(jax.random.key_data(state[name]), jax.random.key_data(saved[name]))
+    assert np.array_equal(jax.random.normal(state["key"], (3,)), jax.random.normal(saved["key"], (3,)))
+    # As its numbers it goes into what holds these, and where nothing stands.
+    numbers: dict[str, Any] = {"key": jnp.zeros_like(jax.random.key_data(live["key"])), "keys": None}
+    restore_part(storage, {"state": numbers, "own": own}, ALONE)
+    for name, key in saved.items():
+        assert np.array_equal(numbers[name], jax.random.key_data(key))
+    other = jax.random.key(0, impl="rbg" if implementation == "threefry2x32" else "threefry2x32")
+    with pytest.raises(errors.MismatchError, match="state/key: stored"):
+        restore_part(storage, {"state": {**live, "key": other}, "own": own}, ALONE)
+
+
+class Drawn:
+    """An object that makes the key of its state whenever it is asked for it."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"key": jax.random.key(self.seed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = int(jax.random.key_data(state["key"])[-1])
+
+
+def test_keys_that_live_for_a_moment_are_not_taken_for_each_other() -> None:
+    count = 400
+    storage = MemoryStorage()
+    save_job(storage, [{str(seed): Drawn(seed) for seed in range(count)}])
+    objects = {str(seed): Drawn(-1) for seed in range(count)}
+    restore_part(storage, objects, ALONE)
+    assert [one.seed for one in objects.values()] == list(range(count))
 
 
 def run_processes(count: int, mode: str, directory: Path) -> None:
@@ -166,7 +389,7 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     assert [reference.name for reference in opened[1].manifest.references] == [first]
     # Here one process has all of the devices.
     objects = {name: jax.device_put(jnp.zeros((6, 12)), placing((2, 2), "b")) for name in ("rows", "columns", "both")}
-    checkpoint = hf.Checkpoint(**objects, own=hf.PerWorker(np.zeros(3)), host=np.zeros(5))
+    checkpoint = hf.Checkpoint(**objects, own=hf.PerWorker(np.zeros(3)), host=np.zeros(5), free=None)
     with hf.CheckpointManager(tmp_path / "run", checkpoint) as manager:
         restored = manager.restore()
         assert restored is not None
@@ -174,6 +397,7 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     for name, factor in (("rows", 2), ("columns", 1), ("both", 1)):
         assert np.array_equal(np.asarray(checkpoint[name]), factor * np.arange(72.0).reshape(6, 12))
     assert checkpoint["host"].tolist() == [7] * 5
+    assert checkpoint["free"]["rate"] == 7
     run_processes(3, "restore", tmp_path)
     assert read_catalog(storage).living[-1].step == 3
 

@@ -48,11 +48,15 @@ class Claims:
         self._by_memory: dict[str, dict[Hashable, str]] = {}
 
     def new(self, leaf: str, spec: ArraySpec, backend: ArrayBackend, like: Any = None) -> Any:
-        """An array made for the leaf, where a live one lies if there is one to go by."""
+        """An array made for the leaf, where a live one lies if there is one to go by.
+
+        Raises:
+            UnsupportedValueError: If the library cannot make it.
+        """
         claim = self._claim(leaf, spec)
         if claim.made is None or claim.made[0] is not backend:
             claim.made = (backend, backend.new(spec, like))
-            self._note(claim.made[1])
+            self._note(leaf, claim.made[1])
             claim.receivers.append(claim.made)
         return claim.made[1]
 
@@ -64,7 +68,7 @@ class Claims:
         `library` is where the stored array came from: the live one's may not know its element type.
 
         Raises:
-            UnsupportedValueError: If the live array has a form that cannot be filled.
+            UnsupportedValueError: If the live array has a form that cannot be filled, or no other can be made like it.
         """
         live = backend.spec(array, path)
         if live.shape != spec.shape and not rules.in_place and 0 in live.shape:
@@ -84,14 +88,18 @@ class Claims:
         return array
 
     def new_shared(self, leaf: str, spec: ArraySpec, sharder: Sharder, like: Any, path: str) -> Any:
-        """An array made for the leaf, divided among the workers as another one is."""
+        """An array made for the leaf, divided among the workers as another one is.
+
+        Raises:
+            UnsupportedValueError: If the library cannot make it.
+        """
         array = sharder.new(like, spec)
         sharding = sharder.look(array, path, self._worker)
         made = self._made.get(leaf)
-        if made is not None and [one.box for one in made[0].boxes] == [one.box for one in sharding.boxes]:
+        if made is not None and _lie_alike(made[0], sharding):
             return made[1]
         self._made[leaf] = (sharding, array)
-        self._note(array)
+        self._note(leaf, array)
         self._claim_boxes(leaf, sharding)
         return array
 
@@ -99,7 +107,7 @@ class Claims:
         """Does what `live` does for an array of which this worker holds some boxes, or none.
 
         Raises:
-            UnsupportedValueError: If the live array has a form that cannot be filled.
+            UnsupportedValueError: If the live array has a form that cannot be filled, or no other can be made like it.
         """
         sharding = sharder.look(array, path, self._worker)
         if not self._fits(sharding.spec, spec, path):
@@ -151,8 +159,10 @@ class Claims:
             [claim if isinstance(claim, Target) else _target(key, claim) for key, claim in self._claims.items()]
         )
 
-    def _note(self, array: Any) -> None:
-        self.has_pending = self.has_pending or isinstance(array, PendingArray)
+    def _note(self, leaf: str, array: Any) -> None:
+        if isinstance(array, PendingArray):
+            array.check(leaf)
+            self.has_pending = True
 
     def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
         if live.shape != spec.shape:
@@ -182,6 +192,10 @@ class Claims:
             key = leaf if box.is_whole(sharding.spec.shape) else (leaf, box)
             claim = self._claim(key, spec_of(sharding.spec.dtype, box.shape))
             claim.receivers.append((sharding.backend, local.array))
+
+
+def _lie_alike(one: Sharding, other: Sharding) -> bool:
+    return one.place == other.place and [local.box for local in one.boxes] == [local.box for local in other.boxes]
 
 
 def _target(key: _Key, claim: _Claim) -> Target:

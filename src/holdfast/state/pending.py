@@ -15,6 +15,13 @@ Finished: TypeAlias = dict[int, Any]
 class PendingArray:
     """Stands for an array that is made when its values have come. Each library of arrays derives one of its own."""
 
+    def check(self, leaf: str) -> None:
+        """Makes sure that the library can make the array, before anything is read for it.
+
+        Raises:
+            UnsupportedValueError: If it cannot; `leaf` says whose values it is to get.
+        """
+
     def finish(self) -> Any:
         """Makes the array."""
         raise NotImplementedError  # The library of the array makes it.

@@ -14,6 +14,7 @@ from holdfast.format.workers import Worker
 from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
 from holdfast.state.finding import find_stateful
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_of
+from holdfast.state.pending import PendingArray
 from holdfast.state.registry import backend_of, register_adapter, register_sharder
 from holdfast.state.settling import settle
 
@@ -42,6 +43,7 @@ class Sharding(msgspec.Struct, frozen=True):
         boxes: What lies here; they do not overlap.
         memory: Equal for two arrays exactly when they are the same boxes of the same memory.
         is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
+        place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
     """
 
     spec: ArraySpec
@@ -49,6 +51,7 @@ class Sharding(msgspec.Struct, frozen=True):
     boxes: tuple[LocalBox, ...]
     memory: Hashable
     is_by_hand: bool = False
+    place: Hashable = None
 
 
 class Sharder(Protocol):
@@ -120,6 +123,16 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         ) from error
 
 
+class _PendingShard(Shard, PendingArray):
+    """Stands for a Shard whose tensor is made when its values have come."""
+
+    def check(self, leaf: str) -> None:
+        self.tensor.check(leaf)
+
+    def finish(self) -> Shard:
+        return Shard(self.tensor.finish(), self.global_shape, self.offsets, holders=self.holders)
+
+
 class PerWorker:
     """State that is each worker's own, such as the place in a stream of data that no other worker reads.
 
@@ -161,7 +174,8 @@ class _ShardSharder:
         backend = backend_of(like.tensor)
         assert backend is not None  # It was looked at before.
         tensor = backend.new(spec_of(spec.dtype, tuple(like.tensor.shape)), like.tensor)
-        return Shard(tensor, like.global_shape, like.offsets, holders=like.holders)
+        kind = _PendingShard if isinstance(tensor, PendingArray) else Shard
+        return kind(tensor, like.global_shape, like.offsets, holders=like.holders)
 
 
 class _PerWorkerAdapter(Adapter):

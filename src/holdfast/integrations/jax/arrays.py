@@ -1,4 +1,4 @@
-"""Arrays of JAX, on one device or divided over many: what of them lies here, and how they are made anew."""
+"""Arrays of JAX, on one device or divided over many: what of them lies here, and how it is copied."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.workers import Worker
+from holdfast.integrations.jax.making import MadeArray, Place, box_of, is_key, numbers_of, place_of
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
-from holdfast.state.pending import PendingArray
 from holdfast.state.registry import register_backend, register_sharder
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -43,32 +43,6 @@ DTYPES: Final = {
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class _Array(PendingArray):
-    """An array whose values are still to come: host memory for each box, and where the boxes will lie.
-
-    Attributes:
-        spec: What the whole array is.
-        placing: Its sharding; None for an array on the default device.
-        buffers: By box, the memory.
-    """
-
-    def __init__(self, spec: ArraySpec, placing: Any) -> None:
-        self.spec = spec
-        self.placing = placing
-        self.shape = spec.shape
-        boxes = [whole_box(spec.shape)] if placing is None else list(_local_boxes(placing, spec.shape))
-        dtype = jnp.dtype(_NAMES[spec.dtype])
-        self.buffers = {box: np.empty(box.shape, dtype) for box in boxes}
-
-    def finish(self) -> Any:
-        if self.placing is None:
-            (buffer,) = self.buffers.values()
-            return jnp.asarray(buffer)
-        indices = self.placing.addressable_devices_indices_map(self.shape)
-        parts = [jax.device_put(self.buffers[_box_of(index, self.shape)], one) for one, index in indices.items()]
-        return jax.make_array_from_single_device_arrays(self.shape, self.placing, parts)
-
-
 class JaxBackend:
     """The single boxes of arrays: those that lie on a device, and the memory of those that are still to be made."""
 
@@ -78,13 +52,17 @@ class JaxBackend:
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""
+        if isinstance(array, MadeArray):
+            return array.spec
+        _check_there(array, path)
         dtype = DTYPES.get(array.dtype.name)
         if dtype is None:
-            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Store jax.random.key_data(...) of it." if is_key else "Convert it to a type of whole bytes.",
+                hint="Store jax.random.key_data(...) of it."
+                if is_key(array)
+                else "Convert it to a type of whole bytes.",
             )
         return spec_of(dtype, tuple(array.shape))
 
@@ -121,7 +99,7 @@ class JaxBackend:
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
         for array, offset in zip(arrays, offsets_bytes, strict=True):
-            values = np.ascontiguousarray(array)
+            values = np.ascontiguousarray(array.memory if isinstance(array, MadeArray) else array)
             if values.size:
                 image[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8).data
 
@@ -135,12 +113,26 @@ class JaxBackend:
             memory[...] = np.frombuffer(data, np.uint8).view(memory.dtype).reshape(memory.shape)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """What stands for a new array on the default device."""
-        return _Array(spec, None)
+        """What stands for a new array, where a live one lies, or on the default device."""
+        place = Place() if like is None else place_of(like)
+        return MadeArray(spec, _dtype_of(spec), place, [whole_box(spec.shape)])
 
     def fillable(self, array: Any) -> bool:
         """Only memory of an array that is still to be made."""
-        return not isinstance(array, jax.Array) and bool(array.flags.writeable)
+        return isinstance(array, np.ndarray) and bool(array.flags.writeable)
+
+
+class _Identity:
+    """Equal only to that of the same array, which is kept, so that no other one gets its id."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __hash__(self) -> int:
+        return id(self._array)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._array is other._array
 
 
 class JaxSharder:
@@ -148,12 +140,14 @@ class JaxSharder:
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
         """What this worker holds of an array."""
-        if isinstance(array, _Array):
+        if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
-            return Sharding(array.spec, _BACKEND, parts, id(array))
-        spec = _BACKEND.spec(array, path)
+            return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
+        _check_there(array, path)
+        numbers = numbers_of(array)
+        spec = _BACKEND.spec(numbers, path)
         # What lies with one process alone is to the others what a plain array is.
-        holders = {} if array.is_fully_addressable else _find_holders(array.sharding, spec.shape)
+        holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
             raise UnsupportedValueError(
                 f"{path}: an array of process {jax.process_index()} of {jax.process_count()} of JAX cannot be stored "
@@ -162,23 +156,33 @@ class JaxSharder:
                 hint="Give the cluster of the job, which numbers workers as jax.distributed does.",
             )
         boxes: dict[Box, LocalBox] = {}
-        for shard in array.addressable_shards:
-            box = _box_of(shard.index, spec.shape)
+        for shard in numbers.addressable_shards:
+            box = box_of(shard.index, spec.shape)
             if box not in boxes:
                 memory = _memory_of(shard.data)
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
-        return Sharding(spec, _BACKEND, tuple(boxes.values()), id(array))
+        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array))
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """What stands for a new array, divided as another one."""
-        return _Array(spec, like.placing if isinstance(like, _Array) else like.sharding)
+        place = place_of(like)
+        boxes = _local_boxes(place.sharding, spec.shape) if place.is_committed else [whole_box(spec.shape)]
+        return MadeArray(spec, _dtype_of(spec), place, boxes)
+
+
+def _check_there(array: Any, path: str) -> None:
+    if array.is_deleted():
+        raise UnsupportedValueError(
+            f"{path}: the array has been deleted, as donating it does, and has no values any more",
+            path=path,
+            hint="Put what the function returned into its place, or save before it is donated.",
+        )
 
 
 def _memory_of(array: Any) -> Any:
     """The host memory of a box, which nobody must write to if it is a made array's; None if it lies elsewhere."""
-    if isinstance(array, _Array):
-        (memory,) = array.buffers.values()
-        return memory
+    if isinstance(array, MadeArray):
+        return array.memory
     if isinstance(array, jax.Array):
         if any(device.platform != "cpu" for device in array.devices()):
             return None
@@ -186,9 +190,8 @@ def _memory_of(array: Any) -> Any:
     return array
 
 
-def _box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    bounds = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
-    return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
+def _dtype_of(spec: ArraySpec) -> Any:
+    return jnp.dtype(_NAMES[spec.dtype])
 
 
 @lru_cache(maxsize=1 << 12)
@@ -196,18 +199,19 @@ def _find_holders(placing: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, 
     """For each box of an array, the processes that hold it."""
     holders: dict[Box, set[int]] = {}
     for device, index in placing.devices_indices_map(shape).items():
-        holders.setdefault(_box_of(index, shape), set()).add(device.process_index)
+        holders.setdefault(box_of(index, shape), set()).add(device.process_index)
     return {box: tuple(sorted(ranks)) for box, ranks in holders.items()}
 
 
 @lru_cache(maxsize=1 << 12)
 def _local_boxes(placing: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
     indices = placing.addressable_devices_indices_map(shape).values()
-    return tuple(dict.fromkeys(_box_of(index, shape) for index in indices))
+    return tuple(dict.fromkeys(box_of(index, shape) for index in indices))
 
 
 _BACKEND: Final = JaxBackend()
 
 assert set(DTYPES.values()) == set(ITEM_BYTES)
 register_backend(jax.Array, _BACKEND)
+register_backend(MadeArray, _BACKEND)
 register_sharder(jax.Array, JaxSharder())
