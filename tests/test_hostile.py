@@ -272,6 +272,25 @@ def test_what_is_no_plain_file_is_not_read(run: Path, tmp_path: Path, name: str,
             hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()
 
 
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "directory", "fifo"])
+def test_a_journal_that_is_no_plain_file_is_not_written(
+    run: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    REPLACEMENTS[kind](run / "events.jsonl", elsewhere)
+    with hf.CheckpointManager(run, hf.Checkpoint(**make_objects())) as manager:
+        manager.restore()
+        for step in (8, 9):
+            manager.save(step).wait_committed()
+    assert manager.steps() == (7, 8, 9)
+    assert sorted(tmp_path.iterdir()) == [elsewhere, run]
+    assert elsewhere.read_text() == "mine"
+    (told,) = (record for record in caplog.records if "events.jsonl" in record.getMessage())
+    assert told.levelname == "WARNING"
+    assert told.exc_info is None
+
+
 def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (run / STEP).rename(outside)
