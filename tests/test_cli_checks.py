@@ -216,6 +216,23 @@ def test_prune_removes_no_checkpoint_where_the_line_is_not_known(run: Path) -> N
     assert "generations/0002.base.json" in said
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link", "lost"])
+def test_a_manifest_that_cannot_be_read_hides_no_other_step(run: Path, kind: str) -> None:
+    path = run / "step-000000200.g0001" / "manifest.json"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(run / NEWEST / "manifest.json" if kind == "link" else run / "lost")
+    document = call_json("list", run)
+    assert {step["step"]: len(step["damages"]) for step in document["steps"]} == {100: 0, 200: 1, 250: 0, 300: 0}
+    assert "is not a plain file" in call("list", run).stderr
+    assert call("show", run).exit_code == ExitCode.OK
+    assert call("prune", run, "--off-line", "--yes").exit_code == ExitCode.OK
+    assert not (run / FIRST_300).exists()
+    assert call("verify", "--all", run).exit_code == ExitCode.DAMAGED
+
+
 def test_prune_leaves_files_that_are_not_holdfasts(run: Path) -> None:
     (run / FIRST_300 / "notes.txt").write_text("mine")
     result = call("prune", run, "--off-line", "--yes")

@@ -259,9 +259,36 @@ def test_what_is_no_plain_file_is_not_read(run: Path, tmp_path: Path, name: str,
     path.rename(elsewhere)
     REPLACEMENTS[kind](path, elsewhere)
     restore(run)
+    if name.startswith("generations/"):
+        # Only which step follows which is told there: the step is whole, and whoever begins anew asks for nothing.
+        restored = hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()
+        assert restored is not None
+        assert restored.step == 7
+        with hf.CheckpointManager(run, hf.Checkpoint(**make_objects()), begin_anew=True) as manager:
+            manager.save(1)
+        assert manager.steps() == (1,)
     if name in (INDEX, DATA):
         with pytest.raises(NoWholeCheckpointError):
             hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "directory", "fifo"])
+def test_a_journal_that_is_no_plain_file_is_not_written(
+    run: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    REPLACEMENTS[kind](run / "events.jsonl", elsewhere)
+    with hf.CheckpointManager(run, hf.Checkpoint(**make_objects())) as manager:
+        manager.restore()
+        for step in (8, 9):
+            manager.save(step).wait_committed()
+    assert manager.steps() == (7, 8, 9)
+    assert sorted(tmp_path.iterdir()) == [elsewhere, run]
+    assert elsewhere.read_text() == "mine"
+    (told,) = (record for record in caplog.records if "events.jsonl" in record.getMessage())
+    assert told.levelname == "WARNING"
+    assert told.exc_info is None
 
 
 def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, tmp_path: Path) -> None:

@@ -140,6 +140,23 @@ def test_workers_whose_boxes_do_not_make_up_the_leaves_are_found(
         assert not found.any() or np.array_equal(found, expected if worker.is_alone else expected[2 * rank :][:2])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"elsewhere": ()},
+        {"objects": {"same": {"$": "array", "v": "nothing", "k": "numpy"}}},
+        {"objects": {"same": [1, {"$": "dict", "v": [["x", {"$": "array", "v": ["same"], "k": "numpy"}]]}]}},
+    ],
+)
+def test_a_leaf_that_is_named_and_not_there_is_found(run: Path, changes: dict[str, Any]) -> None:
+    ranks = [rank for rank in range(2) if read_index(run, rank).elsewhere]
+    forge(run, ranks[0], **changes)
+    with pytest.raises(FormatError, match=f"index-{ranks[0]:05d}.*its objects name the leaf"):
+        open_step(LocalStorage(run), STEP, None)
+    with pytest.raises(HoldfastError):
+        restore_part(LocalStorage(run), objects_of(ranks[0], 0), Worker(ranks[0], 2))
+
+
 def test_the_same_box_may_stand_twice_if_the_values_agree(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "run")
     # Neither knows of the other.

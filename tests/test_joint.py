@@ -30,6 +30,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.format.names import StepName
+from holdfast.gate import Gate
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
@@ -619,6 +620,62 @@ def test_a_node_that_does_not_see_the_run(tmp_path: Path, blind: int) -> None:
 
     run_workers(3, save)
     run_workers(3, restore)
+
+
+class Hosted(MemoryEngine):
+    """A store in the leader's process that ends with it, and whose answers come late: no follower has one before the
+    leader asks whether they do, or is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = Gate()
+        self._is_over = False
+
+    def end(self) -> None:
+        self._is_over = True
+        self._asked.open()
+
+    def try_get(self, key: str) -> bytes | None:
+        if key.endswith("/outcome"):
+            self._asked.wait(PATIENCE_SECONDS)
+        return super().try_get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        if key.endswith("/read"):
+            if amount:
+                # The leader is told of the last one that has read it, which is told nothing any more.
+                super().add(key, amount)
+                self._is_over = True
+            self._asked.open()
+        return super().add(key, amount)
+
+    def _pass(self) -> None:
+        if self._is_over:
+            raise ConnectionResetError("the process of rank 0 is gone")
+        super()._pass()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_leader_that_hosts_the_store_goes_when_all_know_how_the_restore_has_ended(
+    tmp_path: Path, fails: bool
+) -> None:
+    engine = Hosted()
+
+    def restore(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path, cluster)
+        try:
+            if fails:
+                with pytest.raises(PeerError if cluster.rank else NoCheckpointError, match="step 1"):
+                    manager.restore(None if cluster.rank else 1)
+            else:
+                assert manager.restore() is None
+                manager.close()
+        finally:
+            if cluster.rank == 0:
+                engine.end()
+            manager.abandon()
+
+    run_workers(2, restore, engine)
 
 
 # Restores that all make alike.

@@ -73,7 +73,7 @@ class Catalog(msgspec.Struct, frozen=True):
     unfinished: tuple[StepName, ...]
     trash: tuple[str, ...]
     generation: int
-    faults: tuple[FormatError, ...]
+    faults: tuple[DamageError, ...]
     spare_bytes: int | None
 
     @property
@@ -162,9 +162,9 @@ def is_committed(storage: Storage, name: StepName) -> bool:
     return True
 
 
-def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatError]]:
+def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[DamageError]]:
     bases: dict[int, Base] = {}
-    faults: list[FormatError] = []
+    faults: list[DamageError] = []
     opened = read_generations(storage)
     for generation in opened:
         path = base_path(generation)
@@ -172,7 +172,7 @@ def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[FormatErro
             bases[generation] = decode_base(storage.read(path, MAX_GENERATION_BYTES), path=path, generation=generation)
         except NotFoundError:
             continue  # It was opened and died before it saved, or is about to record its base.
-        except FormatError as fault:
+        except DamageError as fault:  # Also if it cannot be read at all, or something else lies in its place.
             faults.append(fault)
     return bases, max(opened, default=0), faults
 
@@ -247,7 +247,7 @@ def read_opening(storage: Storage, generation: int) -> Opening:
 
     Raises:
         NotFoundError: If nobody did.
-        FormatError: If the record is damaged.
+        DamageError: If the record is damaged.
     """
     path = generation_path(generation)
     return decode_opening(storage.read(path, MAX_GENERATION_BYTES), path=path)
@@ -258,7 +258,7 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
 
     Raises:
         NotFoundError: If the step is not committed.
-        FormatError: If it is damaged or another step's.
+        DamageError: If it is damaged or another step's.
     """
     path = name.manifest_path
     return decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
@@ -269,7 +269,7 @@ def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
 
     Raises:
         NotFoundError: If the step is not committed.
-        FormatError: If its manifest is damaged or another step's.
+        DamageError: If its manifest is damaged or another step's.
     """
     path = name.manifest_path
     return decode_references(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)

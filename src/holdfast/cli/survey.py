@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.catalog import Catalog, read_catalog, read_manifest, read_opening, read_references
 from holdfast.cli.wording import iso_text
-from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
@@ -179,11 +179,11 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
         manifest = read_manifest(storage, name)
     except NotFoundError:
         return None
-    except FormatError as damage:
+    except DamageError as damage:
         # One that a newer holdfast wrote says nevertheless what it needs.
         try:
             refers_to = read_references(storage, name)
-        except (FormatError, NotFoundError):
+        except (DamageError, NotFoundError):
             refers_to = ()
         size_bytes = _size_bytes(storage, directory)
         return Found(directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Final, NoReturn, TypeAlias
 
 import msgspec
 
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster
-from holdfast.errors import AbsentError, DeadlineError
+from holdfast.errors import AbsentError, DeadlineError, HoldfastError
 
 LEADER: Final = 0
 
@@ -21,6 +22,12 @@ _NAMED_NODES: Final = 32
 _LOOK_SECONDS: Final = 0.5
 _LONGEST_LOOK_SECONDS: Final = 4.0
 """How long to wait at a time, between two looks whether the others are there."""
+
+_READ_SECONDS: Final = 3.0
+_READ_PAUSE_SECONDS: Final = 0.02
+
+_led: dict[str, str] = {}
+"""The newest meeting that was led in this process, for each cluster's incarnation, until it was waited for its end."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -97,13 +104,36 @@ def confer(
     return meeting.lead(record, decide) if cluster.rank == LEADER else meeting.follow()
 
 
+def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
+    """**Blocks** for a moment, if this is the leader: until the others have read how the newest meeting has ended.
+
+    The store may lie in the leader's process. Where that ends at once, they would not learn of it any more.
+
+    Args:
+        cluster: The workers.
+        lost: Gives who will not read it.
+    """
+    name = _led.pop(cluster.incarnation, "") if cluster.rank == LEADER else ""
+    end_at = time.monotonic() + _READ_SECONDS
+    with suppress(HoldfastError):
+        while name and time.monotonic() < end_at:
+            others = set(range(cluster.world_size)) - {LEADER, *lost()}
+            if cluster.add(f"{name}/read", 0) >= len(others):
+                return
+            if cluster.try_get(f"{name}/outcome") is None:
+                # The last one that read it has left nothing behind; the question has.
+                cluster.delete(f"{name}/read")
+                return
+            time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
+
+
 class _Meeting:
     """One worker's part in a meeting.
 
     NAME/record/RANK          what each has brought
     NAME/answer/NUMBER        the leader's answer, in pieces
     NAME/outcome              how it ended: written once, by the leader or by the first that gives up
-    NAME/read                 how many have read the answer
+    NAME/read                 how many have read how it ended
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, check: Check | None, purpose: str) -> None:
@@ -131,8 +161,10 @@ class _Meeting:
         if outcome.absent:
             # Somebody's time had run out before the last one came.
             self._raise_absent(outcome)
-        for rank in range(cluster.world_size):
-            cluster.delete(self._key(f"record/{rank}"))
+        with suppress(HoldfastError):
+            # It has been decided: what comes now is no part of it.
+            for rank in range(cluster.world_size):
+                cluster.delete(self._key(f"record/{rank}"))
         return answer
 
     def follow(self) -> bytes:
@@ -143,14 +175,16 @@ class _Meeting:
         except DeadlineError as error:
             # When all have come, it is the leader that has not answered.
             outcome = self._decide(self._give_up(error, LEADER))
-        if outcome.absent:
-            self._raise_absent(outcome)
         # The leader has put these down before the outcome.
         pieces = [cluster.wait_get(self._key(f"answer/{number}"), ANSWER_SECONDS) for number in range(outcome.pieces)]
-        if cluster.add(self._key("read"), 1) == cluster.world_size - 1:
-            # All have read: the last one leaves nothing behind.
-            for key in ("outcome", "read", *(f"answer/{number}" for number in range(outcome.pieces))):
-                cluster.delete(self._key(key))
+        with suppress(HoldfastError):
+            # The leader may be gone by now, and the store with it; it is known how the meeting has ended all the same.
+            if cluster.add(self._key("read"), 1) == cluster.world_size - 1 and not outcome.absent:
+                # All have read: the last one leaves nothing behind.
+                for key in ("outcome", "read", *(f"answer/{number}" for number in range(outcome.pieces))):
+                    cluster.delete(self._key(key))
+        if outcome.absent:
+            self._raise_absent(outcome)
         return b"".join(pieces)
 
     def _wait(self, key: str, ranks: Collection[int]) -> bytes:
@@ -195,9 +229,12 @@ class _Meeting:
 
     def _decide(self, outcome: _Outcome) -> _Outcome:
         standing = self._cluster.set_once(self._key("outcome"), msgspec.json.encode(outcome))
+        if self._cluster.rank == LEADER:
+            _led[self._cluster.incarnation] = self._name
         return msgspec.json.decode(standing, type=_Outcome)
 
     def _raise_absent(self, outcome: _Outcome) -> NoReturn:
+        wait_read(self._cluster, lambda: outcome.absent)
         what = f"did not come to {self._purpose} within {self._timeout_seconds:g} s"
         if outcome.are_dead:
             what = f"died, or left the job, before {self._purpose} had ended"

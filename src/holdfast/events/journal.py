@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +35,15 @@ class JsonLinesSink:
     event begins a line of its own. Nothing is synced: events tell of a run, and restoring needs none of them.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, limit_bytes: int = DEFAULT_LIMIT_BYTES, follow_link: bool = True
+    ) -> None:
         """Makes the sink; the file and its directory are made by the first event.
+
+        Args:
+            path: The file.
+            limit_bytes: How large it may become.
+            follow_link: Whether it may be a link to the file that is meant.
 
         Raises:
             UsageError: If the limit is too small for a line.
@@ -43,6 +52,8 @@ class JsonLinesSink:
             raise UsageError(f"limit_bytes={limit_bytes} is below {_MIN_LIMIT_BYTES}")
         self.path = Path(path)
         self._limit_bytes = limit_bytes
+        # Without O_NONBLOCK a FIFO could hold up whoever has an event to tell.
+        self._flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
         # Guards the file: between looking at its end and appending to it, nobody else here does.
         self._lock = threading.Lock()
 
@@ -50,7 +61,7 @@ class JsonLinesSink:
         """Appends the event.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written, or is no plain file.
         """
         line = encode_event(event) + b"\n"
         longest_bytes = min(self._limit_bytes, _MAX_LINE_BYTES) - 1
@@ -67,8 +78,10 @@ class JsonLinesSink:
 
     def _append(self, line: bytes) -> None:
         # The file is opened anew each time: another process may have put it aside, and there is nothing to close.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(self.path, self._flags, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file", str(self.path))
             end = os.lseek(descriptor, 0, os.SEEK_END)
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 line = b"\n" + line

@@ -22,6 +22,8 @@ MAX_INDEX_BYTES: Final = 1 << 30
 MAX_SOURCES: Final = 64
 """How many files of other steps an index may refer to: a reader has them all open at once."""
 
+_NAME_CHARACTERS: Final = 200
+
 
 class LeafRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array of a data file.
@@ -207,6 +209,30 @@ def find_leaf_problem(index: Index) -> str:
     if index.sources or index.referred:
         return _find_source_problem(index) or _find_referred_problem(index, names)
     return ""
+
+
+def find_name_problem(index: Index) -> str:
+    """**Pure.** Which leaf the objects of an index name that it does not have, not even elsewhere; empty if none."""
+    known = {stored.leaf for stored in index.stored_boxes()}
+    known.update(absent.name for absent in index.elsewhere)
+    for name in _named_leaves(index):
+        if not isinstance(name, str) or name not in known:
+            return f"its objects name the leaf {str(name)[:_NAME_CHARACTERS]!r}, which is not there"
+    return ""
+
+
+def _named_leaves(index: Index) -> Iterator[Any]:
+    # Not by recursion: who made it up may have nested it very deep.
+    waiting: list[Any] = list(index.objects.values())
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            if node.get("$") == "array":
+                yield node.get("v")
+            else:
+                waiting += node.values()
 
 
 def _find_leaf_problem(leaf: LeafRecord, span_bytes: int, names: set[str]) -> str:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from holdfast.catalog import is_committed
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.cluster.rendezvous import LEADER
+from holdfast.cluster.rendezvous import LEADER, wait_read
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES
@@ -200,6 +200,7 @@ class JointAgreement:
 
     def _raise(self, failure: Failure, own: Exception | None) -> None:
         """Raises what this worker has to say itself, or else what another one says."""
+        wait_read(self._peers.cluster, lambda: self._peers.lost)
         raise self._peers.make_error(failure) if own is None else own
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from holdfast.catalog import read_index
 from holdfast.errors import DamageError, FormatError, NotFoundError
 from holdfast.format.digests import digest
-from holdfast.format.index import Index, LeafRecord
+from holdfast.format.index import Index, LeafRecord, find_name_problem
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
 from holdfast.format.shards import find_cover_problem
@@ -48,6 +48,9 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     problem = find_cover_problem(indexes) if SHARDS in manifest.features else ""
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
+    if worker is None:
+        # Whoever restores an object finds out when it comes to what is named there.
+        _check_names(directory, manifest, indexes)
     return OpenedStep(directory, manifest, indexes)
 
 
@@ -73,6 +76,15 @@ def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -
     if not {reference.name for reference in manifest.references}.issuperset(index.refers_to()):
         raise _other_references(manifest, join(directory, MANIFEST_NAME))
     return index
+
+
+def _check_names(directory: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
+    """Makes sure that each worker finds the leaves that its state names."""
+    for index in indexes:
+        problem = find_name_problem(index)
+        if problem:
+            path = join(directory, index_name(index.rank, manifest.world_size))
+            raise FormatError(f"{path}: {problem}", path=path, step=manifest.step)
 
 
 def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -> None:

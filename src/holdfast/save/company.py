@@ -13,6 +13,7 @@ import msgspec
 from holdfast.cluster.courier import Courier
 from holdfast.cluster.peers import Peers
 from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.rendezvous import wait_read
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.exchange import Exchange
@@ -148,6 +149,7 @@ class Company:
     def close(self) -> None:
         """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
         self._courier.close()
+        wait_read(self.peers.cluster, lambda: self.peers.lost)
         self.peers.close()
         if self._closes:
             self.peers.cluster.close()
