@@ -23,8 +23,7 @@ _NOTICE_SECONDS: Final = 120.0
 _TOKEN: Final = re.compile(r"[!-~]{1,1024}")
 """What can be sent as a header. What else a proxy may say in the service's place is no token."""
 
-_REST_SECONDS: Final = 1.0
-_LONGEST_REST_SECONDS: Final = 60.0
+_LONGEST_REST_LOOKS: Final = 8
 
 
 class _Question:
@@ -38,19 +37,22 @@ class _Question:
     def __init__(self, ask: Callable[[], Iterable[Notice]]) -> None:
         self.ask = ask
         self.is_told = False
-        self._rest_seconds = _REST_SECONDS
-        self._rests_until = 0.0
+        self._rest_looks = 1
+        self._left_looks = 0
 
-    @property
-    def rests(self) -> bool:
-        return time.monotonic() < self._rests_until
+    def takes_turn(self) -> bool:
+        """Whether it is asked in this look; one that rests comes a look nearer to its next turn."""
+        if self._left_looks == 0:
+            return True
+        self._left_looks -= 1
+        return False
 
     def rest(self) -> None:
-        self._rests_until = time.monotonic() + self._rest_seconds
-        self._rest_seconds = min(2 * self._rest_seconds, _LONGEST_REST_SECONDS)
+        self._left_looks = self._rest_looks
+        self._rest_looks = min(2 * self._rest_looks, _LONGEST_REST_LOOKS)
 
     def note_answer(self) -> None:
-        self._rest_seconds = _REST_SECONDS
+        self._rest_looks = 1
 
 
 class AWS(MetadataSource):
@@ -85,26 +87,26 @@ class AWS(MetadataSource):
     def look(self) -> Iterable[Notice]:
         """**Blocks.** Asks for both, each on its own: one that fails takes nothing from what the other says.
 
-        One that goes on failing alone is asked ever more seldom, and raises once, in a look that has nothing to say.
-        There is always one that does not rest, so a server that fails altogether is the business of whoever looks.
+        Nor does what has been heard wait for the other one's answer. One that goes on failing alone is asked ever more
+        seldom, and raises once, in a look that has nothing to say. There is always one that does not rest, so a server
+        that fails altogether is the business of whoever looks.
 
         Raises:
             OSError: If the server fails.
         """
-        notices: list[Notice] = []
+        fresh: list[Notice] = []
         failures: list[tuple[_Question, Exception]] = []
         is_answered = False
         for question in self._questions:
-            if question.rests:
+            if fresh or not question.takes_turn():
                 continue
             try:
-                notices += question.ask()
+                fresh = [notice for notice in question.ask() if notice.text not in self._told]
             except Exception as error:  # noqa: BLE001  Whatever it is, the other one is to be heard.
                 failures.append((question, error))
             else:
                 is_answered = True
                 question.note_answer()
-        fresh = [notice for notice in notices if notice.text not in self._told]
         self._told.update(notice.text for notice in fresh)
         if failures and not is_answered:
             raise failures[0][1]
