@@ -19,7 +19,7 @@ DRIP = -3
 DRIP_HEAD = -4
 """The same from its headers on."""
 
-_DROPS = 200
+_DROPS = 3000
 _DROP_SECONDS = 0.02
 
 

@@ -95,7 +95,7 @@ class AWS(MetadataSource):
             OSError: If the server fails.
         """
         fresh: list[Notice] = []
-        failures: list[tuple[_Question, Exception]] = []
+        failures: dict[_Question, Exception] = {}
         is_answered = False
         for question in self._questions:
             if fresh or not question.takes_turn():
@@ -103,18 +103,21 @@ class AWS(MetadataSource):
             try:
                 fresh = [notice for notice in question.ask() if notice.text not in self._told]
             except Exception as error:  # noqa: BLE001  Whatever it is, the other one is to be heard.
-                failures.append((question, error))
+                failures[question] = error
             else:
                 is_answered = True
                 question.note_answer()
         self._told.update(notice.text for notice in fresh)
-        if failures and not is_answered:
-            raise failures[0][1]
-        for question, failure in failures:
-            question.rest()
-            if not (fresh or question.is_told):
-                question.is_told = True
-                raise failure
+        try:
+            if failures and not is_answered:
+                raise next(iter(failures.values()))
+            for question in failures:
+                question.rest()
+                if not (fresh or question.is_told):
+                    question.is_told = True
+                    raise failures[question]
+        finally:
+            failures.clear()  # An error keeps this frame, which would keep the error.
         return fresh
 
     def _hear_action(self) -> Iterable[Notice]:

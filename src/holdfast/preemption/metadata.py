@@ -136,10 +136,10 @@ class MetadataServer:
         try:
             connection.sock = self._connect(time.monotonic() + limit_seconds)
             connection.request(method, self._base + path, body, dict(headers))
-            reply = connection.getresponse()
-            text = reply.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
-            self._refuse_closed()  # What was cut off then may look whole.
-            return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
+            with connection.getresponse() as reply:
+                text = reply.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
+                self._refuse_closed()  # What was cut off then may look whole.
+                return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
         except TimeoutError:
             raise TimeoutError(f"{self.url(path)} has not answered in full within {limit_seconds:g} s") from None
         except HTTPException as error:
