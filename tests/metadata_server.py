@@ -14,6 +14,13 @@ HANG = -1
 """A status that stands for silence."""
 CUT = -2
 """A status that stands for an end in the middle of the answer."""
+DRIP = -3
+"""A status that stands for an answer whose body comes byte by byte, never long silent."""
+DRIP_HEAD = -4
+"""The same from its headers on."""
+
+_DROPS = 3000
+_DROP_SECONDS = 0.02
 
 
 @dataclass
@@ -54,6 +61,9 @@ class Cloud:
                 if reply.status == HANG:
                     cloud.released.wait(60)
                     return
+                if reply.status in (DRIP, DRIP_HEAD):
+                    self.drip(begins_with_headers=reply.status == DRIP_HEAD)
+                    return
                 data = reply.body.encode()
                 self.send_response(200 if reply.status == CUT else reply.status)
                 for name, value in reply.headers.items():
@@ -61,6 +71,17 @@ class Cloud:
                 self.send_header("Content-Length", str(len(data) + (100 if reply.status == CUT else 0)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def drip(self, *, begins_with_headers: bool) -> None:
+                line = b"" if begins_with_headers else f"Content-Length: {_DROPS}\r\n\r\n".encode()
+                self.wfile.write(b"HTTP/1.0 200 OK\r\n" + line)
+                for _ in range(_DROPS):
+                    try:
+                        self.wfile.write(b"x")
+                    except OSError:
+                        return  # Nobody listens any more.
+                    if cloud.released.wait(_DROP_SECONDS):
+                        return
 
             do_GET = do_PUT = do_POST = serve  # noqa: N815  The names are those that http.server looks for.
 

@@ -39,7 +39,7 @@ from holdfast.preemption.slurm import requeue_advice
 from holdfast.preemption.surroundings import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
 from holdfast.preemption.wakeup import Wakeup
 from holdfast.preemption.watch import Watch
-from metadata_server import CUT, HANG, Reply, Request, serving
+from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
 
 
@@ -135,6 +135,32 @@ def test_gcp_does_not_storm_a_server_that_cannot_wait() -> None:
         assert source.interval_seconds == 1.0
 
 
+@pytest.mark.parametrize(
+    ("etag", "sent"), [("a b\tc", "a%20b%09c"), ("\xe9", "%E9"), ("a&b#c%", "a%26b%23c%25"), ('"4f"', "%224f%22")]
+)
+def test_gcp_sends_any_etag_back_as_it_was(etag: str, sent: str) -> None:
+    replies = [Reply(200, "FALSE", {**GOOGLE, "ETag": etag}), Reply(200, "TRUE", {**GOOGLE, "ETag": "2"})]
+    with serving(lambda request: replies.pop(0)) as cloud:
+        source = GCP(base_url=cloud.url)
+        assert heard(source) == []
+        assert [notice.demand for notice in source.look()] == [Demand.LEAVE_BY]
+        assert cloud.requests[1].path.endswith(f"&last_etag={sent}")
+
+
+def test_gcp_sends_no_etag_after_a_failure() -> None:
+    def answer(request: Request) -> Reply:
+        if "last_etag" in request.path:
+            return Reply(400, "no such etag")
+        return Reply(200, "TRUE" if len(cloud.requests) > 1 else "FALSE", {**GOOGLE, "ETag": "1"})
+
+    with serving(answer) as cloud:
+        source = GCP(base_url=cloud.url)
+        assert heard(source) == []
+        with pytest.raises(OSError, match="answered 400"):
+            source.look()
+        assert [notice.demand for notice in source.look()] == [Demand.LEAVE_BY]
+
+
 # Amazon's cloud.
 
 
@@ -144,9 +170,12 @@ class Amazon:
     def __init__(self) -> None:
         self.token = "AQAEAFKn9vJ"
         self.records: dict[str, str] = {}
+        self.odd: dict[str, Reply] = {}
 
     def __call__(self, request: Request) -> Reply:
         headers = {name.lower(): value for name, value in request.headers.items()}
+        if odd := self.odd.get(request.path):
+            return odd
         if request.path == "/latest/api/token":
             if request.method != "PUT" or not 1 <= int(headers["x-aws-ec2-metadata-token-ttl-seconds"]) <= 21600:
                 return Reply(400)
@@ -204,6 +233,106 @@ def test_aws_gets_a_new_token_when_the_old_one_is_refused() -> None:
         assert [request.method for request in cloud.requests].count("PUT") == 2
 
 
+TOKEN = "/latest/api/token"
+STOP = '{"action": "stop", "time": "not a time"}'
+ODD_REPLIES = [Reply(500, "no"), Reply(200, "no JSON"), Reply(200, "[" * 100_000), Reply(CUT, "{"), Reply(DRIP)]
+
+
+@pytest.mark.parametrize("odd", ODD_REPLIES)
+@pytest.mark.parametrize(("bad", "good", "record"), [(REBALANCE, ACTION, STOP), (ACTION, REBALANCE, "{}")])
+def test_aws_what_fails_hides_nothing_and_is_told_once(bad: str, good: str, record: str, odd: Reply) -> None:
+    amazon = Amazon()
+    amazon.odd[bad] = odd
+    amazon.records[good] = record
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url, timeout_seconds=0.5)
+        told: list[str] = []
+        for _ in range(12):
+            try:
+                told += [notice.source for notice in source.look()]
+            except OSError:
+                told.append("failure")
+        assert told == ["aws", "failure"]
+        assert asked(cloud.requests, bad) == 4, "it is asked ever more seldom"
+        assert asked(cloud.requests, good) == 12
+        amazon.odd.clear()
+        amazon.records[bad] = STOP
+        assert [notice.source for _ in range(9) for notice in source.look()] == ["aws"]
+
+
+def test_aws_what_was_heard_does_not_wait_for_the_other_answer() -> None:
+    amazon = Amazon()
+    amazon.odd[REBALANCE] = Reply(HANG)
+    amazon.records[ACTION] = STOP
+    with serving(amazon) as cloud:
+        assert [notice.demand for notice in AWS(base_url=cloud.url).look()] == [Demand.LEAVE_BY]
+        assert asked(cloud.requests, REBALANCE) == 0
+
+
+def asked(requests: list[Request], path: str) -> int:
+    return [request.path for request in requests].count(path)
+
+
+def test_aws_a_server_that_fails_altogether_raises_each_time() -> None:
+    with serving(lambda request: Reply(500)) as cloud:
+        source = AWS(base_url=cloud.url)
+        for _ in range(3):
+            with pytest.raises(OSError, match="answered 500"):
+                source.look()
+
+
+@pytest.mark.parametrize("token", ["<html>\nbad\n</html>", "\u2603", "", " ", "a b", "x" * 5000, "<html></html>"])
+def test_aws_keeps_no_token_that_is_none(token: str) -> None:
+    amazon = Amazon()
+    amazon.odd[TOKEN] = Reply(200, token)
+    amazon.records[ACTION] = STOP
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url)
+        with pytest.raises(OSError, match="answered"):
+            source.look()
+        amazon.odd.clear()
+        assert [notice.demand for notice in source.look()] == [Demand.LEAVE_BY]
+
+
+@pytest.mark.parametrize("status", [400, 403, 500, CUT])
+def test_aws_forgets_a_token_that_may_be_at_fault(status: int) -> None:
+    amazon = Amazon()
+
+    def answer(request: Request) -> Reply:
+        reply = amazon(request)
+        return Reply(status) if reply.status == 401 else reply
+
+    with serving(answer) as cloud:
+        source = AWS(base_url=cloud.url)
+        assert heard(source) == []
+        amazon.token = "another"
+        amazon.records[ACTION] = STOP
+        with pytest.raises(OSError, match=r"answered|Incomplete"):
+            source.look()
+        assert [notice.demand for _ in range(2) for notice in source.look()] == [Demand.LEAVE_BY]
+
+
+@pytest.mark.parametrize("record", ["{}", '{"action": null}', '{"action": ["stop"]}', '{"error": "try later"}'])
+def test_aws_a_record_without_an_action_asks_nobody_to_leave(record: str) -> None:
+    amazon = Amazon()
+    amazon.records[ACTION] = record
+    with serving(amazon) as cloud:
+        source = AWS(base_url=cloud.url)
+        if record == "{}":
+            assert heard(source) == []
+            return
+        with pytest.raises(OSError, match="names no action"):
+            source.look()
+
+
+@pytest.mark.parametrize("when", ["soon", 5, None, [1], "9999-12-31T23:59:59-23:59"])
+def test_aws_an_odd_time_is_no_reason_not_to_leave(when: object) -> None:
+    amazon = Amazon()
+    amazon.records[ACTION] = json.dumps({"action": "terminate", "time": when})
+    with serving(amazon) as cloud:
+        assert [notice.demand for notice in AWS(base_url=cloud.url).look()] == [Demand.LEAVE_BY]
+
+
 # Microsoft's cloud.
 
 
@@ -211,14 +340,15 @@ class Microsoft:
     """Answers as the scheduled events do."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Any] = []
+        self.name = "scaleset_7"
         self.started: list[Any] = []
 
     def __call__(self, request: Request) -> Reply:
         if request.headers.get("Metadata") != "true":
             return Reply(400, '{"error": "Bad request. Required metadata header not specified"}')
         if request.path.startswith("/metadata/instance/compute/name?"):
-            return Reply(200, "scaleset_7", {"Content-Type": "text/plain; charset=utf-8"})
+            return Reply(200, self.name, {"Content-Type": "text/plain; charset=utf-8"})
         if request.path != "/metadata/scheduledevents?api-version=2020-07-01":
             return Reply(404, '{"error": "Not found"}')
         if request.method == "POST":
@@ -280,6 +410,56 @@ def test_azure_without_a_time(kind: str, status: str, not_before: str, left: flo
         assert [notice.left_seconds for notice in Azure(base_url=cloud.url).look()] == [left]
 
 
+MALFORMED = [
+    {"EventId": "b", "EventType": "Preempt", "Resources": 5},
+    {"EventId": "b", "EventType": "Preempt", "Resources": "vm12"},
+    {"EventId": "b", "EventType": "Preempt", "Resources": [["vm1"]]},
+    {"EventId": "b", "EventType": "Preempt"},
+    {"EventId": ["b"], "EventType": "Preempt", "Resources": ["vm1"]},
+    {"EventId": "b", "EventType": {}, "Resources": ["vm1"]},
+    5,
+    None,
+]
+
+
+@pytest.mark.parametrize("malformed", MALFORMED)
+@pytest.mark.parametrize("place", [0, 1])
+def test_azure_a_malformed_event_is_told_once_and_hides_no_other(malformed: object, place: int) -> None:
+    microsoft = Microsoft()
+    microsoft.events = [scheduled("Preempt", ["vm1"])]
+    microsoft.events.insert(place, malformed)
+    with serving(microsoft) as cloud:
+        source = Azure(base_url=cloud.url, machine="vm1")
+        assert [notice.demand for notice in source.look()] == [Demand.LEAVE_BY]
+        with pytest.raises(OSError, match="passed over"):
+            source.look()
+        assert heard(source) == []
+        microsoft.events.append(scheduled("Freeze", ["vm1"]))
+        assert [notice.demand for notice in source.look()] == [Demand.SAVE]
+
+
+@pytest.mark.parametrize("name", ["", "\n", "<html>busy</html>", "try again", "x" * 5000])
+def test_azure_asks_again_for_a_name_that_is_none(name: str) -> None:
+    microsoft = Microsoft()
+    microsoft.name = name
+    microsoft.events = [scheduled("Preempt", ["vm1"])]
+    with serving(microsoft) as cloud:
+        source = Azure(base_url=cloud.url)
+        with pytest.raises(OSError, match="answered 200"):
+            source.look()
+        microsoft.name = "vm1"
+        assert [notice.demand for notice in source.look()] == [Demand.LEAVE_BY]
+
+
+@pytest.mark.parametrize("not_before", ["Mon, 99 Xxx 99999 99:99:99 GMT", 12, ["x"], {"a": 1}])
+def test_azure_an_odd_time_is_no_reason_not_to_leave(not_before: object) -> None:
+    microsoft = Microsoft()
+    microsoft.events = [scheduled("Preempt", ["vm1"], NotBefore=not_before, EventStatus=7)]
+    with serving(microsoft) as cloud:
+        (notice,) = Azure(base_url=cloud.url, machine="vm1").look()
+        assert (notice.demand, notice.left_seconds) == (Demand.LEAVE_BY, 30.0)
+
+
 # What servers do wrong.
 
 CLOUDS: list[Callable[..., Any]] = [GCP, AWS, Azure]
@@ -293,14 +473,25 @@ def test_what_is_no_answer_is_an_error(make: Callable[..., Any], reply: Reply) -
 
 
 @pytest.mark.parametrize("make", CLOUDS)
-def test_silence_is_an_error_in_time(make: Callable[..., Any]) -> None:
-    with serving(lambda request: Reply(HANG)) as cloud, pytest.raises(TimeoutError):
+@pytest.mark.parametrize("status", [HANG, DRIP, DRIP_HEAD])
+def test_silence_and_slowness_are_errors_in_time(make: Callable[..., Any], status: int) -> None:
+    with serving(lambda request: Reply(status)) as cloud, pytest.raises(TimeoutError, match=r"within 0.2 s"):
         make(base_url=cloud.url, timeout_seconds=0.2).look()
 
 
+def test_a_long_poll_has_its_own_time() -> None:
+    replies = [Reply(200, "FALSE", {**GOOGLE, "ETag": "1"}), Reply(DRIP)]
+    with serving(lambda request: replies.pop(0)) as cloud:
+        source = GCP(base_url=cloud.url, wait_seconds=0.5, timeout_seconds=0.25)
+        assert heard(source) == []
+        with pytest.raises(TimeoutError, match=r"within 0.75 s"):
+            source.look()
+
+
 @pytest.mark.parametrize("make", CLOUDS)
-def test_a_look_ends_when_the_source_is_closed(make: Callable[..., Any]) -> None:
-    with serving(lambda request: Reply(HANG)) as cloud:
+@pytest.mark.parametrize("status", [HANG, DRIP, DRIP_HEAD])
+def test_a_look_ends_when_the_source_is_closed(make: Callable[..., Any], status: int) -> None:
+    with serving(lambda request: Reply(status)) as cloud:
         source = make(base_url=cloud.url, timeout_seconds=600)
         failures: list[BaseException] = []
 
@@ -442,6 +633,47 @@ def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
         "faulty cannot be asked for notices, and is asked again later: SystemExit: 3"
     ]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-notices")]
+
+
+class OddError(BaseException):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+        (SystemExit(1), "SystemExit: 1"),
+        (OddError(), "OddError"),
+    ],
+)
+def test_a_function_that_raises_anything_is_called_again(failure: BaseException, said: str) -> None:
+    notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    events: list[Event] = []
+    failures = [failure, failure]
+
+    def function() -> bool:
+        if failures:
+            raise failures.pop()
+        return True
+
+    def hear(notice: Notice) -> bool:
+        notices.put(notice)
+        return True
+
+    watch = Watch([Watcher(function)], hear, events.append, pause_seconds=0.01)
+    watch.open()
+    try:
+        assert notices.get(timeout=PATIENCE_SECONDS).source == "watcher"
+    finally:
+        watch.close()
+    assert [str(event) for event in events] == [
+        f"watcher cannot be asked for notices, and is asked again later: {said}"
+    ]
 
 
 def test_the_protocol_is_that_of_every_source() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, Final
 
-from holdfast.preemption.metadata import Answer, MetadataSource, unexpected
+from holdfast.preemption.metadata import Answer, MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 
 DEFAULT_URL: Final = "http://169.254.169.254"
@@ -19,6 +19,40 @@ _REBALANCE_PATH: Final = "/latest/meta-data/events/recommendations/rebalance"
 _TOKEN_LASTS_SECONDS: Final = 21600
 _NOTICE_SECONDS: Final = 120.0
 """How long before its end a spot instance is told."""
+
+_TOKEN: Final = re.compile(r"[!-~]{1,1024}")
+"""What can be sent as a header. What else a proxy may say in the service's place is no token."""
+
+_LONGEST_REST_LOOKS: Final = 8
+
+
+class _Question:
+    """One of the things that are asked for. When it fails and another does not, it rests, ever longer.
+
+    Attributes:
+        ask: Asks.
+        is_told: Whether it was told that this one fails while another does not.
+    """
+
+    def __init__(self, ask: Callable[[], Iterable[Notice]]) -> None:
+        self.ask = ask
+        self.is_told = False
+        self._rest_looks = 1
+        self._left_looks = 0
+
+    def takes_turn(self) -> bool:
+        """Whether it is asked in this look; one that rests comes a look nearer to its next turn."""
+        if self._left_looks == 0:
+            return True
+        self._left_looks -= 1
+        return False
+
+    def rest(self) -> None:
+        self._left_looks = self._rest_looks
+        self._rest_looks = min(2 * self._rest_looks, _LONGEST_REST_LOOKS)
+
+    def note_answer(self) -> None:
+        self._rest_looks = 1
 
 
 class AWS(MetadataSource):
@@ -38,7 +72,7 @@ class AWS(MetadataSource):
         Args:
             base_url: The metadata server.
             interval_seconds: How often to ask.
-            timeout_seconds: How long the server may be silent. In a container the instance's hop limit has to be 2 or
+            timeout_seconds: How long one request may take. In a container the instance's hop limit has to be 2 or
                 more, or the server stays silent.
 
         Raises:
@@ -48,26 +82,58 @@ class AWS(MetadataSource):
         self.interval_seconds: float | None = interval_seconds
         self._token = ""
         self._told: set[str] = set()
+        self._questions = (_Question(self._hear_action), _Question(self._hear_rebalance))
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** Asks for both.
+        """**Blocks.** Asks for both, each on its own: one that fails takes nothing from what the other says.
+
+        Nor does what has been heard wait for the other one's answer. One that goes on failing alone is asked ever more
+        seldom, and raises once, in a look that has nothing to say. There is always one that does not rest, so a server
+        that fails altogether is the business of whoever looks.
 
         Raises:
             OSError: If the server fails.
         """
-        notices = []
-        if action := self._read(_ACTION_PATH):
-            notices.append(self._action(action))
-        if self._read(_REBALANCE_PATH) is not None:
-            notices.append(
-                Notice(source=self.name, text="an interruption of this spot instance is likely", demand=Demand.SAVE)
-            )
-        fresh = [notice for notice in notices if notice.text not in self._told]
+        fresh: list[Notice] = []
+        failures: dict[_Question, Exception] = {}
+        is_answered = False
+        for question in self._questions:
+            if fresh or not question.takes_turn():
+                continue
+            try:
+                fresh = [notice for notice in question.ask() if notice.text not in self._told]
+            except Exception as error:  # noqa: BLE001  Whatever it is, the other one is to be heard.
+                failures[question] = error
+            else:
+                is_answered = True
+                question.note_answer()
         self._told.update(notice.text for notice in fresh)
+        try:
+            if failures and not is_answered:
+                raise next(iter(failures.values()))
+            for question in failures:
+                question.rest()
+                if not (fresh or question.is_told):
+                    question.is_told = True
+                    raise failures[question]
+        finally:
+            failures.clear()  # An error keeps this frame, which would keep the error.
         return fresh
 
+    def _hear_action(self) -> Iterable[Notice]:
+        action = self._read(_ACTION_PATH)
+        return (self._action(action),) if action else ()
+
+    def _hear_rebalance(self) -> Iterable[Notice]:
+        if self._read(_REBALANCE_PATH) is None:
+            return ()
+        text = "an interruption of this spot instance is likely"
+        return (Notice(source=self.name, text=text, demand=Demand.SAVE),)
+
     def _action(self, record: dict[str, Any]) -> Notice:
-        action = str(record.get("action"))
+        action = record.get("action")
+        if not isinstance(action, str):
+            raise OSError(f"{self._server.url(_ACTION_PATH)} names no action: {str(record)[:200]}")
         if action == "hibernate":
             return Notice(source=self.name, text="this spot instance is hibernated", demand=Demand.SAVE)
         text = f"this spot instance is to {action} at {record.get('time')}"
@@ -77,30 +143,25 @@ class AWS(MetadataSource):
 
     def _read(self, path: str) -> dict[str, Any] | None:
         """A record, or None if there is none."""
-        answer = self._ask(path)
-        if answer.status == 401:
-            # The token has run out, or is another instance's: this machine was restored from an image.
-            self._token = ""
-            answer = self._ask(path)
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise unexpected(self._server.url(path), answer)
         try:
-            record = json.loads(answer.body)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise unexpected(self._server.url(path), answer)
-        return record
+            answer = self._ask(path)
+            if answer.status == 401:
+                # The token has run out, or is another instance's: this machine was restored from an image.
+                self._token = ""
+                answer = self._ask(path)
+            return None if answer.status == 404 else parse_record(self._server.url(path), answer)
+        except BaseException:
+            self._token = ""  # The fault may be the token's, and another one costs little.
+            raise
 
     def _ask(self, path: str) -> Answer:
         if not self._token:
             lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_LASTS_SECONDS)}
             answer = self._server.ask(_TOKEN_PATH, lasts, method="PUT", body="")
-            if answer.status != 200:
+            token = answer.body.strip()
+            if answer.status != 200 or not _TOKEN.fullmatch(token):
                 raise unexpected(self._server.url(_TOKEN_PATH), answer)
-            self._token = answer.body.strip()
+            self._token = token
         return self._server.ask(path, {"X-aws-ec2-metadata-token": self._token})
 
 
@@ -108,5 +169,5 @@ def _left_seconds(time_text: object) -> float:
     """Until that time by the wall clock; what a notice gives if the time cannot be read."""
     try:
         return datetime.fromisoformat(str(time_text)).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return _NOTICE_SECONDS

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from holdfast.preemption.metadata import MetadataSource, unexpected
+import msgspec
+
+from holdfast.preemption.metadata import MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 
 DEFAULT_URL: Final = "http://169.254.169.254"
@@ -25,6 +28,19 @@ _ENDING: Final = {
     "Reboot": "this machine is rebooted",
     "Redeploy": "this machine is moved to another host, and its memory is lost",
 }
+
+_NAME: Final = re.compile(r"[^\s<>/\\\"]{1,256}")
+"""What a machine may be called, and no page of a proxy is."""
+
+
+class _Event(msgspec.Struct, frozen=True, rename="pascal"):
+    """A scheduled event. Those of its fields that may be missing only say how much time is left."""
+
+    event_id: str
+    event_type: str
+    resources: list[str]
+    event_status: Any = None
+    not_before: Any = None
 
 
 class Azure(MetadataSource):
@@ -52,7 +68,7 @@ class Azure(MetadataSource):
             acknowledge: Whether events that end this machine are acknowledged when the job has saved and leaves.
             base_url: The metadata server.
             interval_seconds: How often to ask.
-            timeout_seconds: How long the server may be silent; the first request may take 150 s in any case.
+            timeout_seconds: How long one request may take; the first one for events may take 150 s in any case.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -62,31 +78,41 @@ class Azure(MetadataSource):
         self._machine = machine
         self._acknowledge = acknowledge
         self._is_on = False
+        self._is_warned = False
         # The events that were told of, each with whether it ends this machine.
         self._told: dict[str, bool] = {}
 
     def look(self) -> Iterable[Notice]:
         """**Blocks.** Asks for the events.
 
+        One that cannot be understood is passed over, and raises once, in a look that has nothing to say.
+
         Raises:
             OSError: If the server fails.
         """
-        if self._machine is None:
-            answer = self._server.ask(_NAME_PATH, _HEADERS)
-            if answer.status != 200:
-                raise unexpected(self._server.url(_NAME_PATH), answer)
-            self._machine = answer.body.strip()
+        machine = self._machine = self._machine or self._ask_name()
         limit_seconds = None if self._is_on else _FIRST_ANSWER_SECONDS
         answer = self._server.ask(_EVENTS_PATH, _HEADERS, timeout_seconds=limit_seconds)
-        try:
-            document = json.loads(answer.body) if answer.status == 200 else None
-        except ValueError:
-            document = None
-        events = document.get("Events") if isinstance(document, dict) else None
+        url = self._server.url(_EVENTS_PATH)
+        events = parse_record(url, answer).get("Events")
         if not isinstance(events, list):
-            raise unexpected(self._server.url(_EVENTS_PATH), answer)
+            raise unexpected(url, answer)
         self._is_on = True
-        return [notice for event in events if isinstance(event, dict) for notice in self._notices(event)]
+        notices: list[Notice] = []
+        failure = ""
+        for record in events:
+            try:
+                event = msgspec.convert(record, _Event)
+            except msgspec.ValidationError as error:
+                failure = failure or f"{url} names an event that is none and is passed over: {error}"
+                continue
+            if machine in event.resources and event.event_id not in self._told:
+                notices.append(self._notice(event))
+                self._told[event.event_id] = event.event_type in _ENDING
+        if failure and not (notices or self._is_warned):
+            self._is_warned = True
+            raise OSError(failure)
+        return notices
 
     def note_leaving(self) -> None:
         """**Blocks.** If that was asked for, lets the events begin that end this machine.
@@ -103,19 +129,22 @@ class Azure(MetadataSource):
             if answer.status != 200:
                 raise unexpected(self._server.url(_EVENTS_PATH), answer)
 
-    def _notices(self, event: dict[str, Any]) -> Iterable[Notice]:
-        key, kind = str(event.get("EventId")), str(event.get("EventType"))
-        if key in self._told or self._machine not in (event.get("Resources") or ()):
-            return
-        self._told[key] = kind in _ENDING
+    def _ask_name(self) -> str:
+        answer = self._server.ask(_NAME_PATH, _HEADERS)
+        name = answer.body.strip()
+        if answer.status != 200 or not _NAME.fullmatch(name):
+            raise unexpected(self._server.url(_NAME_PATH), answer)
+        return name
+
+    def _notice(self, event: _Event) -> Notice:
+        kind = event.event_type
         if kind not in _ENDING:
-            yield Notice(source=self.name, text=f"this machine has a {kind} ahead of it", demand=Demand.SAVE)
-            return
-        left_seconds = _left_seconds(event.get("NotBefore"), kind, str(event.get("EventStatus")))
-        yield Notice(source=self.name, text=_ENDING[kind], demand=Demand.LEAVE_BY, left_seconds=left_seconds)
+            return Notice(source=self.name, text=f"this machine has a {kind} ahead of it", demand=Demand.SAVE)
+        left_seconds = _left_seconds(event.not_before, kind, event.event_status)
+        return Notice(source=self.name, text=_ENDING[kind], demand=Demand.LEAVE_BY, left_seconds=left_seconds)
 
 
-def _left_seconds(not_before: object, kind: str, status: str) -> float | None:
+def _left_seconds(not_before: object, kind: str, status: object) -> float | None:
     """Until the event may begin, by the wall clock. An event that has begun names no time."""
     if not not_before:
         return 0.0 if status == "Started" else (_PREEMPT_SECONDS if kind == "Preempt" else None)
@@ -123,5 +152,5 @@ def _left_seconds(not_before: object, kind: str, status: str) -> float | None:
 
     try:
         return parsedate_to_datetime(str(not_before)).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return _PREEMPT_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from typing import Final
+from urllib.parse import quote
 
 from holdfast.errors import UsageError
 from holdfast.preemption.metadata import MetadataSource, unexpected
@@ -41,7 +42,7 @@ class GCP(MetadataSource):
             left_seconds: The time from the notice until the machine is gone; None for 30 s of a preemption, and 60 s
                 before maintenance. Machines with GPUs are told of maintenance an hour before: 3600 then.
             wait_seconds: How long one request waits for a change.
-            timeout_seconds: How long the server may be silent beyond that.
+            timeout_seconds: How long one request may take beyond that.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -66,8 +67,11 @@ class GCP(MetadataSource):
         """
         path = f"/computeMetadata/v1/instance/{self._attribute}"
         limit_seconds = self._timeout_seconds
-        if self._etag is not None:
-            path += f"?wait_for_change=true&timeout_sec={max(round(self._wait_seconds), 1)}&last_etag={self._etag}"
+        etag, self._etag = self._etag, None  # After a failure none is sent: it may be what the server fails at.
+        if etag is not None:
+            # Headers are read as Latin-1, so that the server gets its own bytes back.
+            last_etag = quote(etag, safe="", encoding="latin-1")
+            path += f"?wait_for_change=true&timeout_sec={max(round(self._wait_seconds), 1)}&last_etag={last_etag}"
             limit_seconds += self._wait_seconds
         asked_at = time.monotonic()
         answer = self._server.ask(path, _HEADERS, timeout_seconds=limit_seconds)
@@ -75,9 +79,9 @@ class GCP(MetadataSource):
             raise unexpected(self._server.url(path), answer)
         waited_seconds = time.monotonic() - asked_at
         before, self._value = self._value, answer.body.strip()
-        had_etag, self._etag = self._etag is not None, answer.headers.get("etag")
+        self._etag = answer.headers.get("etag")
         # A server that answers at once without a change does not know how to wait, and is not to be asked all the time.
-        hasty = had_etag and self._value == before and waited_seconds < 1.0
+        hasty = etag is not None and self._value == before and waited_seconds < 1.0
         self.interval_seconds = 1.0 if hasty or self._etag is None else 0.0
         return () if self._value == before else self._notices(self._value)
 

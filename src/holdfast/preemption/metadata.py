@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -13,7 +15,7 @@ import msgspec
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from http.client import HTTPConnection
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _MAX_BODY_BYTES: Final = 1 << 20
 
@@ -37,6 +39,51 @@ def unexpected(url: str, answer: Answer) -> OSError:
     return OSError(f"{url} answered {answer.status}: {answer.body[:200]!r}")
 
 
+def parse_record(url: str, answer: Answer) -> dict[str, Any]:
+    """**Pure.** The JSON object that an answer is.
+
+    Raises:
+        OSError: If it is none.
+    """
+    try:
+        record = json.loads(answer.body) if answer.status == 200 else None
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise unexpected(url, answer)
+    return record
+
+
+class _Line(socket.socket):
+    """A connection on which everything has to be done by one moment, however the other side spreads its bytes.
+
+    The time-out of a plain socket begins anew with each byte.
+
+    Attributes:
+        end_at: That moment, by the monotonic clock.
+    """
+
+    end_at: float
+
+    def connect(self, address: Any) -> None:
+        self._set_left()
+        super().connect(address)
+
+    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
+        self._set_left()
+        super().sendall(data, flags)
+
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
+        self._set_left()
+        return super().recv_into(buffer, nbytes, flags)
+
+    def _set_left(self) -> None:
+        left_seconds = self.end_at - time.monotonic()
+        if left_seconds <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left_seconds)
+
+
 class MetadataServer:
     """One server, asked by one thread at a time; another may close it. Proxies of the environment are not used."""
 
@@ -45,7 +92,7 @@ class MetadataServer:
 
         Args:
             base_url: Such as `http://169.254.169.254`; a path in it stands before those that are asked for.
-            timeout_seconds: How long the server may be silent.
+            timeout_seconds: How long one request may take, up to the last byte of its answer.
 
         Raises:
             UsageError: If that is no such place.
@@ -63,7 +110,7 @@ class MetadataServer:
         self._timeout_seconds = timeout_seconds
         # Guards the two below, so that a connection is either not made any more or found and ended.
         self._lock = threading.Lock()
-        self._connection: HTTPConnection | None = None
+        self._line: _Line | None = None
         self._is_closed = False
 
     def ask(
@@ -77,28 +124,32 @@ class MetadataServer:
     ) -> Answer:
         """**Blocks.** Sends one request on a connection of its own.
 
+        Its time is that of the whole answer; only looking up the host's name has the system's own limit.
+
         Raises:
             OSError: If the server cannot be reached, does not answer in time, or says what is no HTTP.
         """
         from http.client import HTTPConnection, HTTPException
 
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        connection = HTTPConnection(self._host, self._port, timeout=limit_seconds)
-        with self._lock:
-            if self._is_closed:
-                raise OSError("the source is closed")
-            self._connection = connection
+        connection = HTTPConnection(self._host, self._port)
         try:
+            connection.sock = self._connect(time.monotonic() + limit_seconds)
             connection.request(method, self._base + path, body, dict(headers))
-            reply = connection.getresponse()
-            text = reply.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
-            return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
+            with connection.getresponse() as reply:
+                text = reply.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
+                self._refuse_closed()  # What was cut off then may look whole.
+                return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
+        except TimeoutError:
+            raise TimeoutError(f"{self.url(path)} has not answered in full within {limit_seconds:g} s") from None
         except HTTPException as error:
             raise OSError(f"{self.url(path)}: {type(error).__name__}: {error}") from error
         finally:
             with self._lock:
-                self._connection = None
+                line, self._line = self._line, None
             connection.close()
+            if line is not None:
+                line.close()
 
     def url(self, path: str) -> str:
         """The whole URL of a path, for people."""
@@ -113,12 +164,40 @@ class MetadataServer:
         """**Thread-safe.** Ends a request under way, which fails then."""
         with self._lock:
             self._is_closed = True
-            live = self._connection.sock if self._connection is not None else None
-            if live is not None:
+            if self._line is not None:
                 try:
-                    live.shutdown(socket.SHUT_RDWR)
+                    self._line.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    return  # It has ended by itself.
+                    return  # It has ended by itself, or has not begun.
+
+    def _connect(self, end_at: float) -> _Line:
+        """A connection to the first of the server's addresses that takes one."""
+        places = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        for tried, (family, kind, protocol, _, address) in enumerate(places):
+            line = _Line(family, kind, protocol)
+            with self._lock:
+                former, self._line = self._line, line
+            if former is not None:
+                former.close()
+            self._refuse_closed()
+            # One that is silent leaves time for the others.
+            now = time.monotonic()
+            line.end_at = now + (end_at - now) / (len(places) - tried)
+            try:
+                line.connect(address)
+            except OSError:
+                if tried + 1 == len(places):
+                    raise
+            else:
+                self._refuse_closed()
+                line.end_at = end_at
+                return line
+        raise OSError(f"{self._host} has no address")
+
+    def _refuse_closed(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the source is closed")
 
 
 class MetadataSource:

@@ -93,7 +93,7 @@ class Watch:
                     self._hear(notice)
                 wait_seconds = source.interval_seconds or 0.0
                 pause_seconds = self._pause_seconds
-            except (Exception, SystemExit) as error:  # noqa: BLE001  A source can be of the user's.
+            except BaseException as error:  # noqa: BLE001  A source can be of the user's, and this thread is ours.
                 wait_seconds = pause_seconds
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 # One that is closed meanwhile fails for that reason.
@@ -108,4 +108,8 @@ class Watch:
 
 
 def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}" if str(error) else name
+    except Exception:  # noqa: BLE001  So can the error.
+        return name
