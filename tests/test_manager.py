@@ -223,6 +223,22 @@ def test_beginning_anew_leaves_the_old_line_alone(tmp_path: Path) -> None:
     assert len(read_catalog(LocalStorage(tmp_path)).committed) == 2
 
 
+def test_a_manager_that_begins_anew_restores_what_it_has_saved_itself(tmp_path: Path) -> None:
+    save_steps(tmp_path, 100)
+    (tmp_path / "step-000000100.g0001" / "manifest.json").write_bytes(b"damaged")
+    events: list[hf.events.Event] = []
+    with manager_of(tmp_path, begin_anew=True, sinks=[events.append]) as manager:
+        assert manager.restore() is None
+        (warned,) = events
+        assert "steps 100 belong to an earlier line" in str(warned)
+        with pytest.raises(NoWholeCheckpointError):
+            manager.restore(100)
+        manager.save(1)
+        restored = manager.restore()
+        assert restored is not None
+        assert restored.step == 1
+
+
 def test_a_committed_step_is_refused_or_replaced(tmp_path: Path) -> None:
     objects = make_objects(1)
     with manager_of(tmp_path, objects) as manager:

@@ -238,7 +238,7 @@ class CheckpointManager:
         What is saved after this goes on from there: steps beyond it are no longer on the living line.
 
         Args:
-            step: The step; None for the newest whole checkpoint of the living line.
+            step: The step; None for the newest whole one of the living line (with `begin_anew`: saved since then).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left as it is.
             strict: False to take what fits, and be told of the rest in the result.
 
@@ -259,6 +259,7 @@ class CheckpointManager:
             self._storage,
             self.checkpoint.objects,
             step=None if step is None else arguments.check_step(step),
+            begins_anew=self.begin_anew and only is None and not self._living,
             select=make_selection(only),
             strict=strict,
             threads=2 * self._threads,

@@ -26,8 +26,9 @@ _LONGEST_LOOK_SECONDS: Final = 4.0
 _READ_SECONDS: Final = 3.0
 _READ_PAUSE_SECONDS: Final = 0.02
 
-_led: dict[str, str] = {}
-"""The newest meeting that was led in this process, for each cluster's incarnation, until it was waited for its end."""
+_led: dict[str, tuple[str, float]] = {}
+"""The newest meeting that was led in this process, for each cluster's incarnation, and when it was decided by the
+monotonic clock; until it was waited for its end."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -107,16 +108,18 @@ def confer(
 def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
     """**Blocks** for a moment, if this is the leader: until the others have read how the newest meeting has ended.
 
-    The store may lie in the leader's process. Where that ends at once, they would not learn of it any more.
+    The store may lie in the leader's process. Where that ends at once, they would not learn of it any more. Of a
+    meeting that ended some seconds ago, all have had the time to learn.
 
     Args:
         cluster: The workers.
         lost: Gives who will not read it.
     """
-    name = _led.pop(cluster.incarnation, "") if cluster.rank == LEADER else ""
-    end_at = time.monotonic() + _READ_SECONDS
+    if cluster.rank != LEADER:
+        return
+    name, decided_at = _led.pop(cluster.incarnation, ("", 0.0))
     with suppress(HoldfastError):
-        while name and time.monotonic() < end_at:
+        while name and time.monotonic() < decided_at + _READ_SECONDS:
             others = set(range(cluster.world_size)) - {LEADER, *lost()}
             if cluster.add(f"{name}/read", 0) >= len(others):
                 return
@@ -230,7 +233,7 @@ class _Meeting:
     def _decide(self, outcome: _Outcome) -> _Outcome:
         standing = self._cluster.set_once(self._key("outcome"), msgspec.json.encode(outcome))
         if self._cluster.rank == LEADER:
-            _led[self._cluster.incarnation] = self._name
+            _led[self._cluster.incarnation] = self._name, time.monotonic()
         return msgspec.json.decode(standing, type=_Outcome)
 
     def _raise_absent(self, outcome: _Outcome) -> NoReturn:

@@ -83,6 +83,7 @@ def restore_objects(
     emit: Sink,
     worker: Worker = ALONE,
     agreement: Agreement | None = None,
+    begins_anew: bool = False,
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -103,6 +104,7 @@ def restore_objects(
         emit: Told of what happens.
         worker: Which worker this is. It reads what is its own, whoever wrote it.
         agreement: How it keeps together with the others; None for a worker by itself.
+        begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
@@ -121,7 +123,8 @@ def restore_objects(
     catalog = read_catalog(storage)
     for fault in catalog.faults:
         emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
-    candidates = list(agreement.choose(step, lambda: _find_candidates(storage, catalog, step)))
+    is_new = begins_anew and step is None
+    candidates = list(agreement.choose(step, lambda: () if is_new else _find_candidates(storage, catalog, step)))
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
