@@ -116,8 +116,7 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         arguments.check_directory(self._storage)
-        self._save_every = save_every
-        self._when_busy = when_busy
+        self._save_every, self._when_busy = save_every, when_busy
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
