@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -427,4 +428,49 @@ def test_a_loop_that_saves_what_it_began_with_is_warned(tmp_path: Path) -> None:
             for _ in run.steps(total):
                 params = run.checkpoint.params = jax.tree.map(update, params)
         assert params["w"].tolist() == [total] * 3
+    assert warnings == []
+
+
+ONE_SAVE = """
+import sys, jax, jax.numpy as jnp, numpy as np, holdfast as hf
+params, trained = {"w": jnp.zeros(3)}, sys.argv[2] == "trained"
+listen = lambda event: isinstance(event, hf.events.Warned) and print(event.text)
+with hf.resumable(sys.argv[1], params=params, save_every=hf.Steps(1000), sinks=[listen]) as run:
+    for _ in run.steps(run.step + 4):
+        params = jax.tree.map(lambda array: array + 1, params)
+        if trained:
+            run.checkpoint.params = params
+"""
+
+
+@pytest.mark.parametrize("ending", ["trained", "lost"])
+def test_a_job_that_saves_once_is_warned_in_time(tmp_path: Path, ending: str) -> None:
+    """Also where nothing of holdfast has met an array of JAX before: at its start, and after a restore."""
+    for _ in range(2):
+        job = [sys.executable, "-c", ONE_SAVE, str(tmp_path / ending), ending]
+        printed = subprocess.run(job, check=True, capture_output=True, text=True, timeout=120).stdout
+        assert ("the very arrays that were there before are saved again" in printed) == (ending == "lost")
+
+
+def test_nothing_is_said_of_one_step_that_is_looked_at_again(tmp_path: Path) -> None:
+    warnings: list[hf.events.Event] = []
+
+    def listen(event: hf.events.Event) -> None:
+        warnings.extend([event] if isinstance(event, hf.events.Warned) else [])
+
+    checkpoint = hf.Checkpoint(params={"w": jnp.zeros(3)})
+    with hf.CheckpointManager(tmp_path / "by hand", checkpoint, sinks=[listen]) as manager:
+        manager.save(3)  # What is saved first may stand for anything.
+    with hf.CheckpointManager(tmp_path / "anew", checkpoint, sinks=[listen]) as manager:
+        assert manager.restore() is None
+        manager.save(0)
+        checkpoint.params = {"w": jnp.ones(3)}
+        for _ in range(2):
+            manager.mark()
+            manager.save(1, replace=True).wait_committed()
+    with hf.resumable(tmp_path / "blocks", params=checkpoint.params, save_every=hf.Steps(1), sinks=[listen]) as run:
+        for _ in run.steps(3):
+            run.checkpoint.params = {"w": run.checkpoint.params["w"] + 1}
+            with run.checkpointable():
+                pass
     assert warnings == []

@@ -319,6 +319,19 @@ def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Pat
         assert "could NOT be saved: not all workers have said" in jobs.workers[0].errors
 
 
+@pytest.mark.parametrize("grace_seconds", [1, 1.5])
+def test_a_grace_of_a_second_is_enough_for_a_quick_save(
+    tmp_path: Path, uninterrupted: list[str], grace_seconds: float
+) -> None:
+    with Jobs(tmp_path / "run", grace=grace_seconds, each={1: {"pause": [4]}}, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        assert jobs.end() == [42, 42], jobs.report()
+        check_the_rest(jobs, uninterrupted)
+
+
 def test_a_save_that_waits_for_a_worker_which_hangs_ends_with_the_time_that_is_left(tmp_path: Path) -> None:
     options: dict[str, Any] = {"grace": 4, "every": 2, "total": 100_000, "step_seconds": 0.01}
     with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:

@@ -12,3 +12,6 @@ JOIN_SECONDS: Final = 300.0
 
 LIVENESS_SECONDS: Final = 15.0
 """How long a worker may not be heard of before the others go on without it."""
+
+LEAST_SECONDS: Final = 1.0
+"""How long each wait of a job that has to leave lasts in any case: it may not be killed as soon as was said."""

@@ -148,10 +148,9 @@ class CheckpointManager:
         self._pace = Pace()
         self._in_flight: SaveHandle | None = None
         self._settling = threading.Lock()  # Held to clear that: another thread may wait while this one begins a save.
-        self._closed = False
         if reserved_bytes is not None:
             self._saver.prepare(reserved_bytes)
-        self.begin_anew = begin_anew
+        self.begin_anew, self._closed = begin_anew, False
         self.restored: Restoration | None = None
 
     @property
@@ -267,6 +266,7 @@ class CheckpointManager:
             agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
         )
         if restoration is None:
+            self._saver.start_from(0)
             return None
         for name, value in restoration.replaced.items():
             self.checkpoint[name] = value
@@ -276,7 +276,7 @@ class CheckpointManager:
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self._newest_asked = restoration.step
-            self._saver.restart_clock()
+            self._saver.start_from(restoration.step)
             self._pace.begin(restoration.step)
         else:
             self._origin = replace_fields(self._origin, sources=(*self._origin.sources, restoration.name))

@@ -13,6 +13,7 @@ from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer
+from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, HoldfastError, PeerError
 
 _BEATS: Final = 15
@@ -75,6 +76,7 @@ class Peers:
         timeout_seconds: The deadline of each wait for workers that live.
         warn: Told, in words, of a wait that takes long.
         may_wait_seconds: Gives how much longer any wait may last, whatever its deadline; None where that is not known.
+            It is not asked before a wait has lasted `LEAST_SECONDS`.
     """
 
     def __init__(self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float) -> None:
@@ -176,7 +178,7 @@ class Peers:
             missed = self._find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
             if missed is None:
-                text = self._find_delay(what, end_at)
+                text = self._find_delay(what, end_at, waited_seconds)
                 missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT) if text else None
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
@@ -223,11 +225,11 @@ class Peers:
         """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice."""
         self._heartbeat.stop()
 
-    def _find_delay(self, what: str, end_at: float) -> str:
+    def _find_delay(self, what: str, end_at: float, waited_seconds: float) -> str:
         """Why there is no more time to wait; an empty string if there is."""
         if time.monotonic() >= end_at:
             return f"did not {what} within {self.timeout_seconds:g} s"
-        left_seconds = self.may_wait_seconds()
+        left_seconds = self.may_wait_seconds() if waited_seconds >= LEAST_SECONDS else None
         if left_seconds is not None and left_seconds <= 0:
             return f"did not {what} in the time that was left to the job"
         return ""

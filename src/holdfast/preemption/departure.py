@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
+from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Event, Leaving
 from holdfast.format.workers import Worker
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 ATTEMPTS: Final = 2
 """How often the last save is tried: what failed once may have been a hiccup of the storage."""
-
-_LEAST_SECONDS: Final = 1.0
-"""How long a save is waited for in any case: the process may not be killed as soon as was said."""
 
 
 class Saves(Protocol):
@@ -199,7 +197,7 @@ def end_by(error: BaseException) -> NoReturn:
 
 
 def _until(end_at: float | None) -> float | None:
-    return None if end_at is None else max(end_at - time.monotonic(), _LEAST_SECONDS)
+    return None if end_at is None else max(end_at - time.monotonic(), LEAST_SECONDS)
 
 
 def _say(text: str) -> None:

@@ -72,7 +72,7 @@ class JointGuard(Guard):
     def open(self) -> None:
         """See `Guard`."""
         super().open()
-        self._peers.may_wait_seconds = lambda: to_spare(self.hearing.demand()[1])
+        self._peers.may_wait_seconds = lambda: None if self._closed else to_spare(self.hearing.demand()[1])
         self._rescue.open()
         self._herald.open()
 

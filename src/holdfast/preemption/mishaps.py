@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 from holdfast.gate import Gate
 from holdfast.preemption.board import Board, EndRecord
@@ -22,9 +23,6 @@ _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
-
-_LEAST_SECONDS: Final = 1.0
-"""How long in any case, if the process is to be gone by then: it may not be killed as soon as was said."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
@@ -168,7 +166,7 @@ class Mishaps:
         if found and self._peers.is_leader:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - self._done
-            most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, _LEAST_SECONDS)
+            most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, LEAST_SECONDS)
             self.wait_heard("failure-heard", others, herald, begun_at + min(most_seconds, _TELL_SECONDS))
         if not found and cause is None:
             _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
@@ -210,10 +208,13 @@ class Mishaps:
 
         No longer than the job has time, if it is to leave.
         """
+        begun_at = time.monotonic()
         self._is_holding = True
         for _ in range(_HOLD_LOOKS):
+            if self.error is not None:
+                break
             left_seconds = self._peers.may_wait_seconds()
-            if self.error is not None or (left_seconds is not None and left_seconds <= 0):
+            if left_seconds is not None and left_seconds <= 0 and time.monotonic() - begun_at >= LEAST_SECONDS:
                 break
             Gate().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
         self._is_holding = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.cluster.peers import Peers
+from holdfast.deadlines import LEAST_SECONDS
 from holdfast.events import Event, Warned
 from holdfast.preemption.accord import Turn
 from holdfast.preemption.grace import MARGIN_SECONDS
@@ -51,7 +52,7 @@ class Patience:
         if self._herald.trouble:
             return self._herald.trouble
         is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
-        if is_late or waited_seconds > self._peers.timeout_seconds:
+        if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
             return f"not all workers have said within {waited_seconds:.0f} s at which step they can stop"
         if waited_seconds > _WARN_SECONDS and not self._is_told:
             self._is_told = True

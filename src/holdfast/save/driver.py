@@ -109,7 +109,6 @@ class Saver:
         self._captures = Captures()
         self._objects = objects
         self._fixed = FixedArrays()
-        self._fixed.look(objects)
         self._hold = StepHold(timeout_seconds, self._note_held) if overlap_copy else None
         self._held_seconds = 0.0
         self._reports = reports
@@ -149,8 +148,6 @@ class Saver:
         Raises:
             UnsupportedValueError: If something cannot be stored.
         """
-        if same := self._fixed.look(objects):
-            self.emit_soon(Warned(text=_TEXT_OF_FIXED.format(names=", ".join(same), name=same[0])))
         hold = None if self._hold is None else self._hold.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
         return captured if self._hold is None else keep_steady(captured, self._hold.unsteady)
@@ -167,6 +164,8 @@ class Saver:
         crew = Crew(self._threads, f"holdfast-save-{order.step}")
         inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         work: _Work | None = None
+        if same := self._fixed.look(self._objects, order.step):
+            self.emit_soon(Warned(text=_TEXT_OF_FIXED.format(names=", ".join(same), name=same[0])))
         try:
             # All threads are started while there is nothing to lose yet.
             crew.start()
@@ -203,10 +202,10 @@ class Saver:
             self._hold.begin(order.step, staging.check_unchanged)
         return staging
 
-    def restart_clock(self) -> None:
-        """Counts training time from now on, since what came before cannot be lost (a restore, say)."""
+    def start_from(self, step: int) -> None:
+        """Counts training time from now on, since what came before that step cannot be lost (a restore, say)."""
         self._protected_since_at = time.monotonic()
-        self._fixed.look(self._objects)
+        self._fixed.begin(self._objects, step)
 
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.state.finding import arrays_in
@@ -14,19 +14,26 @@ class FixedArrays:
     """Looks at objects again and again, and keeps nothing of them alive."""
 
     def __init__(self) -> None:
+        self._step: int | None = None
         self._seen: dict[str, list[weakref.ref[Any]]] = {}
         self._told: set[str] = set()
 
-    def look(self, objects: Mapping[str, object]) -> list[str]:
-        """The objects whose arrays cannot be changed, and are the very ones of the look before; each is named once."""
-        types = fixed_types()
-        if not types:
+    def begin(self, objects: Mapping[str, object], step: int) -> None:
+        """Notes what stands there before anything is trained beyond a step."""
+        self._step = step
+        # Not by `fixed_types` first: a library may be met here for the first time.
+        self._seen = {name: list(map(weakref.ref, _find(root))) for name, root in objects.items()}
+
+    def look(self, objects: Mapping[str, object], step: int) -> list[str]:
+        """The objects that hold the very arrays of an earlier step, and such as cannot change; each is named once."""
+        if not fixed_types():
+            self._step = step
             return []
-        before, self._seen = self._seen, {}
+        earlier = self._seen if self._step is not None and self._step < step else {}
+        self._step, self._seen = step, {}
         same: list[str] = []
         for name, root in objects.items():
-            found = [array for array in _unique(arrays_in(root)) if isinstance(array, types)]
-            seen = before.get(name, [])
+            found, seen = _find(root), earlier.get(name, [])
             if found and len(found) == len(seen) and all(map(_is_seen, seen, found)) and name not in self._told:
                 same.append(name)
             self._seen[name] = list(map(weakref.ref, found))
@@ -34,8 +41,9 @@ class FixedArrays:
         return same
 
 
-def _unique(arrays: Iterator[object]) -> list[object]:
-    return list({id(array): array for array in arrays}.values())
+def _find(root: object) -> list[object]:
+    unique = {id(array): array for array in arrays_in(root)}
+    return [array for array in unique.values() if isinstance(array, fixed_types())]
 
 
 def _is_seen(seen: weakref.ref[Any], array: object) -> bool:
