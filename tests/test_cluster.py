@@ -92,6 +92,11 @@ class TestProcessGroup(ClusterContract):
     def store_host(cls) -> int | None:
         return 0
 
+    @pytest.mark.long
+    def test_a_killed_store_is_missed(self, tmp_path: Path) -> None:
+        """As where the environment names the store: rank 0 hosts it."""
+        super().test_a_killed_store_is_missed(tmp_path)
+
 
 @pytest.mark.long
 class TestProcessGroupOfFile(TestProcessGroup):
@@ -243,7 +248,7 @@ say({"ended": before.rank})
 """
 
 
-@pytest.mark.parametrize("shares", ["0", "1"])
+@pytest.mark.parametrize("shares", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_before_and_after_the_process_group(tmp_path: Path, shares: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(AROUND_A_GROUP)

@@ -67,6 +67,7 @@ def test_a_run_that_is_killed_ends_bit_identical(tmp_path: Path, scratch: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_forgets_its_generators_is_found_out(scratch: Path) -> None:
     # With this seed the kill comes after a checkpoint, so that a process goes on without the generators' state.
     assert plan_kills(3, 1, 8)[0].step > 2

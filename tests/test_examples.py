@@ -62,6 +62,7 @@ def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_killed_the_job_ends_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torch")
 

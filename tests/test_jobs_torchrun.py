@@ -57,6 +57,7 @@ def check_nothing_partial(directory: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_killed_while_an_epoch_is_saved_is_restarted_by_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     launch = python(PROGRAM.with_name("elastic.py"), PROGRAM.stem, "3", "1")

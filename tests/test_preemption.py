@@ -78,7 +78,12 @@ def check_the_rest(directory: Path, expected: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("loop", "step"),
     # The handler of a loop of one's own cannot know that its first step has begun.
-    [(loop, step) for loop in LOOPS for step in (0, 4, TOTAL - 2, TOTAL - 1) if (loop, step) != ("own", 0)],
+    [
+        pytest.param(loop, step, marks=[] if loop == "resumable" or step in (0, TOTAL - 1) else pytest.mark.long)
+        for loop in LOOPS
+        for step in (0, 4, TOTAL - 2, TOTAL - 1)
+        if (loop, step) != ("own", 0)
+    ],
 )
 def test_the_step_in_progress_ends_is_saved_and_the_rest_comes_after_a_restart(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, step: int

@@ -176,7 +176,7 @@ from holdfast.storage import LocalStorage
 class Held(LocalStorage):
     def open_writer(self, path, size_bytes):
         # Not print: who leaves at once would find the lock of the output taken by this thread, and Python aborts then.
-        os.write(1, b"held\n")
+        os.write(1, b"held\\n")
         threading.Event().wait(600)
 
 directory, mode = sys.argv[1:]
