@@ -13,7 +13,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.cluster import Cluster
-from holdfast.errors import ClusterError, PeerError, SaveFailedError
+from holdfast.errors import ClusterError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Event, NoticeHeard
 from holdfast.preemption import FileAppears
 from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
@@ -64,6 +64,32 @@ def test_survivors_whose_collective_breaks_name_the_dead_worker(tmp_path: Path) 
         assert (error.rank, error.kind) == (0, "AbsentError")
         assert "rank 0 on node-0: AbsentError: has not been heard of for 2 s" in str(error)
         assert str(error.__cause__) == BROKEN
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, blind: int, begins_anew: bool) -> None:
+    (tmp_path / "file").touch()
+
+    def work(cluster: Cluster) -> BaseException:
+        directory = tmp_path / ("file" if cluster.rank == blind else "run")
+        try:
+            with hf.resumable(
+                directory, state={"a": 1}, cluster=cluster, begin_anew=begins_anew, save_every=hf.Steps(1)
+            ) as run:
+                for _ in run.steps(100_000):
+                    pass
+        except BaseException as error:
+            return error
+        raise AssertionError("it has come to its end")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[blind], UsageError)
+    for rank in {0, 1, 2} - {blind}:
+        error = errors[rank]
+        assert isinstance(error, PeerError | SaveFailedError)
+        text = rf"rank {blind} on node-{blind}: UsageError: .*/file is there, but is no directory"
+        assert re.search(text, str(error)), error
 
 
 def test_survivors_whose_collective_breaks_name_the_worker_that_has_failed(tmp_path: Path) -> None:

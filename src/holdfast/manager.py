@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -115,15 +116,14 @@ class CheckpointManager:
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
-        arguments.check_directory(self._storage)
         self._save_every, self._when_busy = save_every, when_busy
         self._timeout_seconds = timeout_seconds
         self._threads = threads
         self._totals = Totals()
-        catalog = read_catalog(self._storage)
-        living = () if begin_anew else catalog.living
         reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
-        self.company = open_company(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
+        catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
+        living = () if begin_anew else catalog.living
         self.worker = ALONE if self.company is None else self.company.worker
         # What may fail comes before: from here on the others know of this worker.
         self.emit = open_audience(self._storage, [self._totals, *sinks], keeps_journal=self.worker.is_leader)

@@ -135,14 +135,19 @@ class Peers:
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
+            PeerError: If one has left, and has said why.
             ClusterError: If the store does not answer.
         """
         # Who missed a meeting comes to it late, is told so, and then is in step again.
         self._meetings += 1
         name = self.key("meeting", self._meetings)
-        return confer(
-            self.cluster, name, record, decide, self.timeout_seconds, check=self._heartbeat.check, purpose=purpose
-        )
+        check = self._heartbeat.check
+        try:
+            return confer(self.cluster, name, record, decide, self.timeout_seconds, check=check, purpose=purpose)
+        except AbsentError as error:
+            if (failure := self._find_explanation(error.ranks)) is not None:
+                raise self.make_error(failure) from error
+            raise
 
     def wait_any(
         self, keys: Sequence[str], ranks: Callable[[], Collection[int]], what: str, begun_at: float | None = None
@@ -217,6 +222,11 @@ class Peers:
             for key in keys:
                 self.cluster.delete(key)
 
+    def explain(self, error: BaseException) -> None:
+        """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
+        with suppress(HoldfastError):
+            self.cluster.set(self.key("left", self.rank), msgspec.json.encode(self.describe(error)))
+
     def leave(self) -> None:
         """Says goodbye without waiting: whoever waits for this worker waits no longer."""
         self._heartbeat.leave()
@@ -245,12 +255,21 @@ class Peers:
             (self._heartbeat.gone, "left the job"),
         ):
             named = sorted(set(absent) & set(ranks))
+            if named and (failure := self._find_explanation(named)) is not None:
+                return failure
             if len(named) == 1:
                 return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
             if named:
                 return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
         # Nobody's absence, but that of the store.
         self._heartbeat.check(())
+        return None
+
+    def _find_explanation(self, ranks: Iterable[int]) -> Failure | None:
+        """Why one of these has left, if it has said so."""
+        for rank in ranks:
+            if (value := self.cluster.try_get(self.key("left", rank))) is not None:
+                return msgspec.json.decode(value, type=Failure)
         return None
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
 from holdfast.storage import LocalStorage, Storage
@@ -167,11 +168,13 @@ def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:
             )
 
 
-def check_directory(storage: Storage) -> None:
-    """A run's directory need not be there yet, but nothing else may stand in its place.
+def look_into(storage: Storage) -> Catalog:
+    """**Blocks.** What a run's directory holds. It need not be there yet, but nothing else may stand in its place.
 
     Raises:
         UsageError: If something does.
+        StorageError: If it cannot be looked at.
     """
     if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
+    return read_catalog(storage)

@@ -5,10 +5,12 @@ Most programs have one worker. What several need is imported when there are seve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cluster.opening import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
+from holdfast.errors import HoldfastError
 from holdfast.events import Sink
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.line import Line
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
     from holdfast.save.company import Company
     from holdfast.save.joint import JointLine
 
+Seen = TypeVar("Seen")
 
-def open_company(choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> Company | None:
-    """**Collective.** **Blocks.** The other workers, if there are any.
+
+def open_company(
+    choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
+) -> tuple[Seen, Company | None]:
+    """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
+
+    A worker that cannot look joins them all the same, or they would wait for it in vain: so they hear why it leaves.
 
     Args:
         choice: As for `open_cluster`.
+        look: Gives what this worker sees; for the rest it need not agree with the others.
         liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
 
@@ -31,16 +40,32 @@ def open_company(choice: Choice, *, liveness_seconds: float, timeout_seconds: fl
         UsageError: If the choice is none.
         AbsentError: If other workers do not come.
         ClusterError: If the store of the job does not answer.
+        HoldfastError: What the look has raised.
     """
-    cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
+    problem: HoldfastError | None = None
+    try:
+        seen = look()
+    except HoldfastError as error:
+        problem = error
+    try:
+        cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
+    except HoldfastError:
+        if problem is not None:
+            raise problem from None
+        raise
     is_own = cluster is not choice
     if cluster.world_size > 1:
         from holdfast.save.company import Company
 
-        return Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-    if is_own:
+        company = Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        if problem is None:
+            return seen, company
+        company.fail(problem)
+    elif is_own:
         cluster.close()
-    return None
+    if problem is not None:
+        raise problem
+    return seen, None
 
 
 def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | None) -> str | None:

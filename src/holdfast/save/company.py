@@ -146,6 +146,11 @@ class Company:
         """Says goodbye to the others without waiting."""
         self._courier.send(self.peers.leave)
 
+    def fail(self, error: BaseException) -> None:
+        """**Blocks** for a moment. Tells the others why this worker leaves, and does."""
+        self.peers.explain(error)
+        self.close()
+
     def close(self) -> None:
         """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
         self._courier.close()
