@@ -21,6 +21,10 @@ class LiveState(ABC):
         """Takes the values over, before a save. Nothing to do for tensors that lie in that memory."""
         return
 
+    def touch(self) -> None:
+        """Reads all values, as training does before a save: what was not touched for long is copied more slowly."""
+        self.take()
+
     def forget(self) -> None:
         """Loses all values, before a restore. Nothing to do for tensors that lie in that memory."""
         return

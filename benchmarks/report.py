@@ -46,9 +46,9 @@ Every contender runs in a process of its own and saves the same tensors, which l
 JAX and TensorFlow, which hold state in arrays of their own, have their values from there. They take turns within each
 round, and the first round is not counted. What is shown is the median of {rounds}, with the smallest and the
 largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied
-by two threads in the process that saves (right before the save and right after it by turns, into memory that was last
-touched a round ago, as the save's was), written directly or read, with nothing else to do. Times drift with the
-machine; ratios last.
+by two threads in the process that saves (the mean of one copy right before the save, into memory that was last touched
+a round ago as the save's was, and of one right after it), written directly or read, with nothing else to do. Before
+these, all tensors are read once, as training does. Times drift with the machine; ratios last.
 
 - **Stall**: how long the call that saves keeps training waiting, from the second save on.
 - **Until the state may change**: the stall, and what a change of the state would have to wait if it came at once. It is

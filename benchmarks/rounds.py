@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 
 from benchmarks import page_cache
 from benchmarks.contender import Contender, ContenderError
@@ -112,20 +113,20 @@ def _one(contender: Contender, number: int, values: Values) -> dict[str, float]:
     if contender.name == LIMITS:
         return contender.order(Order(verb="measure"))
     step = number * 10 + 1
-    # One bare copy for each save, under the same conditions: in the same process, within a second of it, into memory
-    # that was last touched a round ago, which is slower than such as was touched just now. Whichever comes first finds
-    # the tensors cold, so they take turns.
-    is_before = number % 2 == 0
-    copied = contender.order(Order(verb="copy")) if is_before else {}
+    # Two bare copies for each save, under the same conditions: in the same process, of tensors that were just read, one
+    # right before it, into memory that was last touched a round ago as the save's was, and one right after it. The pace
+    # of the memory changes from second to second, and one alone would say little.
+    contender.order(Order(verb="touch"))
+    before = contender.order(Order(verb="copy"))
     saved = contender.order(Order(verb="save", step=step))
-    copied = copied or contender.order(Order(verb="copy"))
+    after = contender.order(Order(verb="copy"))
     if number == 0:
         for again in range(1, int(saved["settling_saves"])):
             contender.order(Order(verb="remove", step=step))
             step += again
             contender.order(Order(verb="save", step=step))
     figures = {key: saved[key] for key in ("stall", "held", "durable")}
-    figures["copy"] = copied["copy"]
+    figures["copy"] = fmean([before["copy"], after["copy"]])
     figures["save_extra_bytes"] = saved["extra_bytes"]
     figures["disk_bytes"] = float(page_cache.count_bytes(contender.directory))
     same_reader = bool(PEERS[contender.name].reads_as)

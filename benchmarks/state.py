@@ -44,6 +44,11 @@ class State(LiveState):
             else:
                 fill(obj, tree[name])
 
+    def touch(self) -> None:
+        """Reads each tensor."""
+        for tensor in self._homes.values():
+            tensor.sum()
+
     def come_home(self) -> None:
         """Lays tensors that a restore has put in place of others back where they were, values and all."""
         for name, tensor in self._walk():

@@ -75,6 +75,11 @@ class PeerDuties(Duties):
         self._peer.open(Path(self._start.directory), self._state, self._start.keep)
         return {}
 
+    def touch(self, order: Order) -> dict[str, float]:
+        """Reads all that is saved, as a step of training does before a save."""
+        self._state.touch()
+        return {}
+
     def copy(self, order: Order) -> dict[str, float]:
         """One bare copy of the tensors, under the same conditions as a save."""
         return {"copy": self._copy.seconds()}
