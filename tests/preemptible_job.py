@@ -229,7 +229,10 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
             finally:
                 pause("finally")
                 time.sleep(OPTIONS.get("finally_seconds", 0.0))
+            if OPTIONS.get("saves_last"):
+                manager.save(learned.steps)
             pause("after")
+        manager.wait()
         if learned.steps not in manager.steps():
             manager.save(learned.steps)
     pause("outside")

@@ -243,6 +243,17 @@ def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end
         assert len(check_whole(tmp_path / "run")) in (1, 2)
 
 
+@pytest.mark.parametrize("loop", ["resumable", "run"])
+def test_all_that_are_to_leave_within_a_time_leave_with_the_block_if_no_step_is_left(tmp_path: Path, loop: str) -> None:
+    with Jobs(tmp_path / "run", loop=loop, grace=600, each={1: {"pause": [TOTAL - 1]}}, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        assert jobs.end() == [42, 42], jobs.report()
+        assert check_whole(tmp_path / "run")[-1] == TOTAL
+
+
 def test_a_second_signal_ends_the_grace_period_of_all(tmp_path: Path) -> None:
     with Jobs(tmp_path / "run", total=100_000, step_seconds=0.02, grace=600, **LOCKSTEP) as jobs:
         for worker in jobs.workers:

@@ -187,6 +187,33 @@ def test_the_users_handler_is_called_as_well(tmp_path: Path, jobs: list[Job]) ->
     assert job.end() == 42, job.errors
 
 
+@pytest.mark.parametrize("loop", ["resumable", "run", "own"])
+def test_who_is_to_leave_within_a_time_leaves_with_the_block_if_no_step_is_left(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
+) -> None:
+    """The code behind the block would hear of it too late: nobody repeats it."""
+    job = Job(tmp_path, loop=loop, grace=600, pause=[TOTAL - 1])
+    notify(job, jobs)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [TOTAL]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
+@pytest.mark.parametrize(
+    ("loop", "options"), [("resumable", {"return_after": 5}), ("run", {"saves_last": True, "return_after": 5})]
+)
+def test_a_signal_while_the_last_save_is_written(
+    tmp_path: Path, jobs: list[Job], loop: str, options: dict[str, Any]
+) -> None:
+    job = Job(tmp_path, loop=loop, disk_seconds=2.0, **options)
+    jobs.append(job)
+    job.wait_for("event Staged 5")
+    job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [5]
+
+
 # More than one signal.
 
 
@@ -429,7 +456,8 @@ def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: li
     notify(job, jobs)
     job.wait_for("event Committed")
     job.go_on()
-    assert job.end() == 0, job.errors
+    # In the time that is left it comes to its end.
+    assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [5, TOTAL]
 
 

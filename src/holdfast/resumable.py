@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.cluster import Cluster
     from holdfast.events import Sink
     from holdfast.manager import CheckpointManager
-    from holdfast.preemption.guard import Checkpointable
+    from holdfast.preemption.checkpointable import Checkpointable
     from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.driver import Restoration
     from holdfast.save.handle import SaveHandle
@@ -151,8 +151,7 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._saved: tuple[int, SaveHandle | None] | None = None
         self._in_step = False
-        self._stop = False
-        self._entered = False
+        self._stop = self._entered = False
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
 
@@ -218,7 +217,7 @@ class Run:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        from holdfast.preemption.guard import Checkpointable
+        from holdfast.preemption.checkpointable import Checkpointable
 
         self._check_entered()
         step = self.step + (self._in_step and step_done)
@@ -290,7 +289,7 @@ class Run:
 
     def _end_well(self) -> None:
         try:
-            self._finish_step()
+            self._go_on()
             self._guard.pass_last(self.step, is_over=True)
             self._save_last()
             self.manager.wait()
@@ -309,8 +308,7 @@ class Run:
             raise cause from error
 
     def _next_step(self, total: int) -> int:
-        self._note_behind(self._guard.begin_steps())
-        self._finish_step()
+        self._go_on()
         if self._stop or self.step >= total:
             self._guard.pass_last(self.step)
             self._save_last()
@@ -334,7 +332,9 @@ class Run:
                 "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )
 
-    def _finish_step(self) -> None:
+    def _go_on(self) -> None:
+        """Counts the step in progress as complete, after whatever was done while the loop rested."""
+        self._note_behind(self._guard.begin_steps())
         if self._in_step:
             self.step += 1
             self._in_step = False

@@ -7,15 +7,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import suppress
 from typing import Any, Final
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.departure import Departure, Saves, end_by
-from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, decide, has_time_to_save
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, decide, has_time_to_save
 from holdfast.preemption.hearing import Hearing
 from holdfast.preemption.notices import Demand
 from holdfast.preemption.posts import Post, take_post
@@ -28,6 +28,7 @@ _RECENT_STEPS: Final = 16
 _CALM_SECONDS: Final = 3600.0
 _ALERT_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
+_WAIT_SECONDS: Final = 0.25
 
 _PATIENCE_SECONDS: Final = 10.0
 """After which it is told that the loop has not come to the end of its step, where no time is known."""
@@ -72,6 +73,7 @@ class Guard:
         self._passed_at: float | None = None
         self._passed_step = 0
         self._is_late_told = False
+        self._ends = False
         # Guards what the training thread rests in, so that it does not go on while that is being saved.
         self._lock = threading.Lock()
         self._rest: Rest | None = None
@@ -165,7 +167,18 @@ class Guard:
         Raises:
             SystemExit: When it leaves.
         """
+        self._ends = is_over
         self.pass_boundary(step)
+
+    def wait_saved(self) -> None:
+        """**Blocks** until no save is in flight, or there is something to act on.
+
+        Raises:
+            SaveFailedError: If a save has failed, and nobody has been told yet.
+        """
+        while not self._is_alert():
+            with suppress(DeadlineError):
+                return self._manager.wait(_WAIT_SECONDS)
 
     def pass_end(self, step: int) -> None:
         """The last step is committed, and the loop is about to be left for good.
@@ -174,8 +187,10 @@ class Guard:
             step: How many steps are complete.
 
         Raises:
-            SystemExit: If another worker was asked to leave before it had come so far.
+            SystemExit: If this worker, or another one, was asked to leave before it had come so far.
         """
+        if self.hearing.alarmed:
+            self._settle(step, (), {})
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """Training is ended by an error.
@@ -198,7 +213,7 @@ class Guard:
     def _settle(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         count = self.hearing.count
         outlook = self._outlook()
-        verdict = decide(outlook)
+        verdict = self._decide(outlook)
         if verdict.action is Action.SAVE:
             self._save_and_go_on(step, outlook.demand, count, arguments, options)
         elif verdict.action is Action.LEAVE:
@@ -210,6 +225,13 @@ class Guard:
                 error = self._wait_for(self._early, outlook)
                 step = self._early_step if self._early_step is not None else step
             self._leave(step, verdict.reason, error, time.monotonic() - begun_at)
+
+    def _decide(self, outlook: Outlook) -> Verdict:
+        verdict = decide(outlook)
+        if self._ends and outlook.demand is not Demand.SAVE and verdict.action is not Action.LEAVE:
+            # Whoever trains on in the time that is left has to hear of it again, and nobody would tell.
+            return Verdict(Action.LEAVE, "no step is left")
+        return verdict
 
     def _save_and_go_on(
         self, step: int, demand: Demand, count: int, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -345,44 +367,6 @@ class Guard:
                 "checkpointable(), or leave it when should_stop() says so"
             )
             self._manager.emit(Warned(text=text, step=self._passed_step))
-
-
-class Checkpointable:
-    """A block in which the process may be saved and left at any moment, since nothing in it changes what is kept."""
-
-    def __init__(
-        self,
-        guard: Guard,
-        step: int,
-        *,
-        mark: Mark | None,
-        saved: SaveHandle | None,
-        note: Callable[[SaveHandle], None],
-    ) -> None:
-        """Made by `checkpointable`.
-
-        Args:
-            guard: Whose loop rests.
-            step: How many steps are complete.
-            mark: Their state; None if it is saved.
-            saved: The save of that step, if one is under way or done.
-            note: Told of a save that was made in the block.
-        """
-        self._guard = guard
-        self._step = step
-        self._mark = mark
-        self._saved = saved
-        self._note = note
-
-    def __enter__(self) -> None:
-        self._guard.rest(self._step, mark=self._mark, saved=self._saved)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        saved = self._guard.begin_steps()
-        if saved is not None and saved is not self._saved:
-            self._note(saved)
 
 
 def end_at_of(outlook: Outlook) -> float | None:

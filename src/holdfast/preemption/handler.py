@@ -12,8 +12,8 @@ from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, SaveFailedError, StepExistsError, UsageError
+from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.departure import Saves
-from holdfast.preemption.guard import Checkpointable
 from holdfast.preemption.guards import make_guard
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.restore.driver import Restoration
@@ -217,10 +217,11 @@ class PreemptionCheckpointHandler:
         return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_saved)
 
     def close(self) -> None:
-        """**Blocks** for a moment. Acts on a notice that came after the last step; then ends listening; harmless twice.
+        """**Blocks** until the save in flight has ended. Acts on a notice that came by then; harmless twice.
 
         Raises:
             SystemExit: When the job leaves.
+            SaveFailedError: If that save has failed.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -229,6 +230,8 @@ class PreemptionCheckpointHandler:
             self._finish_step()
             self._begin_steps()
             if not self._guard.leaving:
+                # What comes while the last save is written is heard here still; afterwards a signal would kill.
+                self._guard.wait_saved()
                 self._guard.pass_last(self._calls.count, is_over=True)
         finally:
             self._end()

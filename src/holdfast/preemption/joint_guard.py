@@ -139,7 +139,7 @@ class JointGuard(Guard):
             ClusterError: As `pass_boundary`.
         """
         self._measure(step)
-        self._accord.begun = self._mishaps.certain = step
+        self._ends, self._accord.begun, self._mishaps.certain = is_over, step, step
         self._meet(step, (), {}, ends=True, is_over=is_over)
         if is_over:
             self._is_over = True
@@ -223,7 +223,7 @@ class JointGuard(Guard):
             return False
         pending = self.hearing.pending
         outlook = self._outlook(is_resting=is_resting)
-        verdict = decide(outlook)
+        verdict = self._decide(outlook)
         if not pending or verdict.action is Action.TRAIN or (verdict.action is Action.SAVE and self._herald.trouble):
             return False
         by_hand = self.hearing.is_by_hand()

@@ -32,7 +32,8 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             time is over. 0 to leave at once. None to leave at once too, unless the source itself says when the machine
             is taken away.
         save_fn: Called in place of the manager's `save`, without arguments, or with those of
-            `save_checkpoint_if_preempted`. A handle that it returns is waited for. If it raises, or calls `sys.exit`,
+            `save_checkpoint_if_preempted`; not in a block of `checkpointable`, which the manager saves. A handle
+            that it returns is waited for. If it raises, or calls `sys.exit`,
             nothing counts as saved.
         sources: Where to listen: "auto" for signals and what fits the place where the job runs, or a list of sources
             of `holdfast.preemption`.

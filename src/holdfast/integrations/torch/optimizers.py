@@ -8,6 +8,8 @@ otherwise its place, as `group0.3`.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, renaming
@@ -67,11 +70,21 @@ class OptimizerAdapter(Adapter):
         return holders_of([parameter for group in obj.param_groups for parameter in group["params"]])
 
     def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
-        """A hook of the optimizer's own."""
-        register = getattr(obj, "register_step_pre_hook", None)
-        if register is None:
+        """A hook of all optimizers of torch, since another one may step the same parameters.
+
+        Fused ones raise no version counter, so nothing would tell of it. It runs before the hooks of single optimizers.
+        """
+        if getattr(obj, "register_step_pre_hook", None) is None:
             return None  # A wrapper, say, that passes on little of what it wraps.
-        remove: Callable[[], None] = register(lambda *_: call()).remove
+
+        def wait(*_: object) -> None:
+            call()
+
+        # What Dynamo has compiled does not wait, unless it leaves the hook alone. To ask for that takes a second where
+        # nothing is compiled.
+        hook = torch.compiler.disable(wait) if "torch._dynamo" in sys.modules else wait
+        remove: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+        weakref.finalize(obj, remove).atexit = False
         return remove
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
