@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from safetensors.numpy import load_file as load_arrays
 
 import holdfast as hf
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
+from holdfast.errors import NoCheckpointError
 from holdfast.interchange.archive_reading import SourceFile
 from holdfast.interchange.archive_writing import ArchiveWriter
 from holdfast.interchange.delivery import NewFile
+from holdfast.interchange.export import export_checkpoint
 from holdfast.interchange.extents import LeafReader, StoredLeaf
 from holdfast.interchange.pickle_writing import write_pickle
 from holdfast.interchange.torch_import import TorchArchive
 from holdfast.interchange.torch_pickles import tensor_call
 from holdfast.restore.verify import open_step
+from holdfast.storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from simulated_job import save_job
 
@@ -430,3 +434,26 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
         places = {name: place for name, made in read.value.items() if (place := read.tensor(made)) is not None}
         assert source.read(places["last"].begin, 12) == np.ones(3, np.float32).tobytes()
         assert places["large"].shape == large.shape
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
+    class Beside(LocalStorage):
+        """Here the job saves on as soon as somebody reads a step's index."""
+
+        def read(self, path: str, limit_bytes: int) -> bytes:
+            if "index" in path and not ahead.empty():
+                manager.save(ahead.get()).wait_ended()
+            return super().read(path, limit_bytes)
+
+    ahead: queue.SimpleQueue[int] = queue.SimpleQueue()
+    state = {"array": np.arange(5.0)}
+    with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(state=state), keep=hf.Latest(1)) as manager:
+        manager.save(1).wait_ended()
+        for step in (2, 3):
+            ahead.put(step)
+        done = export_checkpoint(Beside(tmp_path / "run"), tmp_path / "out", to="safetensors")
+        assert done.step == 3
+        ahead.put(4)
+        with pytest.raises(NoCheckpointError):
+            export_checkpoint(Beside(tmp_path / "run"), tmp_path / "other", to="safetensors", step=3)
+    assert not (tmp_path / "other").exists()

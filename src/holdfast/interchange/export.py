@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable
@@ -11,8 +12,8 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from holdfast.catalog import read_catalog
-from holdfast.errors import FormatError, NoCheckpointError, UsageError
+from holdfast.catalog import is_committed, read_catalog
+from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
 from holdfast.interchange.dcp_export import write_dcp
@@ -27,6 +28,9 @@ from holdfast.storage import Storage, open_storage
 FORMATS: Final = ("safetensors", "torch", "dcp")
 FILE_BYTES: Final = 5_000_000_000
 """How large a file of several gets: what Hugging Face's hub likes."""
+
+
+_MOST_LOOKS: Final = 30
 
 
 class Watcher(Protocol):
@@ -125,12 +129,21 @@ def export_checkpoint(
         StorageError: If a place fails.
     """
     storage = open_storage(run)
-    catalog = read_catalog(storage)
-    name = catalog.newest if step is None else catalog.find(step)
-    if name is None:
-        raise NoCheckpointError(f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there.")
     wanted = Wanted(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
-    return export_step(storage, name.directory, name, storage, Path(out), wanted, threads=threads, watcher=watcher)
+    for looks in itertools.count(1):
+        catalog = read_catalog(storage)
+        name = catalog.newest if step is None else catalog.find(step)
+        if name is None:
+            break
+        try:
+            return export_step(
+                storage, name.directory, name, storage, Path(out), wanted, threads=threads, watcher=watcher
+            )
+        except (StorageError, DamageError, NoCheckpointError):
+            # A job that goes on has removed it, and committed a newer one before: that is no damage.
+            if looks > _MOST_LOOKS or is_committed(storage, name):
+                raise
+    raise NoCheckpointError(f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there.")
 
 
 def export_step(
