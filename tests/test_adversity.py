@@ -106,6 +106,24 @@ def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, kind: str) -> N
     assert "was not saved: no room" in done.stderr
 
 
+def test_a_failed_save_that_nobody_can_be_told_of_counts(tmp_path: Path) -> None:
+    done = run_python(
+        textwrap.dedent(FULL)
+        + """
+import os
+
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+with hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3))) as m:
+    m.save(1)
+    sys.exit(0)
+""",
+        str(tmp_path),
+    )
+    assert done.returncode == 74
+
+
 def test_a_save_tried_again_after_a_failure_saves() -> None:
     storage = FullStorage("full")
     with hf.resumable(storage, a=np.zeros(3), save_every=hf.Steps(1000)) as run:

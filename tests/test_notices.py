@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import queue
@@ -11,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -37,7 +39,7 @@ from holdfast.preemption import (
 )
 from holdfast.preemption.slurm import requeue_advice
 from holdfast.preemption.surroundings import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
-from holdfast.preemption.wakeup import Wakeup
+from holdfast.preemption.wakeup import ANSWERED, Wakeup, answer
 from holdfast.preemption.watch import Watch
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
@@ -890,3 +892,109 @@ def test_the_bell_passes_signals_on_and_puts_back_what_was_there() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         os.close(reader)
         os.close(writer)
+
+
+@pytest.fixture
+def plain_wakeup() -> Iterator[None]:
+    """Nobody is told of signals before the test, nor after it."""
+    before = signal.set_wakeup_fd(-1)
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: answer())
+    yield
+    signal.signal(signal.SIGUSR1, handler)
+    signal.set_wakeup_fd(before)
+
+
+class Pipe:
+    """Somebody else who is told of signals."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self.before = signal.set_wakeup_fd(self.writer)
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+def make_bells(count: int) -> list[Wakeup]:
+    bells = [Wakeup() for _ in range(count)]
+    for bell in bells:
+        bell.take_signals()
+    return bells
+
+
+@pytest.mark.usefixtures("plain_wakeup")
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_bells_are_closed_in_any_order_and_those_that_are_left_ring(order: tuple[int, ...]) -> None:
+    bells = make_bells(3)
+    left = dict(enumerate(bells))
+    for number in order:
+        left.pop(number).close()
+        # What takes the numbers of the descriptors that have been closed.
+        with contextlib.ExitStack() as others:
+            for _ in range(20):
+                for end in os.pipe():
+                    os.set_blocking(end, False)
+                    others.callback(os.close, end)
+            signal.raise_signal(signal.SIGUSR1)
+            for bell in reversed(left.values()):
+                assert bell.listen(20) == [signal.SIGUSR1, ANSWERED]
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.usefixtures("plain_wakeup")
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_bell_does_not_put_back_what_was_closed_meanwhile(is_replaced: bool) -> None:
+    below = make_bells(1)[0]
+    pipe = Pipe()
+    bell = make_bells(1)[0]
+    signal.raise_signal(signal.SIGUSR1)
+    assert bell.listen(20) == [signal.SIGUSR1, ANSWERED]
+    assert os.read(pipe.reader, 10) == bytes([signal.SIGUSR1])
+    pipe.close()
+    ends = os.pipe()
+    if is_replaced:
+        os.set_blocking(ends[0], False)
+        os.set_blocking(ends[1], False)
+        assert {*ends} == {pipe.reader, pipe.writer}
+    signal.raise_signal(signal.SIGUSR1)
+    assert bell.listen(20) == [signal.SIGUSR1, ANSWERED]
+    bell.close()
+    signal.raise_signal(signal.SIGUSR1)
+    # The second is passed on, since what stood between them has gone.
+    assert below.listen(20) == [signal.SIGUSR1, ANSWERED] * 2
+    below.close()
+    assert signal.set_wakeup_fd(-1) == -1
+    if is_replaced:
+        with pytest.raises(BlockingIOError):
+            os.read(ends[0], 10)
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.usefixtures("plain_wakeup")
+def test_a_bell_that_is_closed_below_somebody_else_can_be_put_back() -> None:
+    bell = make_bells(1)[0]
+    pipe = Pipe()
+    bell.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert os.read(pipe.reader, 10) == bytes([signal.SIGUSR1])
+    assert signal.set_wakeup_fd(pipe.before) == pipe.writer
+    pipe.close()
+    signal.raise_signal(signal.SIGUSR1)
+    above = make_bells(1)[0]
+    above.close()
+    assert signal.set_wakeup_fd(-1) == pipe.before
+
+
+@pytest.mark.usefixtures("plain_wakeup")
+def test_a_bell_is_closed_in_another_thread() -> None:
+    bell = make_bells(1)[0]
+    thread = threading.Thread(target=bell.close)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    with contextlib.closing(make_bells(1)[0]) as above:
+        signal.raise_signal(signal.SIGUSR1)
+        assert above.listen(20) == [signal.SIGUSR1, ANSWERED]

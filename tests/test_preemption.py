@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -266,36 +267,135 @@ def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> N
         assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
 
 
-def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path) -> None:
+IN_FOREIGN_CODE = """
+import ctypes, os, signal, sys, threading, time, numpy as np, holdfast as hf
+
+# A lock that is taken twice: foreign code that waits until it is let go, and that no signal ends.
+lock = ctypes.create_string_buffer(64)
+waiting = f"{ctypes.addressof(lock):#x}"
+libc = ctypes.CDLL(None)
+
+def send(*numbers, let_go=False):
+    main = threading.main_thread().native_id
+    while True:
+        with open(f"/proc/self/task/{main}/syscall") as file:
+            if waiting in file.read().split():
+                break
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    if let_go:
+        libc.pthread_mutex_unlock(lock)
+
+def wait(*numbers, let_go=False):
+    threading.Thread(target=send, args=numbers, kwargs={"let_go": let_go}, daemon=True).start()
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+
+state = {"value": np.zeros(10)}
+"""
+
+
+@pytest.mark.parametrize("heard", [0, 1, 2])
+def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path, heard: int) -> None:
     done = run_python(
-        """
-        import ctypes, os, signal, sys, threading, numpy as np, holdfast as hf
+        IN_FOREIGN_CODE
+        + f"""
+numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+with hf.resumable(sys.argv[1], state=state) as run:
+    for step in run.steps(10):
+        for number in numbers[:{heard}]:
+            os.kill(os.getpid(), number)
+        wait(*numbers[{heard}:])
+""",
+        str(tmp_path),
+    )
+    assert done.returncode in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM), done.stderr
+    assert "the main thread is stuck" in done.stderr
 
-        # A lock that is taken twice: foreign code that waits for ever, and that no signal ends.
-        lock = ctypes.create_string_buffer(64)
-        waiting = f"{ctypes.addressof(lock):#x}"
 
-        def send():
-            main = threading.main_thread().native_id
-            while True:
-                with open(f"/proc/self/task/{main}/syscall") as file:
-                    if waiting in file.read().split():
-                        break
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-                os.kill(os.getpid(), number)
+LONG_SECONDS = 3
+"""How long a step lasts in which the main thread could be taken for one that is stuck."""
 
-        state = {"value": np.zeros(10)}
-        with hf.resumable(sys.argv[1], state=state) as run:
+
+def test_signals_that_have_a_handler_of_the_users_since_do_not_count(tmp_path: Path) -> None:
+    done = run_python(
+        f"""
+        import os, signal, sys, time, numpy as np, holdfast as hf
+
+        said = []
+        with hf.resumable(sys.argv[1], state={{"value": np.zeros(10)}}, save_every=hf.Steps(100)) as run:
+            signal.signal(signal.SIGUSR1, lambda number, frame: said.append(run.step))
             for step in run.steps(10):
-                threading.Thread(target=send, daemon=True).start()
-                libc = ctypes.CDLL(None)
-                libc.pthread_mutex_lock(lock)
-                libc.pthread_mutex_lock(lock)
+                if step < 4:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                else:
+                    assert said == [0, 1, 2, 3]
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep({LONG_SECONDS})
         """,
         str(tmp_path),
     )
-    assert done.returncode in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)
-    assert "the main thread is stuck" in done.stderr
+    assert done.returncode == 42, done.stderr
+    assert steps_of(tmp_path) == [5]
+
+
+def test_signals_that_were_heard_in_the_end_do_not_count(tmp_path: Path) -> None:
+    # Python runs the handler of a signal that has come several times once.
+    done = run_python(
+        IN_FOREIGN_CODE
+        + f"""
+with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
+    for step in run.steps(10):
+        wait(*[signal.SIGTERM] * 3, let_go=True)
+        time.sleep({LONG_SECONDS})
+""",
+        str(tmp_path),
+    )
+    assert done.returncode == 42, done.stderr
+    assert steps_of(tmp_path) == [1]
+
+
+# Nobody reads what it says.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_saves_and_leaves_though_nobody_reads_its_errors(tmp_path: Path, jobs: list[Job], number: int) -> None:
+    job = Job(tmp_path, pause=[3])
+    jobs.append(job)
+    job.wait_for("paused")
+    assert job.process.stderr is not None
+    # As when `tee` ends by the same Ctrl-C.
+    job.process.stderr.close()
+    job.send(number)
+    job.go_on()
+    assert job.end() == (130 if number == signal.SIGINT else 42)
+    assert steps_of(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("way", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)", "sys.stderr = Broken()"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_saves_and_leaves_without_a_stream_for_errors(tmp_path: Path, number: int, way: str) -> None:
+    done = run_python(
+        f"""
+        import os, signal, sys, numpy as np, holdfast as hf
+
+        class Broken:
+            def write(self, text):
+                raise RuntimeError("no words")
+
+            def flush(self):
+                pass
+
+        with hf.resumable(sys.argv[1], state={{"value": np.zeros(10)}}, save_every=hf.Steps(100)) as run:
+            {way}
+            for step in run.steps(10):
+                if step == 4:
+                    os.kill(os.getpid(), {int(number)})
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == (130 if number == signal.SIGINT else 42), done.stderr
+    assert steps_of(tmp_path) == [5]
 
 
 # Time that is left.
@@ -745,6 +845,25 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert {number: signal.getsignal(number) for number in before} == before
     assert signal.set_wakeup_fd(bell) == bell
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+
+
+@pytest.mark.parametrize("is_first_first", [True, False])
+@pytest.mark.parametrize("opens_files", [True, False])
+def test_handlers_of_one_manager_are_closed_in_any_order(
+    tmp_path: Path, is_first_first: bool, opens_files: bool
+) -> None:
+    bell = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(bell)
+    manager, _ = manager_of(tmp_path)
+    with manager, contextlib.ExitStack() as files:
+        handlers = [hf.PreemptionCheckpointHandler(manager), hf.PreemptionCheckpointHandler(manager)]
+        for handler in handlers if is_first_first else reversed(handlers):
+            handler.close()
+            if opens_files:
+                # They get the numbers of the descriptors that have been closed.
+                for number in range(20):
+                    files.enter_context((tmp_path / f"file-{number}").open("w"))
+    assert signal.set_wakeup_fd(bell) == bell
 
 
 def test_a_run_that_cannot_be_entered_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
+from holdfast.save.say import say
 
 if TYPE_CHECKING:
     from holdfast.save.company import Company
@@ -156,7 +156,8 @@ class Departure:
         exit_fn = None if error else self._config.exit_fn
         worker = self._manager.worker
         who = "" if worker.is_alone else f"rank {worker.rank}: "
-        _say(who + self._line(step, error, "calling exit_fn" if exit_fn else f"leaving with exit code {code}", advice))
+        then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
+        say(f"holdfast: {who}{self._line(step, error, then, advice)}")
         if not error:
             self._told()
         if exit_fn is None:
@@ -188,22 +189,13 @@ class Departure:
 def end_by(error: BaseException) -> NoReturn:
     """**Blocks.** Ends the process from any thread as an error does that nobody catches; nothing is unwound."""
     if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip())
         end_process(1)
     if error.code is not None and not isinstance(error.code, int):
-        sys.stderr.write(f"{error.code}\n")
+        say(str(error.code))
         end_process(1)
     end_process(error.code or 0)
 
 
 def _until(end_at: float | None) -> float | None:
     return None if end_at is None else max(end_at - time.monotonic(), LEAST_SECONDS)
-
-
-def _say(text: str) -> None:
-    try:
-        # In one piece, since other threads may write as well.
-        sys.stderr.write(f"holdfast: {text}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        return  # Nobody reads any more.

@@ -14,14 +14,18 @@ from holdfast.preemption.grace import Heard, combine
 from holdfast.preemption.notices import Demand, Notice
 from holdfast.preemption.signals import Signals
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.preemption.wakeup import Wakeup
+from holdfast.preemption.wakeup import ANSWERED, Wakeup, answer
 from holdfast.preemption.watch import Watch
+from holdfast.save.say import say_amid
 
 _MOST_SIGNALS: Final = 2
 """So many are taken: the first asks to leave, the second hurries. Another one has the effect that it always had."""
 
 _SLACK_SECONDS: Final = 1.0
 """How long Python may take to run a signal's handler before the main thread counts as stuck."""
+
+_LOOK_SECONDS: Final = 0.1
+"""What a look at it counts for at the most: the whole process may have stood still."""
 
 _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
@@ -49,7 +53,6 @@ class Hearing:
         self._config = config
         self._emit = emit
         sources = self._sources = config.make_sources()
-        self._numbers = {number for source in sources if isinstance(source, Signals) for number in source.numbers}
         self._bell = Wakeup()
         self._watch = Watch(sources, self.hear, emit)
         self._interrupts_taken = _MOST_SIGNALS if any(name in os.environ for name in _LAUNCHED_BY) else 1
@@ -58,7 +61,9 @@ class Hearing:
         self._settled = 0
         self._takes_more = True
         self._told = 0
-        self._rung: list[int] = []
+        # The signals since the main thread last ran a handler, and how long it has not although somebody insists.
+        self._unanswered: list[int] = []
+        self._stuck_seconds = 0.0
 
     @property
     def listens(self) -> bool:
@@ -97,6 +102,8 @@ class Hearing:
 
     def hear(self, notice: Notice) -> bool:
         """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
+        if threading.get_ident() == threading.main_thread().ident:
+            answer()
         if notice.insists:
             signals = [each.notice for each in self.pending if each.notice.insists]
             interrupts = sum(each.by_hand for each in signals)
@@ -109,8 +116,7 @@ class Hearing:
         self._heard.append(Heard(notice, time.monotonic()))
         self.alarmed = True
         if notice.by_hand and notice.insists:
-            # One write of constant bytes: nothing that could wait, or that the interrupted code could be amid.
-            os.write(2, b"\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.\n")
+            say_amid("\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.")
         self._bell.ring()
         return True
 
@@ -132,7 +138,6 @@ class Hearing:
         # In this order: what is heard meanwhile is found, or rings the alarm again.
         self.alarmed = False
         self._settled = count
-        self._rung.clear()
         if self.pending:
             self.alarmed = True
             self._bell.ring()
@@ -162,7 +167,7 @@ class Hearing:
 
         Ends the process if somebody insists while the main thread is in foreign code, where Python runs no handler.
         """
-        self._rung += [number for number in self._bell.listen(timeout_seconds) if number in self._numbers]
+        self._count_unanswered(timeout_seconds)
         while self._told < len(self._heard):
             notice = self._heard[self._told].notice
             self._told += 1
@@ -170,14 +175,30 @@ class Hearing:
             self._emit(
                 NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
             )
-        if len(self._rung) > _MOST_SIGNALS and self._takes_more:
-            self._end_if_stuck()
+        if self._stuck_seconds >= _SLACK_SECONDS:
+            say_amid("holdfast: the main thread is stuck, and a signal insists: ending at once, without a save.")
+            os._exit(128 + self._unanswered[-1])
 
-    def _end_if_stuck(self) -> None:
-        taken = len(self.pending)
-        self._bell.listen(_SLACK_SECONDS)
-        if taken < _MOST_SIGNALS and taken == len(self.pending):
-            number = self._rung[-1]
-            os.write(2, b"holdfast: the main thread is stuck, and a signal insists: ending at once, without a save.\n")
-            os._exit(128 + number)
-        self._rung.clear()
+    def _count_unanswered(self, timeout_seconds: float) -> None:
+        """**Blocks** until it rings, or the time is over."""
+        is_insisted = self._is_insisted()
+        looked_at = time.monotonic()
+        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if is_insisted else timeout_seconds):
+            if number == ANSWERED:
+                self._unanswered.clear()
+            else:
+                self._unanswered.append(number)
+        # It counts from when a look has found it so.
+        if is_insisted and self._is_insisted():
+            self._stuck_seconds += min(time.monotonic() - looked_at, _LOOK_SECONDS)
+        else:
+            self._stuck_seconds = 0.0
+
+    def _is_insisted(self) -> bool:
+        """Whether a signal that is one too many, with those that were taken, still waits for its handler."""
+        self._unanswered = [number for number in self._unanswered if self._handles(number)]
+        taken = sum(each.notice.insists for each in self.pending)
+        return self._takes_more and bool(self._unanswered) and taken + len(self._unanswered) > _MOST_SIGNALS
+
+    def _handles(self, number: int) -> bool:
+        return any(isinstance(source, Signals) and source.handles(number) for source in self._sources)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.mishaps import Mishaps
 from holdfast.save.exit import drain_all
+from holdfast.save.say import say
 
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 1.5
@@ -148,8 +149,7 @@ class Rescue:
             f"{error}{notes}\nThis worker was in:\n{where}"
         )
         try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            say(text.rstrip())
         finally:
             # What all have written can still be committed.
             start_thread(drain_all, "holdfast-drain").wait(_DRAIN_SECONDS)

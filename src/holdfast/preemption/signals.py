@@ -77,6 +77,10 @@ class Signals:
                 self._before[number] = before
                 signal.signal(number, self._handle)
 
+    def handles(self, number: int) -> bool:
+        """**Thread-safe.** Whether the handler that Python would call now is its own."""
+        return number in self.numbers and signal.getsignal(number) == self._handle
+
     def look(self) -> Iterable[Notice]:
         """Signals tell by themselves."""
         return ()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import threading
-import weakref
+from itertools import takewhile
+from typing import Final, NamedTuple
+
+ANSWERED: Final = 255
+"""Rings after the signals for which the main thread has run their handlers; no signal has this number."""
 
 
 class Wakeup:
@@ -15,70 +20,144 @@ class Wakeup:
 
     Python runs the handler of a signal when its main thread is back in Python code, which a long kernel or a blocked
     collective may delay for minutes. The number of the signal is written to a file descriptor at once.
+
+    There may be several, and others who use that descriptor. Each passes on what rings to whoever was there before it,
+    and they may be closed in any order.
     """
 
     def __init__(self) -> None:
         self._ear, self._bell = socket.socketpair()
         self._ear.setblocking(False)
         self._bell.setblocking(False)
-        self._before = -1
-        self._has_signals = False
-        _bells.add(self)
+        # Not of this package, and there before this one: the last one last.
+        self._strangers: tuple[_Stranger, ...] = ()
 
     def take_signals(self) -> None:
         """Lets each signal that has a handler ring too, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-            self._has_signals = True
+            before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+            stranger = None if before in _descriptors() else _recognize(before)
+            self._strangers = () if stranger is None else (stranger,)
+            _ringing.append(self)
 
     def ring(self) -> None:
         """**Thread-safe.** Wakes the listener."""
-        try:
-            self._bell.send(b"\0")
-        except OSError:
-            return  # Full, so that it wakes in any case; or closed, so that nobody listens.
+        self._send(b"\0")
 
     def listen(self, timeout_seconds: float) -> list[int]:
-        """**Blocks** until it rings or the time is over. Gives the numbers of the signals that rang."""
+        """**Blocks** until it rings or the time is over.
+
+        Returns:
+            The numbers of the signals that rang, in their order; and `ANSWERED`, after those that were handled.
+        """
         readable, _, _ = select.select([self._ear], [], [], max(timeout_seconds, 0.0))
         if not readable:
             return []
         try:
-            rung = self._ear.recv(4096)
+            rung = [number for number in self._ear.recv(4096) if number]
         except OSError:
             return []
-        numbers = [number for number in rung if number]
-        if numbers and self._before != -1:
-            # Whoever listened before is told as well.
-            try:
-                os.write(self._before, bytes(numbers))
-            except OSError:
-                self._before = -1
-        return numbers
+        before = self._find_before()
+        if isinstance(before, Wakeup):
+            before._send(bytes(rung))
+        elif before is not None:
+            # Full, or closed this very moment.
+            with contextlib.suppress(OSError):
+                os.write(before.descriptor, bytes(number for number in rung if number != ANSWERED))
+        return rung
 
     def close(self) -> None:
-        """Puts back what was there before. Nobody may listen any more."""
-        self._let_go(self._before)
-        _bells.discard(self)
-        self._ear.close()
-        self._bell.close()
+        """Puts back what was there before, and is still there. Nobody may listen any more."""
+        if self._let_go():
+            self._ear.close()
+            self._bell.close()
+        else:
+            _left_open.append(self)
 
-    def _let_go(self, before: int) -> None:
-        if self._has_signals and threading.current_thread() is threading.main_thread():
-            self._has_signals = False
-            current = signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-            if current != self._bell.fileno():
-                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+    def _send(self, rung: bytes) -> None:
+        try:
+            self._bell.send(rung)
+        except OSError:
+            return  # Full, so that it wakes in any case; or closed, so that nobody listens.
+
+    def _find_before(self) -> Wakeup | _Stranger | None:
+        """Whose turn it is after this one, of those that are still there."""
+        for stranger in reversed(self._strangers):
+            if _recognize(stranger.descriptor) == stranger:
+                return stranger
+        older = [*takewhile(lambda each: each is not self, _ringing)]
+        return older[-1] if older else None
+
+    def _let_go(self) -> bool:
+        """Lets signals ring here no more; False if somebody may put this one back, so that it has to stay open."""
+        if self not in _ringing:
+            return True
+        newer = _ringing[_ringing.index(self) + 1 :]
+        before = self._find_before()
+        _ringing.remove(self)
+        if newer:
+            between, newer[0]._strangers = newer[0]._strangers, self._strangers + newer[0]._strangers
+            return not between
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        own, descriptor = self._bell.fileno(), -1
+        if before is not None:
+            descriptor = before._bell.fileno() if isinstance(before, Wakeup) else before.descriptor
+        current = _replace(descriptor)
+        if current != own:
+            _replace(current)
+        return current in (own, -1)
 
 
-# In use in this process, so that a forked child can let go: signals of its own would ring in its parent.
-_bells: weakref.WeakSet[Wakeup] = weakref.WeakSet()
+class _Stranger(NamedTuple):
+    """A descriptor of somebody else's, by what tells it from a later one of the same number."""
+
+    descriptor: int
+    device: int
+    inode: int
+
+
+def answer() -> None:
+    """Called by the handlers of signals: says that the main thread has come to run them."""
+    for bell in _ringing[-1:]:
+        bell._send(bytes([ANSWERED]))
+
+
+def _recognize(descriptor: int) -> _Stranger | None:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return _Stranger(descriptor, status.st_dev, status.st_ino)
+
+
+def _replace(descriptor: int) -> int:
+    """What was there before. What cannot be used is not put there."""
+    try:
+        return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    except (OSError, ValueError):
+        return signal.set_wakeup_fd(-1, warn_on_full_buffer=False)
+
+
+def _descriptors() -> set[int]:
+    return {bell._bell.fileno() for bell in _ringing}
+
+
+# Those that signals ring, the newest last: they ring that one, and it passes them on.
+_ringing: list[Wakeup] = []
+
+# Nobody listens to them. Somebody else has taken their place, and may put them back.
+_left_open: list[Wakeup] = []
 
 
 def _let_go_in_child() -> None:
-    for bell in list(_bells):
-        bell._let_go(-1)
-    _bells.clear()
+    """Signals of a forked child would ring in its parent."""
+    if _ringing and threading.current_thread() is threading.main_thread():
+        ours = _descriptors()
+        current = _replace(-1)
+        if current not in ours:
+            _replace(current)
+    _ringing.clear()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -13,6 +13,7 @@ import sys
 from typing import Final, NoReturn, Protocol
 
 from holdfast.errors import HoldfastError
+from holdfast.save.say import say
 
 EXIT_SAVE_FAILED: Final = 74
 """The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever it asked for."""
@@ -62,7 +63,7 @@ def drain_all() -> None:
     if not failures:
         return
     for failure in failures:
-        sys.stderr.write(f"holdfast: {type(failure).__name__}: {failure}\n")
+        say(f"holdfast: {type(failure).__name__}: {failure}")
     # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
     # was registered before those of whatever was imported later, so theirs have run by now.
     _end_now(EXIT_SAVE_FAILED)
