@@ -377,7 +377,7 @@ def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
 ) -> None:
     """The storage has committed it, and does not answer: all who leave look themselves."""
     place: Any = "evaluation" if is_resting else 5
-    options = {"grace": 3, "evaluate": [5], "checkpointable": is_resting, **LOCKSTEP}
+    options = {"grace": 3, "evaluate": [5] * is_resting, "checkpointable": True, **LOCKSTEP}
     each = {0: {"pause": [place, "published"]}, 1: {"pause": [place]}}
     with Jobs(tmp_path / "run", each=each, **options) as jobs:
         for worker in jobs.workers:
