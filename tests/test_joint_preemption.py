@@ -224,8 +224,9 @@ def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tm
     """It comes when more time has passed since than workers wait for each other."""
     options = {"timeout": 4.0, "total": 100_000, "step_seconds": 0.1, "evaluate": [5], "checkpointable": True}
     # What is heard first asks to save and go on, or `exit_fn` goes on.
-    options |= {"advice": str(tmp_path / "advice")} if is_advice else {"returns": 1}
-    with Jobs(tmp_path / "run", pause=["evaluation", 60], **options, **LOCKSTEP) as jobs:
+    options |= {} if is_advice else {"returns": 1}
+    each = {0: {"advice": str(tmp_path / "advice")}} if is_advice else {}
+    with Jobs(tmp_path / "run", each=each, pause=["evaluation", 60], **options, **LOCKSTEP) as jobs:
         for worker in jobs.workers:
             worker.wait_for("paused")
         if is_advice:
@@ -233,9 +234,8 @@ def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tm
         else:
             jobs.workers[0].send(signal.SIGTERM)
         for worker in jobs.workers:
-            worker.wait_for("event Committed 6")
-            if not is_advice:
-                worker.wait_for("exit_fn")
+            worker.wait_for("event Committed 6" if is_advice else "exit_fn")
+        for worker in jobs.workers:
             worker.go_on()
         for worker in jobs.workers:
             worker.wait_for("paused")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
-from holdfast.preemption.departure import Saves
+from holdfast.preemption.departure import ATTEMPTS, Saves
 from holdfast.preemption.rest import Rest
 from holdfast.save.handle import SaveHandle
 
@@ -22,8 +23,8 @@ class Landing:
         """
         self._manager = manager
         self._keep = keep
-        # Since the last notice; each attempt is a save of its own.
-        self._kept: list[SaveHandle | None] = []
+        # Each attempt is a save of its own.
+        self._kept: deque[SaveHandle | None] = deque(maxlen=ATTEMPTS)
 
     def keep(self, step: int) -> SaveHandle | None:
         """What it was given does, noted."""
@@ -33,7 +34,7 @@ class Landing:
 
     def begin(self) -> None:
         """The last save is about to begin. What was noted before may be of a line that was left since."""
-        self._kept = []
+        self._kept.clear()
 
     def check(self, step: int | None, error: str, early: SaveHandle | None, rest: Rest | None) -> str:
         """**Blocks** for a moment. What is still to be said of an error that was met with in saving a step.
@@ -47,7 +48,8 @@ class Landing:
         Returns:
             The error; an empty string if the step is committed, for all workers.
         """
-        saves, self._kept = (*self._kept, early, None if rest is None else rest.saved), []
+        saves = (*self._kept, early, None if rest is None else rest.saved)
+        self._kept.clear()
         of_step = [saved for saved in saves if saved is not None and saved.step == step]
         if not error or any(saved.committed for saved in of_step):
             return ""
