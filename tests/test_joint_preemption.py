@@ -222,10 +222,10 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tm
 @pytest.mark.parametrize("is_advice", [False, True])
 def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tmp_path: Path, is_advice: bool) -> None:
     """It comes when more time has passed since than workers wait for each other."""
-    options = {"timeout": 4.0, "total": 100_000, "step_seconds": 0.1, "evaluate": [5], "checkpointable": True}
+    options: dict[str, Any] = {"timeout": 4.0, "total": 100_000, "step_seconds": 0.1, "evaluate": [5]}
     # What is heard first asks to save and go on, or `exit_fn` goes on.
-    options |= {} if is_advice else {"returns": 1}
-    each = {0: {"advice": str(tmp_path / "advice")}} if is_advice else {}
+    options |= {"checkpointable": True} if is_advice else {"checkpointable": True, "returns": 1}
+    each: dict[int, Any] = {0: {"advice": str(tmp_path / "advice")}} if is_advice else {}
     with Jobs(tmp_path / "run", each=each, pause=["evaluation", 60], **options, **LOCKSTEP) as jobs:
         for worker in jobs.workers:
             worker.wait_for("paused")
@@ -362,7 +362,7 @@ def test_a_grace_of_a_second_is_enough_for_a_quick_save(
 
 @pytest.mark.parametrize("loop", ["run", "own"])
 def test_a_grace_of_a_second_is_enough_for_a_quick_save_fn(tmp_path: Path, loop: str) -> None:
-    options = {"grace": 1, "save_fn": "saves", "loop": loop, **LOCKSTEP}
+    options: dict[str, Any] = {"grace": 1, "save_fn": "saves", "loop": loop, **LOCKSTEP}
     with Jobs(tmp_path / "run", each={1: {"pause": [4]}}, **options) as jobs:
         jobs.workers[1].wait_for("paused")
         jobs.workers[1].send(signal.SIGTERM)
@@ -377,7 +377,7 @@ def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
 ) -> None:
     """The storage has committed it, and does not answer: all who leave look themselves."""
     place: Any = "evaluation" if is_resting else 5
-    options = {"grace": 3, "evaluate": [5] * is_resting, "checkpointable": True, **LOCKSTEP}
+    options: dict[str, Any] = {"grace": 3, "evaluate": [5] * is_resting, "checkpointable": True, **LOCKSTEP}
     each = {0: {"pause": [place, "published"]}, 1: {"pause": [place]}}
     with Jobs(tmp_path / "run", each=each, **options) as jobs:
         for worker in jobs.workers:
