@@ -29,6 +29,7 @@ import numpy as np
 import holdfast as hf
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.events import Event
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
@@ -126,6 +127,16 @@ class SlowStorage(LocalStorage):
         return super().open_writer(path, size_bytes)
 
 
+class SilentStorage(LocalStorage):
+    """Storage that commits a step, and does not answer any more."""
+
+    def publish(self, path: str, data: bytes) -> bool:
+        published = super().publish(path, data)
+        if path.endswith(MANIFEST_NAME):
+            pause("published")
+        return published
+
+
 def tell(event: Event) -> None:
     say("event", type(event).__name__, getattr(event, "step", ""))
 
@@ -172,6 +183,13 @@ def make_termination() -> hf.TerminationConfig:
             raise ZeroDivisionError("a watcher that raises")
         return True
 
+    def advise() -> hf.preemption.Notice | None:
+        if not Path(OPTIONS["advice"]).exists():
+            return None
+        return hf.preemption.Notice(source="advice", text="save now", demand=hf.preemption.Demand.SAVE)
+
+    if "advice" in OPTIONS:
+        options["termination_watcher_fn"] = advise
     if "returns" in OPTIONS:
         options["exit_fn"] = exit_once_for_good
     if "save_fn" in OPTIONS:
@@ -191,6 +209,7 @@ def with_resumable(storage: Any, learned: Learned, cluster: Cluster) -> None:
         learned=hf.PerWorker(learned),
         cluster=cluster,
         liveness_seconds=OPTIONS.get("liveness", 15.0),
+        timeout_seconds=OPTIONS.get("timeout", 1800.0),
         rng=hf.RNG(),
         save_every=hf.Steps(OPTIONS.get("every", 1000)),
         keep=hf.All(),
@@ -282,6 +301,8 @@ def main() -> None:
     storage: Any = OPTIONS["directory"]
     if "disk_seconds" in OPTIONS:
         storage = SlowStorage(storage)
+    if "published" in OPTIONS.get("pause", []):
+        storage = SilentStorage(storage)
     learned = Learned(cluster)
     if "file_bytes" in OPTIONS:
         resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))

@@ -219,6 +219,34 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tm
         assert check_whole(tmp_path / "run") == [3, 6]
 
 
+@pytest.mark.parametrize("is_advice", [False, True])
+def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tmp_path: Path, is_advice: bool) -> None:
+    """It comes when more time has passed since than workers wait for each other."""
+    options: dict[str, Any] = {"timeout": 4.0, "total": 100_000, "step_seconds": 0.1, "evaluate": [5]}
+    # What is heard first asks to save and go on, or `exit_fn` goes on.
+    options |= {"checkpointable": True} if is_advice else {"checkpointable": True, "returns": 1}
+    each: dict[int, Any] = {0: {"advice": str(tmp_path / "advice")}} if is_advice else {}
+    with Jobs(tmp_path / "run", each=each, pause=["evaluation", 60], **options, **LOCKSTEP) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        if is_advice:
+            (tmp_path / "advice").touch()
+        else:
+            jobs.workers[0].send(signal.SIGTERM)
+        for worker in jobs.workers:
+            worker.wait_for("event Committed 6" if is_advice else "exit_fn")
+        for worker in jobs.workers:
+            worker.go_on()
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[0].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        for worker in jobs.workers:
+            worker.go_on()
+        assert jobs.end() == [42 if is_advice else 7] * 2, jobs.report()
+        assert check_whole(tmp_path / "run") == [6, 61]
+
+
 @pytest.mark.parametrize(("error", "code"), [("SystemExit", 3), ("ValueError", 1)])
 def test_an_exit_fn_that_ends_one_worker_and_returns_on_the_other_ends_both(
     tmp_path: Path, error: str, code: int
@@ -340,6 +368,37 @@ def test_a_grace_of_a_second_is_enough_for_a_quick_save(
         jobs.workers[0].wait_for("event NoticeHeard")
         jobs.workers[1].go_on()
         assert jobs.end() == [42, 42], jobs.report()
+        check_the_rest(jobs, uninterrupted)
+
+
+@pytest.mark.parametrize("loop", ["run", "own"])
+def test_a_grace_of_a_second_is_enough_for_a_quick_save_fn(tmp_path: Path, loop: str) -> None:
+    options: dict[str, Any] = {"grace": 1, "save_fn": "saves", "loop": loop, **LOCKSTEP}
+    with Jobs(tmp_path / "run", each={1: {"pause": [4]}}, **options) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        check_left(jobs, [5])
+
+
+@pytest.mark.parametrize("is_resting", [False, True])
+def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
+    tmp_path: Path, uninterrupted: list[str], is_resting: bool
+) -> None:
+    """The storage has committed it, and does not answer: all who leave look themselves."""
+    place: Any = "evaluation" if is_resting else 5
+    options: dict[str, Any] = {"grace": 3, "evaluate": [5] * is_resting, "checkpointable": True, **LOCKSTEP}
+    each = {0: {"pause": [place, "published"]}, 1: {"pause": [place]}}
+    with Jobs(tmp_path / "run", each=each, **options) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        if not is_resting:
+            for worker in jobs.workers:
+                worker.go_on()
+        check_left(jobs, [6])
         check_the_rest(jobs, uninterrupted)
 
 

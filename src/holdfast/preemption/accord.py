@@ -18,6 +18,7 @@ from typing import Final
 from msgspec.structs import replace as replace_fields
 
 from holdfast.cluster.peers import Peers
+from holdfast.deadlines import LEAST_SECONDS
 from holdfast.preemption.agreement import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
 from holdfast.preemption.board import Board, CallRecord, Outcome, StopRecord
 from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
@@ -143,7 +144,7 @@ class Accord:
 
         Args:
             outcome: What has.
-            end_at: Until when to wait for the others; None for as long as they live.
+            end_at: Until when to wait for the others, but for a moment in any case; None for as long as they live.
             told: Called once that is written down.
 
         Returns:
@@ -157,7 +158,8 @@ class Accord:
         if told is not None:
             self.herald.wait(lambda: bool(settled), time.monotonic() + _HEARD_SECONDS)
             told()
-        self.herald.wait(lambda: self._verdict is not None, end_at)
+        least_at = time.monotonic() + LEAST_SECONDS
+        self.herald.wait(lambda: self._verdict is not None, None if end_at is None else max(end_at, least_at))
         verdict = self._verdict
         if verdict is None:
             return merge([outcome], is_complete=False)

@@ -19,6 +19,7 @@ from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, decide, to_spare
 from holdfast.preemption.guard import Guard, end_at_of
+from holdfast.preemption.landing import Landing
 from holdfast.preemption.mishaps import find_loss, is_cause, is_of_save
 from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
@@ -55,7 +56,8 @@ class JointGuard(Guard):
             config: As there.
             keep: As there.
         """
-        super().__init__(manager, config, keep)
+        self._landing = Landing(manager, keep)
+        super().__init__(manager, config, self._landing.keep)
         self._peers = company.peers
         self._accord = Accord(company.peers, self.hearing.hear, self.hearing.ring)
         self._mishaps = self._accord.mishaps
@@ -188,14 +190,12 @@ class JointGuard(Guard):
             self._raise_error(step)
             holds = self._wish()
             turn = self._accord.arrive(step, holds=holds, ends=ends, is_over=is_over)
+            objection = self._patience.find_objection(turn, self.hearing.demand()[1])
             if turn is Turn.GO:
-                self._patience.renew()
                 return
             if turn is Turn.STOP:
-                self._patience.renew()
                 self._stop(step, arguments, options)
                 continue
-            objection = self._patience.find_objection(turn, self.hearing.demand()[1])
             if objection:
                 if not self._is_to_leave():
                     raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
@@ -266,6 +266,7 @@ class JointGuard(Guard):
         outlook = self._outlook()
         end_at = end_at_of(outlook)
         self.leaving = self._is_leaving_together = True
+        self._landing.begin()
         try:
             if stop.absent:
                 self._raise_cause()
@@ -319,7 +320,8 @@ class JointGuard(Guard):
     def _leave(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
-        if error:
+        met, error = error, self._landing.check(step, error, self._early, self._rest)
+        if error or (met and not self._has_exit_fn):
             # It is told, and nobody waits for the others any more.
             self._manager.abandon()
         left_seconds = self.hearing.demand()[1]
@@ -363,13 +365,12 @@ class JointGuard(Guard):
             else:
                 turn = self._accord.arrive(rest.step or 0, holds=holds, ends=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
-            if turn is Turn.GO or (self._is_to_leave() and self.hearing.is_by_hand()):
-                return
-            if turn is Turn.STOP:
-                self._stop_behind(rest)
+            if turn is not Turn.GO and self._is_to_leave() and self.hearing.is_by_hand():
                 return
             objection = self._patience.find_objection(turn, self.hearing.demand()[1])
-            if objection and self._is_to_leave():
+            if turn is Turn.STOP:
+                self._stop_behind(rest)
+            elif objection and self._is_to_leave():
                 self._end_behind(lambda: self._leave_alone(rest.step, objection))
 
     def _stop_behind(self, rest: Rest) -> None:
@@ -385,7 +386,8 @@ class JointGuard(Guard):
             rest.save()
             self._note_early(rest.step, self._outlook(is_resting=True).demand, rest.saved, count)
         else:
-            self._end_behind(lambda: self._leave_together(rest.step, partial(self._save_rest, rest)))
+            save = partial(rest.save_surely, ATTEMPTS, self._departure.wait_committed)
+            self._end_behind(lambda: self._leave_together(rest.step, save))
         self._accord.end_round()
 
     def _end_behind(self, leave: Callable[[], None]) -> None:
@@ -395,6 +397,3 @@ class JointGuard(Guard):
             self._mishaps.is_raised = False  # It is still to be raised in the training thread.
         except BaseException as error:  # noqa: BLE001  The program ends by it, in which thread soever it was raised.
             end_by(error)
-
-    def _save_rest(self, rest: Rest, end_at: float | None) -> str:
-        return rest.save_surely(ATTEMPTS, lambda saved: self._departure.wait_committed(saved, end_at))

@@ -166,8 +166,9 @@ class Mishaps:
         if found and self._peers.is_leader:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - self._done
-            most_seconds = _TELL_SECONDS if left_seconds is None else max(left_seconds, LEAST_SECONDS)
-            self.wait_heard("failure-heard", others, herald, begun_at + min(most_seconds, _TELL_SECONDS))
+            most_seconds = _TELL_SECONDS if left_seconds is None else min(left_seconds, _TELL_SECONDS)
+            least_at = time.monotonic() + LEAST_SECONDS
+            self.wait_heard("failure-heard", others, herald, max(begun_at + most_seconds, least_at))
         if not found and cause is None:
             _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
         if not found or found[0].rank == self._peers.rank:

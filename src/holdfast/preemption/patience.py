@@ -33,17 +33,16 @@ class Patience:
         self._waiting_since: float | None = None
         self._is_told = False
 
-    def renew(self) -> None:
-        """The wait is over."""
-        self._waiting_since = None
-
     def find_objection(self, turn: Turn, left_seconds: float | None) -> str:
-        """Why the others are not waited for any longer; an empty string if they are.
+        """Why the others are not waited for any longer; an empty string if they are, or need not be: that ends a wait.
 
         Args:
             turn: What this worker is to do.
             left_seconds: The time that is left; None if that is not known.
         """
+        if turn is Turn.GO or turn is Turn.STOP:
+            self._waiting_since, self._is_told = None, False
+            return ""
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
         waited_seconds = now - self._waiting_since

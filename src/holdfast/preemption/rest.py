@@ -60,12 +60,13 @@ class Rest(msgspec.Struct):
             return failure.message
         return ""
 
-    def save_surely(self, attempts: int, wait: Callable[[SaveHandle], None]) -> str:
+    def save_surely(self, attempts: int, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
         """**Blocks.** Saves, and waits until that is committed.
 
         Args:
             attempts: How often to try.
-            wait: Waits for the save; it raises `HoldfastError` if that fails.
+            wait: Waits for the save until a moment; it raises `HoldfastError` if that fails.
+            end_at: That moment, by the monotonic clock; None if nobody knows it.
 
         Returns:
             What went wrong; an empty string if nothing did.
@@ -75,7 +76,7 @@ class Rest(msgspec.Struct):
             error = self.save()
             try:
                 if not error and self.saved is not None:
-                    wait(self.saved)
+                    wait(self.saved, end_at)
             except HoldfastError as failure:
                 error = failure.message
             if not error:

@@ -109,6 +109,11 @@ class SaveHandle:
         return self._ended.is_open
 
     @property
+    def placed(self) -> bool:
+        """True once it is known where the checkpoint will lie, in a generation of this job."""
+        return self._name is not None
+
+    @property
     def committed(self) -> bool:
         """True once the checkpoint exists."""
         return self._is_committed
