@@ -12,11 +12,22 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.catalog import open_generation
 from holdfast.cluster import Cluster
-from holdfast.errors import ClusterError, PeerError, SaveFailedError, UsageError
+from holdfast.errors import (
+    ClusterError,
+    FencedError,
+    HoldfastError,
+    PeerError,
+    SaveFailedError,
+    StorageError,
+    UsageError,
+)
 from holdfast.events import Event, NoticeHeard
 from holdfast.preemption import FileAppears
 from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
+from holdfast.storage import LocalStorage
+from holdfast.storage.protocol import Entry
 from holdfast.testing.memory_engine import run_workers
 
 PATIENCE_SECONDS = 60.0
@@ -265,3 +276,192 @@ def test_a_save_that_failed_for_a_missing_worker_tells_of_that_one() -> None:
     full = PeerError("rank 2: full", rank=2, kind="StorageFullError", text="full")
     assert find_missing(wrapped(SaveFailedError("not saved", step=4), missing)) is missing
     assert find_missing(wrapped(SaveFailedError("not saved", step=4), full)) is None
+
+
+class BlindStorage(LocalStorage):
+    """A directory that one worker can look at only so many times."""
+
+    def __init__(self, path: Path, looks: int) -> None:
+        super().__init__(path)
+        self.looks = looks
+
+    def list(self, path: str) -> list[Entry]:
+        if path == "":
+            self.looks -= 1
+            if self.looks < 0:
+                raise StorageError("stale file handle", path=path)
+        return super().list(path)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(tmp_path: Path, blind: int) -> None:
+    ended = threading.Barrier(3)
+
+    def work(cluster: Cluster) -> BaseException:
+        storage = BlindStorage(tmp_path, 10**6)
+        objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
+        with hf.CheckpointManager(storage, objects, cluster=cluster) as manager:
+            if cluster.rank == blind:
+                storage.looks = 0
+            try:
+                manager.restore()
+            except HoldfastError as error:
+                # Nobody leaves before: it is not of that that the others hear.
+                ended.wait(PATIENCE_SECONDS)
+                return error
+        raise AssertionError("it has restored")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[blind], StorageError)
+    for rank in {0, 1, 2} - {blind}:
+        error = errors[rank]
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.kind) == (blind, "StorageError")
+        assert "stale file handle" in error.text
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_all_hear_of_a_worker_that_can_look_once_and_not_again(tmp_path: Path, blind: int) -> None:
+    def work(cluster: Cluster) -> BaseException:
+        storage = BlindStorage(tmp_path, 1 if cluster.rank == blind else 10**6)
+        objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
+        try:
+            with hf.WorkerTrainingState(objects, storage, cluster=cluster) as state:
+                state.restore()
+        except BaseException as error:
+            return error
+        raise AssertionError("it has restored")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[blind], StorageError)
+    for rank in {0, 1, 2} - {blind}:
+        error = errors[rank]
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.kind) == (blind, "StorageError")
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_all_hear_at_once_of_a_worker_that_refuses_what_it_is_to_restore(tmp_path: Path, blind: int) -> None:
+    ended = threading.Barrier(3)
+
+    def work(cluster: Cluster) -> BaseException:
+        storage = BlindStorage(tmp_path, 10**6)
+        objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
+        with hf.WorkerTrainingState(objects, storage, cluster=cluster) as state:
+            storage.looks = 0 if cluster.rank == blind else 10**6
+            try:
+                state.restore()
+            except HoldfastError as error:
+                ended.wait(PATIENCE_SECONDS)
+                return error
+        raise AssertionError("it has restored")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[blind], StorageError)
+    for rank in {0, 1, 2} - {blind}:
+        error = errors[rank]
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.kind) == (blind, "StorageError")
+
+
+def test_what_a_save_takes_for_seen_is_what_was_there_before_the_restore_chose(tmp_path: Path) -> None:
+    """A job that takes the run over while this one restores is seen by its next save, which fails."""
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(array=np.zeros(3)), cluster="alone") as before:
+        before.save(1).wait_committed()
+
+    class Overtaken(LocalStorage):
+        is_armed = False
+
+        def read(self, path: str, limit_bytes: int) -> bytes:
+            if path.startswith("step-") and self.is_armed:
+                self.is_armed = False
+                open_generation(LocalStorage(tmp_path))
+            return super().read(path, limit_bytes)
+
+    storage = Overtaken(tmp_path)
+    with hf.CheckpointManager(storage, hf.Checkpoint(array=np.zeros(3)), cluster="alone") as manager:
+        storage.is_armed = True
+        restored = manager.restore()
+        assert restored is not None
+        assert not storage.is_armed
+        assert restored.seen_generation == 1
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(2).wait_committed()
+        assert isinstance(caught.value.__cause__, FencedError)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("blind", [0, 1])
+def test_survivors_hear_of_a_blind_worker_without_a_save(tmp_path: Path, blind: int, breaks: bool) -> None:
+    """In a run that restores and saves nothing, amid a collective or without any."""
+    (tmp_path / "file").touch()
+
+    def work(cluster: Cluster) -> BaseException:
+        directory = tmp_path / ("file" if cluster.rank == blind else "run")
+        deaf = hf.TerminationConfig(sources=[])
+        try:
+            with hf.resumable(
+                directory, state={"a": 1}, cluster=cluster, begin_anew=True, liveness_seconds=3.0, preemption=deaf
+            ) as run:
+                for _ in run.steps(10_000_000):
+                    if breaks:
+                        raise RuntimeError(BROKEN)
+        except BaseException as error:
+            return error
+        raise AssertionError("it has come to its end")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[blind], UsageError)
+    for rank in {0, 1, 2} - {blind}:
+        error = errors[rank]
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.kind) == (blind, "UsageError")
+        assert "/file is there, but is no directory" in error.text
+        assert not breaks or str(error.__cause__) == BROKEN
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_blind_leader_takes_its_store_along_when_all_know_why(tmp_path: Path, trains: bool) -> None:
+    (tmp_path / "file").touch()
+    made, gone = threading.Barrier(3), threading.Event()
+    clusters: list[SilentCluster] = []
+
+    def work(cluster: Cluster) -> BaseException:
+        options: dict[str, Any] = {"liveness_seconds": 3.0, "begin_anew": trains}
+        if cluster.rank == 0:
+            made.wait(PATIENCE_SECONDS)
+            try:
+                hf.CheckpointManager(tmp_path / "file", hf.Checkpoint(a=hf.RNG()), cluster=cluster, **options)
+            except UsageError as error:
+                # As if the process had ended, which hosts the store.
+                for each in clusters:
+                    each.is_silent = True
+                return error
+            finally:
+                gone.set()
+        clusters.append(silent := SilentCluster(cluster))
+        deaf = hf.TerminationConfig(sources=[])
+        try:
+            if trains:
+                with hf.resumable(tmp_path / "run", rng=hf.RNG(), cluster=silent, preemption=deaf, **options) as run:
+                    made.wait(PATIENCE_SECONDS)
+                    assert gone.wait(PATIENCE_SECONDS)
+                    for _ in run.steps(10_000_000):
+                        pass
+            else:
+                with hf.CheckpointManager(
+                    tmp_path / "run", hf.Checkpoint(rng=hf.RNG()), cluster=silent, **options
+                ) as manager:
+                    made.wait(PATIENCE_SECONDS)
+                    assert gone.wait(PATIENCE_SECONDS)
+                    manager.restore()
+        except BaseException as error:
+            return error
+        raise AssertionError("it has come to its end")
+
+    errors = run_workers(3, work)
+    assert isinstance(errors[0], UsageError)
+    for error in errors[1:]:
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.kind) == (0, "UsageError")
+        assert "rank 0 on node-0: UsageError" in str(error)

@@ -251,8 +251,6 @@ class CheckpointManager:
         """
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         self._settle(None)
-        # Before it is looked for what to restore: whoever begins from here on is seen by the next save.
-        seen_generation = read_catalog(self._storage).generation
         restoration = restore_objects(
             self._storage,
             self.checkpoint.objects,
@@ -272,7 +270,8 @@ class CheckpointManager:
             self.checkpoint[name] = value
         if only is None:
             self.restored = restoration
-            self._origin = Origin(base=restoration.name, seen_generation=seen_generation)
+            # Whoever has begun since then is seen by the next save.
+            self._origin = Origin(base=restoration.name, seen_generation=restoration.seen_generation)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self._newest_asked = restoration.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +26,9 @@ from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest, RetentionPolicy
+from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
-from holdfast.save import arguments
+from holdfast.save.arguments import check_count, check_numbers
 from holdfast.save.handle import SaveHandle
 from holdfast.save.together import Together
 from holdfast.storage import Storage, open_storage
@@ -111,21 +111,25 @@ class WorkerTrainingState:
             "threads": threads,
             "liveness_seconds": liveness_seconds,
         }
-        arguments.check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
+        check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
         self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._manager: CheckpointManager | None = None
-        self._closed = False
+        self._begins_anew, self._closed = begin_anew, False
         try:
             self._manager = self._make_manager(begin_anew=begin_anew)
-        except BaseException:
+            catalog = read_catalog(self._storage)
+            is_empty = begin_anew or not (catalog.living or find_lost(self._storage, catalog))
+        except BaseException as error:
+            if self._manager is not None:
+                if self._manager.company is not None:
+                    self._manager.company.fail(error)
+                self._manager.close()
             self._together.close()
             raise
-        catalog = read_catalog(self._storage)
         self._generation = catalog.generation
         self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
         # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
-        self._unseen = not begin_anew and bool(catalog.living or find_lost(self._storage, catalog))
-        self._begins_anew = begin_anew
+        self._unseen = not is_empty
         self._saved: Backup | None = None
         self._in_flight: tuple[SaveHandle, Backup] | None = None
         # Why what was restored is not to be deleted.
@@ -162,7 +166,7 @@ class WorkerTrainingState:
                 This one goes on all the same; its handle is the error's `next_save`.
             DeadlineError: If the backup before does not end in time.
         """
-        backup = Backup(_check_count("epoch", epoch), None if batch is None else _check_count("batch", batch))
+        backup = Backup(check_count("epoch", epoch), None if batch is None else check_count("batch", batch))
         if self._unseen:
             raise UsageError(
                 f"{self._storage.url} has a backup that was not restored; this one would take its place",
@@ -195,7 +199,11 @@ class WorkerTrainingState:
             StorageError: If the place fails.
         """
         manager = self._open()
-        self._refuse_others()
+        peers = None if manager.company is None else manager.company.peers
+        # The others are told if one refuses: they would wait for it in the restore.
+        damage = make_agreement(peers, self._storage.url).run(self._refuse_others)
+        if damage is not None:
+            raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict)
         self._in_flight = None
         self._saved = None
@@ -267,8 +275,8 @@ class WorkerTrainingState:
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.
         """
-        first = _check_count("initial_epoch", initial_epoch)
-        total = None if epochs is None else _check_count("epochs", epochs)
+        first = check_count("initial_epoch", initial_epoch)
+        total = None if epochs is None else check_count("epochs", epochs)
         if mode not in _MODES:
             raise UsageError(f"mode={mode!r} is not known", hint=f"It is one of {', '.join(map(repr, _MODES))}.")
         if mode != "train":
@@ -302,7 +310,7 @@ class WorkerTrainingState:
         Raises:
             UsageError: As there.
         """
-        steps = _check_count("steps_per_epoch", steps_per_epoch)
+        steps = check_count("steps_per_epoch", steps_per_epoch)
         first = self.maybe_load_initial_epoch_from_ckpt(initial_epoch, mode, epochs=epochs)
         backup = self.saved if mode == "train" else None
         if backup is None or backup.batch is None:
@@ -390,10 +398,3 @@ class WorkerTrainingState:
             except (DamageError, NotFoundError):
                 return  # Restoring passes it over, or fails with more to say.
             read_note(manifest, self._storage.url)
-
-
-def _check_count(name: str, value: int) -> int:
-    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
-    if number < 0:
-        raise UsageError(f"{name}={value!r} is not a whole number from 0 on")
-    return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import queue
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
 
@@ -55,6 +55,7 @@ class Heartbeat:
         timeout_seconds: float = LIVENESS_SECONDS,
         *,
         name: str = "heartbeat",
+        hear_of_leader: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins at once; with a single worker there is nothing to do.
 
@@ -64,6 +65,8 @@ class Heartbeat:
             timeout_seconds: How long after its last sign everybody takes a worker for lost, at the latest. One that has
                 not given any sign yet has four times as long.
             name: What its keys begin with; the same on all workers, and of this heartbeat alone.
+            hear_of_leader: Called in the thread when the leader has said goodbye, before anybody here is told so; again
+                if it raises `HoldfastError`.
 
         Raises:
             UsageError: If the times do not fit each other.
@@ -79,6 +82,7 @@ class Heartbeat:
         # One interval for the leader to look, and one for the others to hear of it.
         self._lost_seconds = timeout_seconds - 2 * interval_seconds
         self._name = name
+        self._hear_of_leader = hear_of_leader
         # These three are replaced whole by the thread, and read by others.
         self._missed = _Missed()
         self._store_silent_seconds = 0.0
@@ -177,6 +181,9 @@ class Heartbeat:
     def _look_at_leader(self) -> _Missed:
         own = self._look_at((LEADER,))
         told = self._cluster.try_get(f"{self._name}/missed")
+        if own.gone and LEADER not in self._missed.gone:
+            # The last that is asked: the leader may take the store along as soon as it knows that it was heard.
+            self._hear_of_leader()
         if told is None:
             return own
         others = msgspec.json.decode(told, type=_Missed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -14,7 +15,7 @@ from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.errors import AbsentError, HoldfastError, PeerError
+from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 
 _BEATS: Final = 15
 _FEW_BEATS: Final = 5
@@ -27,6 +28,10 @@ _WARN_SECONDS: Final = 60.0
 _PAUSE_SHARE: Final = 0.1
 _SHORTEST_PAUSE_SECONDS: Final = 0.002
 _LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_READ_SECONDS: Final = 3.0
+_READ_PAUSE_SECONDS: Final = 0.02
+"""How long the leader waits until the others have read why it leaves, and how often it looks."""
 
 _TEXT_CHARACTERS: Final = 4000
 """How much of an error is told: enough for people, and no more than a store holds."""
@@ -97,9 +102,22 @@ class Peers:
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
         interval_seconds = liveness_seconds / (_BEATS if cluster.world_size <= _MANY else _FEW_BEATS)
-        self._heartbeat = Heartbeat(cluster, interval_seconds, liveness_seconds, name=self.key("heartbeat"))
         self._meetings = 0
         self._accords = 0
+        self._is_explained = False
+        # What the leader has left behind, as the store may be gone soon after it.
+        self._farewell: Failure | None = None
+        self._leader_node = ""
+        # Guards that this worker is counted once among those that have read that.
+        self._lock = threading.Lock()
+        self._is_counted = False
+        self._heartbeat = Heartbeat(
+            cluster,
+            interval_seconds,
+            liveness_seconds,
+            name=self.key("heartbeat"),
+            hear_of_leader=self._hear_of_leader,
+        )
 
     @property
     def is_leader(self) -> bool:
@@ -115,6 +133,16 @@ class Peers:
     def lost(self) -> frozenset[int]:
         """The workers that have not been heard of for too long."""
         return frozenset(self._heartbeat.lost)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The workers that have said goodbye, whether or not they have said why."""
+        return frozenset(self._heartbeat.gone)
+
+    @property
+    def farewell(self) -> Failure | None:
+        """Why the leader has left, if it has said so: known without the store, which may have gone with it."""
+        return self._farewell
 
     def key(self, *parts: object) -> str:
         """A key of these alone."""
@@ -143,9 +171,10 @@ class Peers:
         name = self.key("meeting", self._meetings)
         check = self._heartbeat.check
         try:
-            return confer(self.cluster, name, record, decide, self.timeout_seconds, check=check, purpose=purpose)
+            with self._minding_farewell():
+                return confer(self.cluster, name, record, decide, self.timeout_seconds, check=check, purpose=purpose)
         except AbsentError as error:
-            if (failure := self._find_explanation(error.ranks)) is not None:
+            if (failure := self.find_explanation(error.ranks)) is not None:
                 raise self.make_error(failure) from error
             raise
 
@@ -174,7 +203,8 @@ class Peers:
         warn_seconds = _WARN_SECONDS
         while True:
             for key in keys:
-                value = self.cluster.try_get(key)
+                with self._minding_farewell():
+                    value = self.cluster.try_get(key)
                 if value is not None:
                     return key, value
             waited = ranks()
@@ -205,7 +235,7 @@ class Peers:
 
     def make_error(self, failure: Failure) -> PeerError:
         """The error that this worker raises because of another's failure."""
-        node = self.cluster.node_of(failure.rank)
+        node = self._leader_node if failure is self._farewell else self.cluster.node_of(failure.rank)
         on = f" on {node}" if node else ""
         return PeerError(
             f"rank {failure.rank}{on}: {failure.kind}: {failure.text}",
@@ -224,16 +254,39 @@ class Peers:
 
     def explain(self, error: BaseException) -> None:
         """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
+        self._is_explained = True
         with suppress(HoldfastError):
             self.cluster.set(self.key("left", self.rank), msgspec.json.encode(self.describe(error)))
+            if not self.is_leader:
+                # Nor does the leader wait for it, if it leaves as well.
+                self._count_read()
+
+    def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
+        """Why one of these has left, if it has said so.
+
+        Raises:
+            ClusterError: If the store does not answer.
+        """
+        for rank in ranks:
+            if rank == LEADER and self._farewell is not None:
+                return self._farewell
+            if (value := self.cluster.try_get(self.key("left", rank))) is not None:
+                return msgspec.json.decode(value, type=Failure)
+        return None
 
     def leave(self) -> None:
         """Says goodbye without waiting: whoever waits for this worker waits no longer."""
         self._heartbeat.leave()
 
     def close(self) -> None:
-        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice."""
+        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice.
+
+        The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
+        """
         self._heartbeat.stop()
+        if self.is_leader and self._is_explained:
+            self._is_explained = False
+            self._wait_read()
 
     def _find_delay(self, what: str, end_at: float, waited_seconds: float) -> str:
         """Why there is no more time to wait; an empty string if there is."""
@@ -255,7 +308,7 @@ class Peers:
             (self._heartbeat.gone, "left the job"),
         ):
             named = sorted(set(absent) & set(ranks))
-            if named and (failure := self._find_explanation(named)) is not None:
+            if named and (failure := self.find_explanation(named)) is not None:
                 return failure
             if len(named) == 1:
                 return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
@@ -265,12 +318,36 @@ class Peers:
         self._heartbeat.check(())
         return None
 
-    def _find_explanation(self, ranks: Iterable[int]) -> Failure | None:
-        """Why one of these has left, if it has said so."""
-        for rank in ranks:
-            if (value := self.cluster.try_get(self.key("left", rank))) is not None:
-                return msgspec.json.decode(value, type=Failure)
-        return None
+    def _hear_of_leader(self) -> None:
+        """The leader has left; in the heartbeat's thread."""
+        if self._farewell is None:
+            self._leader_node = self.cluster.node_of(LEADER)
+            self._farewell = self.find_explanation((LEADER,))
+        if self._farewell is not None:
+            self._count_read()
+
+    def _count_read(self) -> None:
+        with self._lock:
+            is_counted, self._is_counted = self._is_counted, True
+        if not is_counted:
+            self.cluster.add(self.key("left", LEADER, "read"), 1)
+
+    def _wait_read(self) -> None:
+        end_at = time.monotonic() + _READ_SECONDS
+        others = set(range(self.world_size)) - {LEADER} - self.lost
+        with suppress(HoldfastError):
+            while self.cluster.add(self.key("left", LEADER, "read"), 0) < len(others) and time.monotonic() < end_at:
+                time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
+
+    @contextmanager
+    def _minding_farewell(self) -> Iterator[None]:
+        """Names the leader's own error, if the store does not answer since the leader has left with it."""
+        try:
+            yield
+        except ClusterError as error:
+            if self._farewell is None:
+                raise
+            raise self.make_error(self._farewell) from error
 
 
 def _no_end() -> None:

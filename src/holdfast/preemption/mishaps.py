@@ -58,6 +58,7 @@ class Mishaps:
         self._is_holding = False
         # Known to the thread that speaks with the others.
         self._done: set[int] = set()
+        self._asked: set[int] = set()
         self._end: EndRecord | None = None
         self._failure: Failure | None = None
 
@@ -78,6 +79,7 @@ class Mishaps:
             self._end = self._board.read(EndRecord, "end")
         if self._end is not None and self._end.step < self.certain:
             self._err(_fail_early(self._end, self.certain))
+        self._look_for_explanation()
         if self.error is None and (self._is_holding or not is_settling):
             for rank in sorted(self._peers.lost - self._done):
                 if not self.is_done(rank):
@@ -91,6 +93,9 @@ class Mishaps:
         Whether it is the machine of the store that is gone or the way to it, nobody can be heard any more. So it
         counts as the loss of a worker does, and after the same time.
         """
+        if self._peers.farewell is not None:
+            # The store has gone with the leader.
+            self._err(self._peers.farewell)
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
             self.erred_at = time.monotonic()
             self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
@@ -169,7 +174,7 @@ class Mishaps:
             most_seconds = _TELL_SECONDS if left_seconds is None else min(left_seconds, _TELL_SECONDS)
             least_at = time.monotonic() + LEAST_SECONDS
             self.wait_heard("failure-heard", others, herald, max(begun_at + most_seconds, least_at))
-        if not found and cause is None:
+        if not found and cause is None and error is not self.error:
             _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
         if not found or found[0].rank == self._peers.rank:
             return cause
@@ -228,6 +233,17 @@ class Mishaps:
             if self._failure is not None:
                 self._board.count("failure-heard", 1)
                 self._err(self._failure)
+
+    def _look_for_explanation(self) -> None:
+        """Whoever could not even begin has told of it where it said goodbye; in the thread that speaks with others."""
+        if self.error is not None or self._is_over:
+            return
+        for rank in sorted(self._peers.gone - self._asked - self._done):
+            failure = self._peers.find_explanation((rank,))
+            # It comes before the goodbye, or never.
+            self._asked.add(rank)
+            if failure is not None:
+                self._err(failure)
 
     def _err(self, failure: Failure) -> None:
         if self.error is None and not self._is_over:

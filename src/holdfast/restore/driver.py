@@ -48,6 +48,8 @@ class Restoration:
     Attributes:
         step: The step that the live objects now have.
         name: Which checkpoint it was.
+        seen_generation: The newest generation that the run had when it was looked for what to restore, before that was
+            chosen: one that begins later is another job's.
         manifest: Its manifest, with the metrics and metadata of the save.
         differences: What did not fit and was left as it was; empty unless `strict=False`.
         replaced: New values of named objects that could not be changed in place, such as numbers.
@@ -58,6 +60,7 @@ class Restoration:
 
     step: int
     name: StepName
+    seen_generation: int
     manifest: Manifest
     differences: Differences
     replaced: Mapping[str, Any] = field(default_factory=dict)
@@ -120,11 +123,19 @@ def restore_objects(
     """
     begun_at = time.monotonic()
     agreement = agreement or AloneAgreement()
-    catalog = read_catalog(storage)
-    for fault in catalog.faults:
-        emit(Warned(text=f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"))
     is_new = begins_anew and step is None
-    candidates = list(agreement.choose(step, lambda: () if is_new else _find_candidates(storage, catalog, step)))
+    seen: list[Catalog] = []
+
+    def find() -> tuple[StepName, ...]:
+        # It is looked in here, since the others are told of what goes wrong in here.
+        seen.append(catalog := read_catalog(storage))
+        for fault in catalog.faults:
+            text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"
+            emit(Warned(text=text))
+        return () if is_new else _find_candidates(storage, catalog, step)
+
+    candidates = list(agreement.choose(step, find))
+    (catalog,) = seen
     if not candidates:
         _warn_of_others(catalog, emit)
         return None
@@ -177,6 +188,7 @@ def restore_objects(
         return Restoration(
             step=name.step,
             name=name,
+            seen_generation=catalog.generation,
             manifest=manifest,
             differences=matching.differences,
             replaced=trial.replaced,

@@ -59,6 +59,18 @@ def check_step(step: int, name: str = "a step") -> int:
     return number
 
 
+def check_count(name: str, value: int) -> int:
+    """**Pure.** A count as a plain number; the error calls it by that name.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number < 0:
+        raise UsageError(f"{name}={value!r} is not a whole number from 0 on")
+    return number
+
+
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
     """**Pure.** Whether a step may be saved now.
 
