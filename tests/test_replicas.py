@@ -139,8 +139,11 @@ def test_what_is_copied_while_training_goes_on(tmp_path: Path, flipped: bool) ->
             self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     jobs = [Replica() for _ in range(3)]
-    # The first object of a library has its integration imported, which is no matter for threads.
-    capture_objects({"model": jobs[0].model, "optimizer": jobs[0].optimizer})
+    # The first object of a library has its integration imported, and the first overlapped save sets torch's hook, which
+    # is no matter for threads.
+    first = hf.Checkpoint(model=jobs[0].model, optimizer=jobs[0].optimizer)
+    with hf.CheckpointManager(tmp_path / "first", first, overlap_copy=True) as manager:
+        manager.save(1)
     if flipped:
         with torch.no_grad():
             jobs[1].model[1].weight[599, 599] += 1

@@ -9,10 +9,11 @@ otherwise its place, as `group0.3`.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -33,6 +34,45 @@ class _Layout:
     parameters: list[torch.Tensor]
     names: list[str]
     groups: list[list[str]]
+
+
+class _Steps:
+    """**Thread-safe.** What is called before each step of any optimizer of torch.
+
+    torch's own list of hooks is not to change while another thread's optimizer goes through it: so one stands there,
+    from the first time that one is needed, and those behind it are replaced whole.
+    """
+
+    def __init__(self) -> None:
+        # Guards changes.
+        self._lock = threading.Lock()
+        self._calls: tuple[Callable[[], None], ...] = ()
+        self._hook: Callable[..., None] | None = None
+        self._is_left_alone = False
+
+    def add(self, call: Callable[[], None]) -> Callable[[], None]:
+        """From now on that is called as well, until what is returned is called; harmless twice."""
+
+        def remove() -> None:
+            with self._lock:
+                self._calls = tuple(one for one in self._calls if one is not call)
+
+        with self._lock:
+            self._calls = (*self._calls, call)
+            # What Dynamo has compiled does not wait, unless it leaves the hook alone. To ask for that takes a second
+            # where nothing is compiled.
+            if self._hook is None or ("torch._dynamo" in sys.modules and not self._is_left_alone):
+                self._is_left_alone = "torch._dynamo" in sys.modules
+                self._hook = torch.compiler.disable(self._before) if self._is_left_alone else self._before
+                register_optimizer_step_pre_hook(self._hook)
+        return remove
+
+    def _before(self, *_: object) -> None:
+        for call in self._calls:
+            call()
+
+
+_STEPS: Final = _Steps()
 
 
 class OptimizerAdapter(Adapter):
@@ -77,13 +117,7 @@ class OptimizerAdapter(Adapter):
         if getattr(obj, "register_step_pre_hook", None) is None:
             return None  # A wrapper, say, that passes on little of what it wraps.
 
-        def wait(*_: object) -> None:
-            call()
-
-        # What Dynamo has compiled does not wait, unless it leaves the hook alone. To ask for that takes a second where
-        # nothing is compiled.
-        hook = torch.compiler.disable(wait) if "torch._dynamo" in sys.modules else wait
-        remove: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
+        remove = _STEPS.add(call)
         weakref.finalize(obj, remove).atexit = False
         return remove
 
