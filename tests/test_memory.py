@@ -71,6 +71,7 @@ def test_a_restore_in_place_takes_almost_nothing(tmp_path: Path) -> None:
 
 SCARCE = """
 import resource, sys, numpy as np, holdfast as hf
+import holdfast.state.numpy_arrays  # What is imported later may lack the memory for that.
 from holdfast.errors import SaveFailedError
 
 state = np.ones(30_000_000, np.float32)

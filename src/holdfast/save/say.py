@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
+from typing import TextIO
 
 
 def say(text: str) -> None:
@@ -14,8 +16,22 @@ def say(text: str) -> None:
         return
     # Nobody reads the pipe any more, the disk is full, the stream was closed, or it is one of the user's own.
     with contextlib.suppress(Exception):
-        stream.write(f"{text}\n")
-        stream.flush()
+        try:
+            stream.write(f"{text}\n")
+            stream.flush()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EBADF) and stream is sys.__stderr__:
+                _lead_nowhere(sys.stderr)
+            raise
+
+
+def _lead_nowhere(stream: TextIO) -> None:
+    """What is left in the buffer would be written again at the end, and Python ends with 120 if that fails."""
+    nowhere, lost = os.open(os.devnull, os.O_WRONLY), stream.fileno()
+    if nowhere != lost:
+        os.dup2(nowhere, lost)
+        os.close(nowhere)
+    stream.flush()
 
 
 def say_amid(text: str) -> None:
