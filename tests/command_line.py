@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -67,6 +68,14 @@ def behind(function: Callable[..., Any], act: Callable[[], object]) -> Iterator[
     finally:
         sys.settrace(before)
     assert not acts, "the function was not called"
+
+
+@contextmanager
+def job_that_cannot_be_joined() -> Iterator[dict[str, str]]:
+    """What the environment says in a job whose store cannot be opened: whoever tries to join it fails at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        yield {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def lines_of(text: str) -> list[list[str]]:

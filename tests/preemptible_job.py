@@ -128,9 +128,11 @@ class SlowStorage(LocalStorage):
 
 
 class SilentStorage(LocalStorage):
-    """Storage that commits a step, and does not answer any more."""
+    """Storage that does not answer any more when a step is to be committed, or has been."""
 
     def publish(self, path: str, data: bytes) -> bool:
+        if path.endswith(MANIFEST_NAME):
+            pause("publishing")
         published = super().publish(path, data)
         if path.endswith(MANIFEST_NAME):
             pause("published")
@@ -162,6 +164,7 @@ def save_or_raise() -> Any:
         raise ZeroDivisionError("of the user's")
     if OPTIONS["save_fn"] == "exits":
         sys.exit(3)
+    pause("save_fn")
     return SAVE[0]()
 
 
@@ -238,6 +241,7 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
         sinks=[tell],
         cluster=cluster,
         liveness_seconds=OPTIONS.get("liveness", 15.0),
+        timeout_seconds=OPTIONS.get("timeout", 1800.0),
     ) as manager:
         with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
             say("calls", handler.total_run_calls)
@@ -280,6 +284,7 @@ def loop_of_ones_own(handler: hf.PreemptionCheckpointHandler, learned: Learned) 
     while handler.total_run_calls < OPTIONS["total"]:
         learned.step()
         handler.save_checkpoint_if_preempted()
+        evaluate(learned, handler.checkpointable())
 
 
 LOOPS: dict[str, Callable[[hf.PreemptionCheckpointHandler, Learned], None]] = {
@@ -301,7 +306,7 @@ def main() -> None:
     storage: Any = OPTIONS["directory"]
     if "disk_seconds" in OPTIONS:
         storage = SlowStorage(storage)
-    if "published" in OPTIONS.get("pause", []):
+    if {"publishing", "published"} & set(OPTIONS.get("pause", [])):
         storage = SilentStorage(storage)
     learned = Learned(cluster)
     if "file_bytes" in OPTIONS:

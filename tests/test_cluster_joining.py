@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from command_line import run_python
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import Joining, name_ranks
 from holdfast.cluster.lanes import Lanes
@@ -275,3 +276,24 @@ def test_times_that_do_not_fit() -> None:
             Heartbeat(cluster, 5.0, 15.0)
 
     run_workers(1, begin)
+
+
+def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
+    """It would be ended by force amid the engine's own frames, and take the process along."""
+    done = run_python(
+        """
+        import _thread, atexit
+
+        # What is registered first runs last. A thread that has said that it ends is counted for a moment longer.
+        atexit.register(lambda: print("threads", min(_thread._count() for _ in range(100_000))))
+        import holdfast as hf
+        from holdfast.cluster.lanes import Lanes
+
+        manager = hf.CheckpointManager
+        lanes = Lanes(lambda seconds: object(), "this process")
+        lanes.prepare(2)
+        assert lanes.call(lambda store: 5, 10, "a call") == 5
+        print("threads", _thread._count())
+        """
+    )
+    assert done.stdout.split() == ["threads", "2", "threads", "0"], (done.stdout, done.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from command_line import job_that_cannot_be_joined
 from holdfast.catalog import read_catalog
 from holdfast.cli.demo import command
 from holdfast.demo.kills import plan_kills
@@ -212,6 +213,20 @@ def test_workers_that_part_are_found_out() -> None:
     assert len(find_objections(untouched, make_run(*steps, left[0], elsewhere, *ends))) == 1
     assert len(find_objections(untouched, make_run(*steps, *left, ends[0]))) == 1
     assert len(find_objections(untouched, make_run(*steps, steps[0], *left, *ends))) == 1
+
+
+def test_training_within_a_job_is_alone(tmp_path: Path) -> None:
+    with job_that_cannot_be_joined() as environment:
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast.demo.train", str(tmp_path / "run"), "--steps", "2"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "step 2: loss" in done.stdout
 
 
 @contextmanager

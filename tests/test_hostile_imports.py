@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from command_line import complaint
+from command_line import call, complaint
 from holdfast import errors
 from holdfast.interchange.pickle_reading import read_pickle
 from holdfast.interchange.pickle_writing import Global, write_pickle
@@ -89,7 +89,7 @@ def test_no_call_in_a_torch_file_is_made(tmp_path: Path, number: int, protocol: 
     mark = tmp_path / "mark"
     evil = evil_calls(mark)[number]
     try:
-        data = pickle.dumps({"model": {"w": evil}}, protocol=protocol)
+        data = pickle.dumps({"model": {"w": evil, "n": 1}}, protocol=protocol)
     except TypeError:  # A module cannot be pickled; its name can.
         data = b"\x80\x02c__builtin__\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00a\x86R."
     path = archive(tmp_path / "evil.pt", data)
@@ -119,6 +119,14 @@ def rewrite(directory: Path, change: Callable[[Any], object]) -> None:
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+
+
+def doubled() -> list[Any]:
+    """A list of few lists, which would take for ever to write down."""
+    value: list[Any] = []
+    for _ in range(60):
+        value = [value, value]
+    return value
 
 
 def info_of(metadata: Any, name: str) -> Any:
@@ -195,6 +203,10 @@ def test_the_metadata_of_dcp_leads_nowhere_else(directory: Path, path: Any) -> N
         (lambda m: m.planner_data.update({"n": ("model", "w")}), "another entry"),
         (lambda m: setattr(m, "state_dict_metadata", None), "no entries"),
         (lambda m: setattr(m, "storage_data", {1: 2}), "is expected"),
+        (lambda m: setattr(info_of(m, "model.w"), "relative_path", doubled()), "value of type list"),
+        (lambda m: setattr(info_of(m, "model.w"), "relative_path", "a/" * (1 << 20)), "no file beside it"),
+        (lambda m: m.planner_data.update({"n": ("a",) * 1000}), "a key is made of more than"),
+        (lambda m: m.planner_data.update({"n": ("a", 1 << 100_000)}), "is malformed"),
     ],
 )
 def test_metadata_of_dcp_that_cannot_be_is_refused(directory: Path, change: Any, text: str) -> None:
@@ -236,6 +248,9 @@ def test_tensors_that_cannot_be_are_refused(tmp_path: Path, options: Any, text: 
     refuse(archive(tmp_path / "a.pt", tensor_pickle(**options), {"data/0": bytes(24)}), text)
 
 
+LAUGHTER = b"]q\x000" + b"](h\x00h\x00eq\x000" * 60 + b"h\x00"
+DEVICE = b"\x80\x02ctorch\ndevice\n"
+
 PICKLES = {
     "a length": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",
     "a text": b"\x80\x02X\xff\xff\xff\x7fabc.",
@@ -256,7 +271,100 @@ PICKLES = {
     "a key that is a list": b"\x80\x02}]Ns.",
     "a call of a list": b"\x80\x02])R.",
     "buffers": b"\x80\x05\x97.",
+    "a text as a device's number": DEVICE + b"X\x01\x00\x00\x00c" + LAUGHTER + b"\x86R.",
 }
+
+DEEP = b")" + b"\x85" * 250_000
+DOUBLED = b")q\x00" + b"h\x00h\x00\x86q\x00" * 60
+A = b"X\x01\x00\x00\x00a"
+KEYS = {
+    "a deep tuple": b"\x80\x02}" + DEEP + b"Ns.",
+    "a deep tuple in a frozen set": b"\x80\x04(" + DEEP + b"\x91.",
+    "a deep tuple in a set": b"\x80\x04\x8f(" + DEEP + b"\x90.",
+    "a deep tuple in a list of a set": b"\x80\x02cbuiltins\nset\n](" + DEEP + b"e\x85R.",
+    "a deep tuple in pairs": b"\x80\x02ccollections\nOrderedDict\n](" + DEEP + b"N\x86e\x85R.",
+    "what lies beside it": b"\x80\x02}" + A + b"\x85Q" * 250_000 + b"Ns.",
+    "a doubled tuple": b"\x80\x02" + DOUBLED + b"0}h\x00Ns.",
+    "a doubled tuple in a frozen set": b"\x80\x04(" + DOUBLED + b"\x91.",
+    "a wide tuple": b"\x80\x02}(" + b"N" * 1000 + b"tNs.",
+    "a large number": b"\x80\x02}\x8b" + struct.pack("<L", 1 << 20) + b"\x7f" * (1 << 20) + b"Ns.",
+    "a long text": b"\x80\x02}X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"Ns.",
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_that_take_for_ever_to_hash_or_end_the_interpreter_are_refused(name: str) -> None:
+    with pytest.raises(errors.FormatError, match=r"malformed.*key"):
+        read_pickle(memoryview(KEYS[name]), (), "here")
+
+
+def test_keys_made_to_have_one_hash_are_refused() -> None:
+    # -1 and -2 have the same hash, and so have tuples of them; as have multiples of one prime.
+    numbers = {tuple(-1 - (number >> bit & 1) for bit in range(12)): None for number in range(1 << 12)}
+    multiples = {number * ((1 << 61) - 1): None for number in range(1 << 12)}
+    for keys in (numbers, multiples, set(numbers), [{key: 1} for key in multiples]):
+        with pytest.raises(errors.FormatError, match="the same hash"):
+            read_pickle(memoryview(pickle.dumps(keys, protocol=4)), (), "here")
+
+
+def test_keys_as_programs_have_them_are_read() -> None:
+    table = {(x, y, "up"): x * y for x in range(-20, 20) for y in range(-20, 20)}
+    keys = {1: 1, 2**70: 2, -1: 3, 0.5: 4, None: 5, b"b": 7, "s": 8, (1, ("a", None)): 9, frozenset({1}): 10}
+    plain = [table, keys, set(keys), frozenset(table), [keys] * 1000]
+    assert read_pickle(memoryview(pickle.dumps(plain, protocol=4)), (), "here") == plain
+    assert read_pickle(memoryview(pickle.dumps([table, set(table)], protocol=2)), (), "here") == [table, set(table)]
+
+
+def test_what_stands_once_is_not_copied_again_and_again() -> None:
+    text = b"X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"q\x000"
+    for made in (b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R", b"cbuiltins\nbytearray\nh\x00\x85R"):
+        with little_memory(), pytest.raises(errors.FormatError, match="more is copied"):
+            read_pickle(memoryview(b"\x80\x02" + text + b"](" + made * 1000 + b"e."), (), "here")
+
+
+def test_a_storage_of_a_strange_type_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    for strange in (
+        b"]" * 100_000 + b"a" * 99_999,
+        DEEP,
+        b"]" + LAUGHTER,
+        b"X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20),
+    ):
+        storage = b"(X\x07\x00\x00\x00storage" + strange + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQ"
+        tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00(K\x06t(K\x01t\x89NtR"
+        refuse(
+            archive(tmp_path / "a.pt", b"\x80\x02}" + A + tensor + b"s."),
+            "storages of the type",
+            "is not named",
+            "malformed",
+        )
+
+
+def test_an_element_type_that_is_none_is_refused(tmp_path: Path) -> None:
+    storage = b"(X\x07\x00\x00\x00storagectorch.storage\nUntypedStorage\n"
+    storage += b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v3\n(" + storage + b"K\x00(K\x06t(K\x01t\x89N" + DEEP + b"tR"
+    refuse(archive(tmp_path / "a.pt", b"\x80\x02}" + A + tensor + b"s.", {"data/0": bytes(24)}), "not described")
+
+
+def test_names_that_are_no_utf8_can_be_taken_in(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"))
+    made = hf.import_checkpoint(archive(path, pickle.dumps({"\ud800": 1, "b": "\udfff"}, protocol=2)), tmp_path / "run")
+    assert made.objects == ("model",)
+    assert call("import", path, tmp_path / "other").exit_code == 0
+    with pytest.raises(errors.UsageError, match="no name for an object"):
+        hf.import_checkpoint(path, tmp_path / "named", name="\ud800")
+
+
+def test_nobody_waits_for_what_a_pipe_may_bring(tmp_path: Path, directory: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    refuse(tmp_path / "pipe.pt", "no plain file")
+    data = directory / "__0_0.distcp"
+    data.unlink()
+    os.mkfifo(data)
+    refuse(directory, "no plain file")
+    (directory / ".metadata").unlink()
+    os.mkfifo(directory / ".metadata")
+    refuse(directory, "no plain file")
 
 
 @pytest.mark.parametrize("name", PICKLES)
@@ -265,7 +373,7 @@ def test_pickles_made_to_exhaust_are_refused(tmp_path: Path, name: str) -> None:
     if name == "a place":  # It is kept under a large number, which costs nothing.
         assert read_pickle(memoryview(PICKLES[name]), (), "here") is None
         return
-    refuse(path, "malformed", "nested", "contains itself", "may hold", "more than", "holds nothing")
+    refuse(path, "malformed", "nested", "contains itself", "may hold", "more than", "holds nothing", "cannot be stored")
 
 
 @settings(max_examples=300)

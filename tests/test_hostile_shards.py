@@ -173,6 +173,23 @@ def test_the_same_box_may_stand_twice_if_the_values_agree(tmp_path: Path) -> Non
         open_step(storage, manifest.name.directory, manifest.name)
 
 
+def test_where_a_box_stands_twice_with_other_values_the_older_step_is_taken(tmp_path: Path) -> None:
+    def job(value: float, others: float) -> list[dict[str, Any]]:
+        rows = [(0, value), (0, others), (2, value)]
+        return [{"rows": hf.Shard(np.full((2, 2), each), (4, 2), (begin, 0))} for begin, each in rows]
+
+    storage = LocalStorage(tmp_path / "run")
+    save_job(storage, job(1.0, 1.0))
+    save_job(storage, job(2.0, 3.0), step=2)
+    for worker in (ALONE, Worker(1, 2)):
+        # It reads the indexes of all, since what is missing lies with the last.
+        objects: dict[str, Any] = {"rows": np.zeros((4, 2))}
+        restoration = restore_part(storage, objects, worker)
+        assert restoration.step == 1
+        assert "different values for [0:2, 0:2]" in restoration.passed_over[0].message
+        assert np.all(objects["rows"] == 1.0)
+
+
 def test_boxes_need_the_feature(run: Path) -> None:
     manifest = read_manifest(run)
     assert manifest.features == (SHARDS,)

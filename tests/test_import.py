@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -287,10 +288,26 @@ def test_what_cannot_be_kept_is_refused_or_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     document = call_json("import", tmp_path / "a.pt", tmp_path / "run", "--skip-unknown")
     assert [one["path"] for one in document["left_out"]] == ["rng"]
-    assert document["objects"] == ["model", "rng", "x"]
+    assert document["objects"] == ["model", "x"]
     torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "b.pt")
     code, text = complaint("import", tmp_path / "b.pt", tmp_path / "other")
     assert (code, "ComplexDoubleStorage" in text) == (1, True)
+
+
+def test_a_job_without_what_was_left_out_goes_on(tmp_path: Path) -> None:
+    entries = {
+        "model": {"w": torch.ones(2)},
+        "args": argparse.Namespace(lr=1),
+        "more": {"epoch": 3, "args": {1: {2}}, "own": argparse.Namespace(lr=2)},
+    }
+    torch.save(entries, tmp_path / "a.pt")
+    document = call_json("import", tmp_path / "a.pt", tmp_path / "run", "--skip-unknown", "--step", "7")
+    assert [one["path"] for one in document["left_out"]] == ["args", "more/own"]
+    assert document["objects"] == ["model", "more"]
+    model, more = {"w": torch.zeros(2)}, {"epoch": 0, "args": {1: {5}}}
+    with hf.resumable(tmp_path / "run", model=model, more=more) as run:
+        assert run.step == 7
+    assert (model["w"].tolist(), more) == ([1, 1], {"epoch": 3, "args": {1: {2}}})
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

@@ -293,18 +293,36 @@ class BlindStorage(LocalStorage):
         return super().list(path)
 
 
+def check_told(errors: list[BaseException], blind: int, kind: type[Exception], text: str) -> list[PeerError]:
+    """The worker that cannot look raises its own error, and all others that one; gives theirs."""
+    assert isinstance(errors[blind], kind)
+    told = [error for rank, error in enumerate(errors) if rank != blind and isinstance(error, PeerError)]
+    assert len(told) == len(errors) - 1, errors
+    assert {(error.rank, error.kind) for error in told} == {(blind, kind.__name__)}
+    assert all(text in error.text for error in told)
+    return told
+
+
+@pytest.mark.parametrize("keeps_epochs", [False, True])
 @pytest.mark.parametrize("blind", [0, 1])
-def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(tmp_path: Path, blind: int) -> None:
+def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(
+    tmp_path: Path, blind: int, keeps_epochs: bool
+) -> None:
     ended = threading.Barrier(3)
 
     def work(cluster: Cluster) -> BaseException:
         storage = BlindStorage(tmp_path, 10**6)
         objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
-        with hf.CheckpointManager(storage, objects, cluster=cluster) as manager:
+        keeper: hf.CheckpointManager | hf.WorkerTrainingState
+        if keeps_epochs:
+            keeper = hf.WorkerTrainingState(objects, storage, cluster=cluster)
+        else:
+            keeper = hf.CheckpointManager(storage, objects, cluster=cluster)
+        with keeper:
             if cluster.rank == blind:
                 storage.looks = 0
             try:
-                manager.restore()
+                keeper.restore()
             except HoldfastError as error:
                 # Nobody leaves before: it is not of that that the others hear.
                 ended.wait(PATIENCE_SECONDS)
@@ -312,12 +330,7 @@ def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(tmp_path
         raise AssertionError("it has restored")
 
     errors = run_workers(3, work)
-    assert isinstance(errors[blind], StorageError)
-    for rank in {0, 1, 2} - {blind}:
-        error = errors[rank]
-        assert isinstance(error, PeerError)
-        assert (error.rank, error.kind) == (blind, "StorageError")
-        assert "stale file handle" in error.text
+    check_told(errors, blind, StorageError, "stale file handle")
 
 
 @pytest.mark.parametrize("blind", [0, 1])
@@ -333,35 +346,7 @@ def test_all_hear_of_a_worker_that_can_look_once_and_not_again(tmp_path: Path, b
         raise AssertionError("it has restored")
 
     errors = run_workers(3, work)
-    assert isinstance(errors[blind], StorageError)
-    for rank in {0, 1, 2} - {blind}:
-        error = errors[rank]
-        assert isinstance(error, PeerError)
-        assert (error.rank, error.kind) == (blind, "StorageError")
-
-
-@pytest.mark.parametrize("blind", [0, 1])
-def test_all_hear_at_once_of_a_worker_that_refuses_what_it_is_to_restore(tmp_path: Path, blind: int) -> None:
-    ended = threading.Barrier(3)
-
-    def work(cluster: Cluster) -> BaseException:
-        storage = BlindStorage(tmp_path, 10**6)
-        objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
-        with hf.WorkerTrainingState(objects, storage, cluster=cluster) as state:
-            storage.looks = 0 if cluster.rank == blind else 10**6
-            try:
-                state.restore()
-            except HoldfastError as error:
-                ended.wait(PATIENCE_SECONDS)
-                return error
-        raise AssertionError("it has restored")
-
-    errors = run_workers(3, work)
-    assert isinstance(errors[blind], StorageError)
-    for rank in {0, 1, 2} - {blind}:
-        error = errors[rank]
-        assert isinstance(error, PeerError)
-        assert (error.rank, error.kind) == (blind, "StorageError")
+    check_told(errors, blind, StorageError, "")
 
 
 def test_what_a_save_takes_for_seen_is_what_was_there_before_the_restore_chose(tmp_path: Path) -> None:
@@ -411,12 +396,7 @@ def test_survivors_hear_of_a_blind_worker_without_a_save(tmp_path: Path, blind: 
         raise AssertionError("it has come to its end")
 
     errors = run_workers(3, work)
-    assert isinstance(errors[blind], UsageError)
-    for rank in {0, 1, 2} - {blind}:
-        error = errors[rank]
-        assert isinstance(error, PeerError)
-        assert (error.rank, error.kind) == (blind, "UsageError")
-        assert "/file is there, but is no directory" in error.text
+    for error in check_told(errors, blind, UsageError, "/file is there, but is no directory"):
         assert not breaks or str(error.__cause__) == BROKEN
 
 

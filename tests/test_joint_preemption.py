@@ -43,6 +43,16 @@ def check_the_rest(jobs: Jobs, expected: list[str], **options: Any) -> None:
         assert results(again) == expected
 
 
+def ask_where_all_pause(jobs: Jobs, asked: int) -> None:
+    """One worker gets a signal while all pause, and the others hear of it."""
+    for worker in jobs.workers:
+        worker.wait_for("paused")
+    jobs.workers[asked].send(signal.SIGTERM)
+    for number, worker in enumerate(jobs.workers):
+        if number != asked:
+            worker.wait_for("event NoticeHeard")
+
+
 # A notice at each moment.
 
 
@@ -67,10 +77,7 @@ def test_a_signal_to_one_worker_stops_all_at_one_step(
 def test_workers_of_different_speeds_stop_at_a_step_that_none_has_passed(tmp_path: Path) -> None:
     each = {0: {"pause": [20]}, 1: {"pause": [60]}}
     with Jobs(tmp_path / "run", total=100_000, each=each) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         for worker in jobs.workers:
             worker.go_on()
         check_left(jobs, [61])
@@ -109,10 +116,7 @@ def test_a_signal_in_evaluation(tmp_path: Path, uninterrupted: list[str], is_pro
     """In a block that promises to change nothing, nobody waits for its end."""
     options = {"evaluate": [5], "checkpointable": is_promised, **LOCKSTEP}
     with Jobs(tmp_path / "run", pause=["evaluation"], **options) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         if not is_promised:
             for worker in jobs.workers:
                 worker.go_on()
@@ -125,10 +129,7 @@ def test_one_worker_in_evaluation_and_one_in_a_step(tmp_path: Path, uninterrupte
     """The evaluation is ended as the step is; there the same step is saved from two places."""
     each = {0: {"pause": ["evaluation"], "evaluate": [5], "checkpointable": True}, 1: {"pause": [5]}}
     with Jobs(tmp_path / "run", each=each) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         jobs.workers[1].go_on()
         check_left(jobs, [6])
 
@@ -156,10 +157,7 @@ def test_a_signal_outside_of_the_loop(tmp_path: Path, uninterrupted: list[str], 
 
 def test_a_worker_that_has_not_begun_is_waited_for(tmp_path: Path, uninterrupted: list[str]) -> None:
     with Jobs(tmp_path / "run", each={0: {"pause": ["before"]}, 1: {"pause": [0]}}) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         for worker in jobs.workers:
             worker.go_on()
         check_left(jobs, [1])
@@ -237,10 +235,7 @@ def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tm
             worker.wait_for("event Committed 6" if is_advice else "exit_fn")
         for worker in jobs.workers:
             worker.go_on()
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         for worker in jobs.workers:
             worker.go_on()
         assert jobs.end() == [42 if is_advice else 7] * 2, jobs.report()
@@ -391,10 +386,7 @@ def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
     options: dict[str, Any] = {"grace": 3, "evaluate": [5] * is_resting, "checkpointable": True, **LOCKSTEP}
     each = {0: {"pause": [place, "published"]}, 1: {"pause": [place]}}
     with Jobs(tmp_path / "run", each=each, **options) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[1].send(signal.SIGTERM)
-        jobs.workers[0].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 1)
         if not is_resting:
             for worker in jobs.workers:
                 worker.go_on()
@@ -422,6 +414,68 @@ def test_a_worker_whose_step_does_not_end_leaves_once_another_one_has(tmp_path: 
         # Nobody lets the one that pauses go on.
         assert jobs.end() == [74, 74], jobs.report()
         assert "step 5 could NOT be saved: rank 0 on" in jobs.workers[1].errors
+
+
+def test_a_worker_that_rests_and_one_that_waits_for_it_in_the_next_step_leave_when_the_time_is_over(
+    tmp_path: Path,
+) -> None:
+    each = {0: {"pause": ["evaluation"], "evaluate": [5], "checkpointable": True}, 1: {"pause": [6]}}
+    with Jobs(tmp_path / "run", grace=3, each=each) as jobs:
+        ask_where_all_pause(jobs, 0)
+        # Nobody lets them go on.
+        assert jobs.end() == [74, 74], jobs.report()
+        for worker in jobs.workers:
+            assert "the loop has not gone on within" in worker.errors
+
+
+@pytest.mark.parametrize("changing", [[0, 1], [1]])
+def test_what_was_changed_behind_a_step_is_not_said_to_be_saved(tmp_path: Path, changing: list[int]) -> None:
+    """No worker goes on to where the others, which wait at that step, would never come."""
+    options: dict[str, Any] = {"loop": "own", "evaluate": [5], "checkpointable": True, "pause": ["evaluation"]}
+    with Jobs(tmp_path / "run", each={rank: {"change": True} for rank in changing}, **options) as jobs:
+        ask_where_all_pause(jobs, 0)
+        assert jobs.end() == [74, 74], jobs.report()
+        assert check_whole(jobs.directory) == []
+        for worker in jobs.workers:
+            assert "changed since the step ended" in worker.errors
+
+
+def test_ctrl_c_in_a_block_behind_a_step_leaves_at_its_end(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loop": "own", "evaluate": [5], "checkpointable": True, "pause": ["evaluation"]}
+    with Jobs(tmp_path / "run", **options) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+            worker.send(signal.SIGINT)
+        for worker in jobs.workers:
+            worker.wait_for("event NoticeHeard")
+            worker.go_on()
+        assert jobs.end() == [130, 130], jobs.report()
+        # Whether one begins another step before it hears that it may not, is a race.
+        assert check_whole(jobs.directory) in ([6], [7])
+
+
+def test_a_notice_whose_text_is_no_text_reaches_all(tmp_path: Path, uninterrupted: list[str]) -> None:
+    flag = tmp_path / "flag-\udcff"
+    with Jobs(tmp_path / "run", pause=[5], each={0: {"file": str(flag)}}) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        flag.touch()
+        for worker in jobs.workers:
+            worker.wait_for("event NoticeHeard")
+            worker.go_on()
+        check_left(jobs, [6])
+        check_the_rest(jobs, uninterrupted)
+
+
+@pytest.mark.long
+def test_a_save_fn_that_hangs_on_one_worker_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
+    each = {0: {"pause": [5]}, 1: {"pause": [5, "save_fn"]}}
+    with Jobs(tmp_path / "run", loop="run", save_fn="saves", timeout=1, each=each) as jobs:
+        ask_where_all_pause(jobs, 0)
+        for worker in jobs.workers:
+            worker.go_on()
+        assert jobs.end() == [74, 74], jobs.report()
+        assert check_whole(jobs.directory) == []
 
 
 def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Path, uninterrupted: list[str]) -> None:
@@ -470,10 +524,7 @@ def test_an_error_of_one_worker_ends_all(
 def test_an_error_after_a_notice_ends_all_with_its_cause(tmp_path: Path) -> None:
     each = {0: {"pause": [5]}, 1: {"pause": [3, "finally"], "raise_in": 3, "error": "ValueError"}}
     with Jobs(tmp_path / "run", loop="run", each=each) as jobs:
-        for worker in jobs.workers:
-            worker.wait_for("paused")
-        jobs.workers[0].send(signal.SIGTERM)
-        jobs.workers[1].wait_for("event NoticeHeard")
+        ask_where_all_pause(jobs, 0)
         jobs.workers[0].go_on()
         # It saves the stop step, for which the other one's part will never come.
         jobs.workers[0].wait_for("event Staged")

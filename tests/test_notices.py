@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.errors import UsageError
@@ -610,6 +613,62 @@ class Faulty(PolledSource):
         return (Notice(source=self.name, text=f"look {self.looks}"),)
 
 
+def test_a_notice_whose_time_is_not_a_number_is_refused() -> None:
+    with pytest.raises(UsageError, match="left_seconds=nan is no time"):
+        Notice(source="mine", text="go", demand=Demand.LEAVE_BY, left_seconds=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"left_seconds": "30"}, "left_seconds='30' is no time"),
+        ({"left_seconds": True}, "left_seconds=True is no time"),
+        ({"left_seconds": 3j}, "left_seconds=3j is no time"),
+        ({"demand": "leave"}, "demand='leave' is no Demand"),
+        ({"demand": 3}, "demand=3 is no Demand"),
+        ({"text": None}, "text=None is no text"),
+        ({"source": 7}, "source=7 is no text"),
+    ],
+)
+def test_a_notice_of_the_wrong_kind_is_refused_where_it_is_made(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match) as refused:
+        Notice(**{"source": "mine", "text": "go", **wrong})
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(("given", "left"), [(-3, 0.0), (np.float32(2.5), 2.5), (Fraction(1, 2), 0.5), (7, 7.0)])
+def test_the_time_of_a_notice_is_any_real_number_and_never_less_than_none_at_all(given: Any, left: float) -> None:
+    notice = Notice(source="mine", text="go", demand=Demand.LEAVE_BY, left_seconds=given)
+    assert (notice.left_seconds, type(notice.left_seconds)) == (left, float)
+
+
+@pytest.mark.parametrize("seconds", ["1", float("nan"), float("inf"), 0, -1, None, True])
+@pytest.mark.parametrize("make", [AWS, Azure, partial(FileAppears, "x"), partial(Watcher, lambda: None)])
+def test_an_interval_that_is_no_time_is_refused(make: Callable[..., Any], seconds: Any) -> None:
+    with pytest.raises(UsageError, match="interval_seconds"):
+        make(interval_seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", ["1", float("nan"), -1])
+def test_a_source_of_the_users_with_an_odd_interval_is_warned_of_and_asked_again(seconds: Any) -> None:
+    notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    events: list[Event] = []
+
+    def hear(notice: Notice) -> bool:
+        notices.put(notice)
+        return True
+
+    source = Faulty(0)
+    source.interval_seconds = seconds
+    watch = Watch([source], hear, events.append, pause_seconds=0.01)
+    watch.open()
+    try:
+        assert [notices.get(timeout=PATIENCE_SECONDS).text for _ in range(3)] == ["look 1", "look 2", "look 3"]
+    finally:
+        watch.close()
+    assert len(events) == 1
+
+
 def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
     notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
     events: list[Event] = []
@@ -814,7 +873,7 @@ def test_an_ignored_signal_stays_ignored_and_kubernetes_knows_the_time() -> None
         """
     )
     assert ended.stdout.splitlines() == [
-        "SIGTERM 12 False",
+        "SIGTERM 12.0 False",
         "SIGINT None True",
         "SIGUSR2 None False",
         "True 0",

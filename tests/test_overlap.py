@@ -7,28 +7,34 @@ import os
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast as hf
-from holdfast.errors import ChangedError, DeadlineError, SaveFailedError
-from holdfast.events import Event, Held
+from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError
+from holdfast.events import Committed, Event, Failed, Held, Warned
 from holdfast.integrations.torch import optimizers
 from holdfast.save.buffer import HostBuffer
-from holdfast.save.overlap import StepHold
+from holdfast.save.overlap import StepHold, keep_steady
+from holdfast.save.progress import Sign
 from holdfast.save.stage import Stager
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage
 from holdfast.storage.crew import Crew
 from holdfast.storage.memory import MemoryWriter
+from patience import PATIENCE_SECONDS
 
 
 class Net(nn.Module):
@@ -214,6 +220,45 @@ def test_what_changes_under_the_copy_is_never_committed_and_copied_at_once_from_
         assert manager.latest_step() == 2
 
 
+def test_a_save_that_is_lost_to_a_change_ends_no_training(restless: Job, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with hf.CheckpointManager(
+        tmp_path, restless.checkpoint(), overlap_copy=True, sinks=[events.append], failures_allowed=0
+    ) as manager:
+        first = manager.save(1)
+        first.wait_ended()
+        manager.wait()
+        second = manager.save(2)
+        assert second.wait_committed(60)
+        assert first.failed
+        assert manager.steps() == (2,)
+    assert [event.step for event in events if isinstance(event, Failed)] == [1]
+
+
+def test_the_last_save_of_a_job_is_not_lost_in_silence(restless: Job, tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True)
+    manager.save(1).wait_ended()
+    with pytest.raises(SaveFailedError, match="changed while being copied"):
+        manager.close()
+
+
+def test_after_the_second_change_everything_is_copied_at_once() -> None:
+    hold = StepHold(60.0, lambda step, seconds: None)
+    objects = {name: torch.zeros(3) for name in ("a", "b", "c")}
+    captured = replace(capture_objects(objects), held=frozenset(range(3)))
+    left: list[int] = []
+    for leaf in ("a", "b"):
+
+        def check(leaf: str = leaf) -> None:
+            raise ChangedError("it changed", leaves=(leaf,))
+
+        left.append(len(keep_steady(captured, hold).held))
+        hold.begin(7, check)
+        with pytest.raises(ChangedError):
+            hold.copy(check)
+    assert [*left, len(keep_steady(captured, hold).held)] == [3, 2, 0]
+
+
 class OneCall:
     """A thread within a single call that ends when the test says so, and counts its change only then."""
 
@@ -257,6 +302,64 @@ def test_nothing_is_certain_while_training_is_in_the_call_that_it_was_in_when_th
     assert hold.unsteady == {"w"}
 
 
+class PythonWithin(TorchDispatchMode):
+    """Python code within one call of torch's, which counts its change when this has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensor = torch.zeros(3)
+        self.hold = StepHold(0.05, lambda step, seconds: None)
+        self.near, self.far = socket.socketpair()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+        assert self.far.recv(1)
+
+    def run(self) -> None:
+        with self:
+            self.hold.begin(7, self.check)
+            self.tensor.add_(1.0)
+            self.near.recv(1)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.within()
+        self.near.recv(1)
+        self.near.sendall(b"c")
+        self.near.recv(1)
+        return made
+
+    def within(self) -> None:
+        self.near.sendall(b"a")
+        self.near.recv(1)
+        self.near.sendall(b"b")
+
+    def check(self) -> None:
+        if self.tensor._version:
+            raise ChangedError("it changed", leaves=("w",))
+
+    def go_on(self) -> None:
+        self.far.sendall(b"x")
+        assert self.far.recv(1)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_python_code_within_a_call_of_torch_says_nothing_by_its_progress(turns: int) -> None:
+    call = PythonWithin()
+    for _ in range(turns):
+        call.go_on()
+    call.hold.copy(lambda: call.hold.release([]))
+    for _ in range(turns, 2):
+        call.go_on()
+        with pytest.raises(DeadlineError, match="in one call"):
+            call.hold.make_sure()
+    call.far.sendall(b"xx")
+    call.thread.join(60)
+    with pytest.raises(ChangedError):
+        call.hold.make_sure()
+    call.near.close()
+    call.far.close()
+
+
 def test_a_call_that_changes_nothing_holds_the_save_up_until_it_ends() -> None:
     hold = StepHold(60.0, lambda step, seconds: None)
     call = OneCall(hold)
@@ -276,6 +379,67 @@ def test_a_wait_for_the_save_is_no_call_that_could_change_anything(tmp_path: Pat
         for step in range(1, 4):
             manager.save(step).wait_committed()
     assert_same(restored(tmp_path, 3), job.values())
+
+
+@pytest.mark.parametrize("asks", ["handle", "manager"])
+def test_a_loop_that_asks_whether_a_save_is_committed_sees_it_committed(tmp_path: Path, asks: str) -> None:
+    """The copy lasts until the thread rests, and whenever that is looked at, it is at the same instruction."""
+    module = nn.Module()
+    module.big = nn.Parameter(torch.ones(48_000_000))
+    checkpoint = hf.Checkpoint(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0))
+    near, far = socket.socketpair()
+    near.settimeout(0.2)
+    with hf.CheckpointManager(tmp_path, checkpoint, overlap_copy=True, timeout_seconds=20) as manager:
+        handle = manager.save(1)
+        while not (handle.committed or handle.failed if asks == "handle" else manager.latest_step() == 1):
+            assert "failed" not in repr(handle)
+            with suppress(TimeoutError):
+                near.recv(1)
+    near.close()
+    far.close()
+
+
+def test_only_the_training_thread_gives_a_sign_and_only_where_torch_runs_none_of_its_code() -> None:
+    sign = Sign()
+    sign.give()
+    assert not sign.given  # Nobody expects it yet.
+    sign.expect()
+    other = threading.Thread(target=sign.give)
+    other.start()
+    other.join(60)
+    assert not sign.given
+
+    class Asking(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sign.give()
+            return function(*args, **(kwargs or {}))
+
+    with Asking():  # type: ignore[no-untyped-call]
+        torch.zeros(3).add_(1.0)
+    assert not sign.given
+    sign.give()
+    assert sign.given
+
+
+def test_a_save_is_committed_while_the_program_evaluates_right_after_it(tmp_path: Path) -> None:
+    job = Job()
+    committed = threading.Event()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Committed):
+            committed.set()
+
+    def evaluate() -> None:
+        end_at = time.monotonic() + PATIENCE_SECONDS
+        with torch.no_grad():
+            while not committed.is_set() and time.monotonic() < end_at:
+                job.model(torch.randn(8, 64))
+
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, sinks=[note]) as manager:
+        job.train()
+        # In one line, so that this function itself does not go on before the evaluation is over.
+        _ = [call() for call in (lambda: manager.save(1), evaluate)]
+        assert committed.is_set()
 
 
 def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(tmp_path: Path) -> None:
@@ -381,6 +545,33 @@ def test_a_manager_that_is_gone_holds_up_no_step_and_is_kept_alive_by_none(tmp_p
     job.train()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_once_a_save_has_ended_nothing_of_it_is_kept_alive(fails: bool) -> None:
+    class Storage(MemoryStorage):
+        def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+            if fails:
+                raise StorageError("the disk is gone")
+            return super().open_writer(path, size_bytes)
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    array = np.ones((3, 3), np.float32)
+    model.weight.data = torch.from_numpy(array)  # Which keeps the array alive.
+    replaced = weakref.ref(array)
+    del array
+    manager = hf.CheckpointManager(Storage(), hf.Checkpoint(model=model, optimizer=optimizer), overlap_copy=True)
+    manager.save(1)
+    with pytest.raises(SaveFailedError) if fails else nullcontext():
+        manager.wait(60)
+    memory = weakref.ref(manager._saver._buffer._memory)
+    model.weight.data = torch.zeros(3, 3)
+    gc.collect()
+    assert replaced() is None
+    manager.close(60)
+    gc.collect()
+    assert memory() is None
+
+
 def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
     job, calls = Job(), optimizers._STEPS
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True) as manager:
@@ -408,7 +599,7 @@ def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
         hold.wait()
 
 
-@pytest.mark.parametrize("reserve_bytes", [0, 1 << 20, 64 << 20, "auto"])
+@pytest.mark.parametrize("reserve_bytes", [0, np.int64(5), 1 << 20, 64 << 20, "auto"])
 def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes: Any) -> None:
     job = Job()
     with hf.CheckpointManager(tmp_path, job.checkpoint(), reserve_bytes=reserve_bytes) as manager:
@@ -418,10 +609,41 @@ def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes:
     assert_same(restored(tmp_path, 1), expected)
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, "all", True])
+@pytest.mark.parametrize("wrong", [-1, 1.5, "all", True, np.bool_(True), np.zeros(2)])
 def test_a_reserve_that_is_no_size_is_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(hf.errors.UsageError, match="reserve_bytes"):
         hf.CheckpointManager(tmp_path, hf.Checkpoint(a=1), reserve_bytes=wrong)
+
+
+class Unready:
+    """An object that has no state before it is set up."""
+
+    def __init__(self) -> None:
+        self.values: list[float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": sum(self.values)}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = [state["total"]]
+
+
+@pytest.mark.parametrize("kind", ["lazy", "meta", "unready"])
+def test_objects_that_cannot_be_saved_yet_are_no_error_where_memory_is_made_ready(kind: str) -> None:
+    module, tree, unready = nn.LazyLinear(4), {"w": torch.empty(3, device="meta")}, Unready()
+    kept = {"lazy": module, "meta": tree, "unready": unready}[kind]
+    events: list[Event] = []
+    storage = MemoryStorage()
+    with hf.CheckpointManager(
+        storage, hf.Checkpoint(kept=kept), reserve_bytes="auto", sinks=[events.append], overlap_copy=True
+    ) as manager:
+        warned = [event.text for event in events if isinstance(event, Warned)]
+        assert len(warned) == 1
+        assert "could not be made ready beforehand" in warned[0]
+        module(torch.zeros(2, 3))
+        tree["w"] = torch.ones(3)
+        unready.values = [1.0]
+        manager.save(1).wait_committed(60)
 
 
 def test_what_is_reckoned_is_what_a_save_takes_once_the_optimizer_has_stepped() -> None:

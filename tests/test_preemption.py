@@ -19,10 +19,11 @@ import pytest
 import holdfast as hf
 from command_line import run_python
 from holdfast.catalog import read_catalog, read_manifest
-from holdfast.errors import MismatchError, UsageError
+from holdfast.errors import ClosedError, DeadlineError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.storage import LocalStorage
+from holdfast.storage.local_writer import LocalWriter
 from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 
@@ -186,6 +187,26 @@ def test_the_users_handler_is_called_as_well(tmp_path: Path, jobs: list[Job]) ->
     job.wait_for("mine")
     job.go_on()
     assert job.end() == 42, job.errors
+
+
+def test_a_handler_that_is_closed_does_not_wait_for_ever_for_a_save(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class Held(LocalStorage):
+        def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+            assert go_on.wait(PATIENCE_SECONDS)
+            return super().open_writer(path, size_bytes)
+
+    state = {"value": np.zeros(3)}
+    manager = hf.CheckpointManager(Held(tmp_path), hf.Checkpoint(state=state), timeout_seconds=0.5)
+    handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
+    manager.save(1)
+    with pytest.raises(DeadlineError, match=r"the save in flight did not end within 0\.5 s"):
+        handler.close()
+    go_on.set()
+    manager.wait(PATIENCE_SECONDS)
+    manager.close()
+    assert steps_of(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("loop", ["resumable", "run", "own"])
@@ -355,6 +376,104 @@ with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
     assert steps_of(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_heard_in_foreign_code_and_counts_once_when_its_handler_runs(tmp_path: Path, number: int) -> None:
+    # Foreign code does not end before it was heard. Twice: what was heard first is not taken for what comes then.
+    done = run_python(
+        IN_FOREIGN_CODE
+        + f"""
+from holdfast.events import NoticeHeard
+
+calls, heard = [], threading.Semaphore(0)
+before = signal.signal({int(number)}, lambda *_: calls.append(run.step))
+if {int(number)} == signal.SIGINT:
+    signal.signal(signal.SIGINT, before)
+
+def hear(event):
+    if isinstance(event, NoticeHeard):
+        print(event.text.split()[0], run.should_stop(), calls, flush=True)
+        heard.release()
+
+def let_go():
+    for _ in range(2):
+        heard.acquire()
+        libc.pthread_mutex_unlock(lock)
+
+threading.Thread(target=let_go, daemon=True).start()
+config = hf.TerminationConfig(grace_period=10**6)
+with hf.resumable(sys.argv[1], state=state, preemption=config, sinks=[hear]) as run:
+    for step in run.steps(1000):
+        if step in (3, 6):
+            wait({int(number)} if step == 3 else signal.SIGUSR1)
+            libc.pthread_mutex_unlock(lock)
+            print("went on in", step, calls, flush=True)
+""",
+        str(tmp_path),
+    )
+    name = signal.Signals(number).name
+    called = [] if number == signal.SIGINT else [3]
+    assert done.returncode == 42, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{name} False []",
+        f"went on in 3 {called}",
+        f"SIGUSR1 True {called}",
+        f"went on in 6 {called}",
+    ]
+
+
+def test_signals_of_one_number_are_each_heard_in_foreign_code(tmp_path: Path) -> None:
+    """Python runs their handler once; the second one has hurried by then, and the third is one too many."""
+    done = run_python(
+        IN_FOREIGN_CODE
+        + """
+from holdfast.events import NoticeHeard
+
+def insist(event):
+    if isinstance(event, NoticeHeard):
+        print(event.text.split()[0], run.should_stop(), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+config = hf.TerminationConfig(grace_period=10**6)
+with hf.resumable(sys.argv[1], state=state, preemption=config, sinks=[insist]) as run:
+    for step in run.steps(1000):
+        wait(signal.SIGTERM)
+""",
+        str(tmp_path),
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout.splitlines() == ["SIGTERM False", "SIGTERM True"]
+    assert "the main thread is stuck" in done.stderr
+
+
+def test_a_handler_that_was_not_set_by_python_stays(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import faulthandler, os, signal, sys, numpy as np, holdfast as hf
+        from holdfast.events import Warned
+
+        def tell(event):
+            if isinstance(event, Warned):
+                print(event.text, flush=True)
+
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            faulthandler.register(number, all_threads=False)
+        state = {"value": np.zeros(10)}
+        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100), sinks=[tell]) as run:
+            for step in run.steps(3):
+                os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
+            for step in run.steps(9):
+                os.kill(os.getpid(), signal.SIGTERM if step == 4 else signal.SIGUSR1)
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 42, done.stderr
+    assert steps_of(tmp_path) == [3, 5]
+    assert done.stdout == "SIGUSR1 is not listened to: it has a handler that was not set by Python, and that stays\n"
+    assert done.stderr.count("most recent call first") == 3 + 1 + 1
+
+
 # Nobody reads what it says.
 
 
@@ -493,6 +612,38 @@ def test_a_disk_that_is_full_then_has_an_exit_code_of_its_own(
     check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_disk_that_is_full_in_a_grace_period_does_not_end_training_before_the_last_save(
+    tmp_path: Path, jobs: list[Job], loop: str
+) -> None:
+    job = Job(tmp_path, loop=loop, grace=600, pause=[1], every=2, file_bytes=5000)
+    notify(job, jobs)
+    job.go_on()
+    assert job.end() == 74, job.errors
+    assert "Traceback" not in job.errors
+    assert f"step {TOTAL} could NOT be saved" in job.errors
+    assert "there is no checkpoint; leaving with exit code 74" in job.errors
+    assert steps_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(("loop", "place"), [*((loop, 5) for loop in LOOPS), ("resumable", "evaluation")])
+def test_a_last_save_that_is_late_is_waited_for_and_what_comes_of_it_is_told(
+    tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, place: Any
+) -> None:
+    is_resting = place == "evaluation"
+    job = Job(tmp_path, loop=loop, pause=[place, "publishing"], grace=1, evaluate=[5] * is_resting, checkpointable=True)
+    notify(job, jobs)
+    if not is_resting:
+        job.go_on()
+    job.wait_for_error("holdfast: step 6 is not saved yet")
+    for _ in range(1 + is_resting):
+        job.go_on()
+    assert job.end() == 42, job.errors
+    assert "holdfast: step 6 is saved; leaving with exit code 42" in job.errors
+    assert steps_of(tmp_path) == [6]
+    check_the_rest(tmp_path, uninterrupted[TOTAL], loop=loop)
+
+
 def test_a_failed_save_does_not_call_exit_fn(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[5], file_bytes=5000, returns=0)
     notify(job, jobs)
@@ -611,6 +762,24 @@ def test_advice_saves_and_does_not_stop(tmp_path: Path) -> None:
                 assert not run.should_stop()
     assert steps_of(tmp_path) == [2, 4, 6]
     assert source.left == 0
+
+
+def test_a_watcher_whose_notice_is_none_is_told_of_and_asked_again(tmp_path: Path) -> None:
+    lefts: list[Any] = ["30", 0]
+
+    def watch() -> Notice:
+        return Notice(source="mine", text="go", demand=Demand.LEAVE_BY, left_seconds=lefts.pop(0))
+
+    state = {"value": np.zeros(4)}
+    termination = hf.TerminationConfig(sources=[], termination_watcher_fn=watch)
+    with pytest.raises(SystemExit) as leaving:
+        with hf.resumable(tmp_path, state=state, save_every=hf.Steps(9**9), preemption=termination) as run:
+            for _ in run.steps(10**9):
+                state["value"] += 1
+    assert leaving.value.code == 42
+    assert len(steps_of(tmp_path)) == 1
+    warned = [event.text for event in events_of(tmp_path) if isinstance(event, Warned)]
+    assert any("UsageError: left_seconds='30' is no time" in text for text in warned), warned
 
 
 def test_a_deadline_of_the_source_is_kept_by_itself(tmp_path: Path) -> None:
@@ -897,11 +1066,44 @@ def test_a_wrong_mode_is_refused(tmp_path: Path, mode: Any) -> None:
         {"exit_code": "a"},
         {"sources": "automatic"},
         {"sources": [3]},
+        {"sources": [Signals]},
+        {"sources": None},
+        {"sources": Signals()},
     ],
 )
 def test_wrong_configurations_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         hf.TerminationConfig(**options)
+
+
+def test_what_is_no_configuration_is_refused_with_a_hint(tmp_path: Path) -> None:
+    state = {"value": np.zeros(4)}
+    checkpoint = hf.Checkpoint(state=state)
+    make: Any = hf.PreemptionCheckpointHandler
+    with pytest.raises(UsageError, match="is no manager") as caught:
+        make(checkpoint, str(tmp_path))
+    assert "CheckpointManager(" in caught.value.hint
+    with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+        for config in ("off", {}, {"grace_period": 3}, Signals(), hf.TerminationConfig):
+            with pytest.raises(UsageError, match="termination_config=") as caught:
+                make(manager, config)
+            assert "sources=" in caught.value.hint
+    for value in (hf.TerminationConfig(), Signals()):
+        with pytest.raises(UsageError, match="termination=") as caught:
+            hf.resumable(tmp_path, state=state, termination=value)
+        assert "preemption=" in caught.value.hint
+
+
+def test_a_handler_that_is_closed_runs_nothing(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(state={"value": 1})) as manager:
+        handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
+        assert handler.run(int) == 0
+        handler.close()
+        with pytest.raises(ClosedError):
+            handler.run(pytest.fail, "it runs")
+        with pytest.raises(ClosedError):
+            next(handler.steps(5))
+        assert handler.total_run_calls == 1
 
 
 def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:
@@ -984,3 +1186,156 @@ def test_what_was_saved_before_going_back_is_not_taken_for_the_same_step_after_i
     assert asked.returncode == 42, asked.stderr
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert again.stdout == "aaaaabbbbb\n", again.stderr
+
+
+SEVERAL_HANDLERS = """
+import os, signal, sys, time
+import numpy as np
+import holdfast as hf
+
+state = {"values": np.zeros(100)}
+
+def step():
+    state["values"] += 1
+
+def leave():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def wait():
+    while True:
+        time.sleep(0.02)
+
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
+"""
+
+ONE_AFTER_THE_OTHER = """
+with manager:
+    with hf.PreemptionCheckpointHandler(manager) as handler:
+        before = handler.total_run_calls
+        for _ in range(5):
+            handler.run(step)
+    if len(sys.argv) > 2:
+        manager.save(before + 5)
+        sys.exit(0)
+    with hf.PreemptionCheckpointHandler(manager) as handler:
+        leave()
+        wait()
+"""
+
+ONE_WITHIN_THE_OTHER = """
+with manager, hf.PreemptionCheckpointHandler(manager) as outer:
+    for _ in range(5):
+        outer.run(step)
+    with hf.PreemptionCheckpointHandler(manager) as inner:
+        leave()
+        time.sleep(1)  # The state may be that of no step here: nothing is saved before it is known to be one's.
+        inner.run(step)
+"""
+
+ONE_IS_IDLE = """
+def slow():
+    step()
+    leave()
+    time.sleep(1)  # In which the idle one could leave.
+    step()
+
+with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
+    for _ in range(4):
+        active.run(step)
+    active.run(slow)
+    active.run(step)
+"""
+
+THE_IDLE_ONE_ENDS_AMID_A_STEP = """
+with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
+    for number in active.steps(9):
+        step()
+        if number == 4:
+            leave()
+            break
+"""
+
+BOTH_REST = """
+with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
+    for _ in range(5):
+        active.run(step)
+    with active.checkpointable():
+        leave()
+        wait()
+"""
+
+SAVED_BY_HAND = """
+with manager:
+    with hf.PreemptionCheckpointHandler(manager) as handler:
+        for _ in range(5):
+            handler.run(step)
+    manager.save(5)
+    with hf.PreemptionCheckpointHandler(manager) as handler:
+        leave()
+        wait()
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, id=name.lower())
+        for name, script in {
+            "ONE_AFTER_THE_OTHER": ONE_AFTER_THE_OTHER,
+            "ONE_WITHIN_THE_OTHER": ONE_WITHIN_THE_OTHER,
+            "ONE_IS_IDLE": ONE_IS_IDLE,
+            "THE_IDLE_ONE_ENDS_AMID_A_STEP": THE_IDLE_ONE_ENDS_AMID_A_STEP,
+            "BOTH_REST": BOTH_REST,
+            "SAVED_BY_HAND": SAVED_BY_HAND,
+        }.items()
+    ],
+)
+def test_one_of_several_handlers_of_a_manager_says_saved_of_what_is_saved(tmp_path: Path, script: str) -> None:
+    done = run_python(SEVERAL_HANDLERS + script, str(tmp_path))
+    assert done.returncode == 42, done.stderr
+    assert "step 5 is saved; leaving with exit code 42" in done.stderr
+    assert steps_of(tmp_path) == [5]
+    state = {"values": np.zeros(100)}
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(state=state))
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        assert handler.total_run_calls == 5
+        assert np.all(state["values"] == (6 if script is ONE_IS_IDLE else 5))
+
+
+def test_a_second_handler_of_a_job_that_was_restored_saves_what_the_first_has_trained(tmp_path: Path) -> None:
+    done = run_python(SEVERAL_HANDLERS + ONE_AFTER_THE_OTHER, str(tmp_path), "first")
+    assert done.returncode == 0, done.stderr
+    done = run_python(SEVERAL_HANDLERS + ONE_AFTER_THE_OTHER, str(tmp_path))
+    assert done.returncode == 42, done.stderr
+    assert steps_of(tmp_path) == [5, 10]
+
+
+WAITS_FOR_DATA = """
+import os, signal, sys, time
+import numpy as np
+import holdfast as hf
+
+state = {"values": np.zeros(100)}
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
+with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+    for step in handler.steps(8):
+        with handler.checkpointable(step_done=False):
+            if step == 5 and handler.restored is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while True:
+                    time.sleep(0.02)
+        state["values"] = state["values"] * 1.5 + step
+print(handler.total_run_calls, state["values"][0])
+"""
+
+
+def test_a_step_whose_data_is_awaited_does_not_count_yet(tmp_path: Path) -> None:
+    done = run_python(WAITS_FOR_DATA, str(tmp_path))
+    assert done.returncode == 42, done.stderr
+    assert "step 5 is saved" in done.stderr
+    assert steps_of(tmp_path) == [5]
+    value = 0.0
+    for step in range(8):
+        value = value * 1.5 + step
+    done = run_python(WAITS_FOR_DATA, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"8 {value}\n"), done.stderr

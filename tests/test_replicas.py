@@ -298,3 +298,55 @@ def test_others_that_differ_alike_are_named_too() -> None:
         3,
         "it lacks x (F32 [3]), which ranks 0, 1 and 2 hold; the same goes for rank 4",
     )
+
+
+# The place in the data.
+
+
+@pytest.mark.parametrize(("ahead", "is_own", "is_told"), [(1, False, True), (1, True, False), (0, False, False)])
+def test_workers_at_different_places_of_the_data_are_told_of_once(
+    tmp_path: Path, ahead: int, is_own: bool, is_told: bool
+) -> None:
+    def work(cluster: Cluster) -> list[str]:
+        told: list[hf.events.Event] = []
+        sampler = hf.ResumableSampler(20, batch_size=6, rank=cluster.rank, world_size=3)
+        batches = sampler.stream(sampler)
+        for _ in range(2 + ahead * (cluster.rank == 1)):
+            next(batches)
+        job = {"reader": hf.PerWorker(sampler) if is_own else sampler}
+        with make_manager(tmp_path, job, cluster, sinks=[told.append]) as manager:
+            for step in (1, 2):
+                manager.save(step).wait_committed()
+        return [str(event) for event in told if isinstance(event, hf.events.Warned)]
+
+    leader, *others = run_workers(3, work)
+    assert others == [[], []]
+    if not is_told:
+        assert leader == []
+    else:
+        (text,) = leader
+        assert "in reader: ranks 0 and 2 at 12 samples of epoch 0; rank 1 at 20 samples of epoch 0" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_another_number_of_workers_is_told_that_the_places_were_not_the_same(tmp_path: Path, world_size: int) -> None:
+    def reader(cluster: Cluster) -> hf.ResumableSampler:
+        return hf.ResumableSampler(20, batch_size=6, rank=cluster.rank, world_size=cluster.world_size)
+
+    def save(cluster: Cluster) -> None:
+        sampler = reader(cluster)
+        batches = sampler.stream(sampler)
+        for _ in range(1 + cluster.rank // 2):
+            next(batches)
+        with make_manager(tmp_path, {"reader": sampler}, cluster) as manager:
+            manager.save(1).wait_committed()
+
+    def restore(cluster: Cluster) -> list[str]:
+        told: list[hf.events.Event] = []
+        with make_manager(tmp_path, {"reader": reader(cluster)}, cluster, sinks=[told.append]) as manager:
+            manager.restore()
+        return [event.text for event in told if isinstance(event, hf.events.Warned)]
+
+    run_workers(3, save)
+    found = [text for texts in run_workers(world_size, restore) for text in texts]
+    assert any("different places of the same data in reader" in text and "rank 2 at 12" in text for text in found)

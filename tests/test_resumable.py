@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import run_python
 from holdfast.catalog import read_catalog
 from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
 from holdfast.events import Event, Failed, Warned
@@ -317,3 +318,29 @@ def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path: Path) -> No
         for _ in run.steps(5):
             run.report(val_loss=1.0)
     assert len([event for event in events if isinstance(event, Warned) and "val_los" in event.text]) == 1
+
+
+SAVED_BY_HAND = """
+import os, signal, sys
+import numpy as np
+import holdfast as hf
+
+state = {"values": np.zeros(100)}
+with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(10**9), keep=hf.All()) as run:
+    for step in run.steps(6):
+        state["values"] += 1
+        run.manager.save(step + 1)
+        if step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("asked_in", "code", "last"), [(3, 42, 4), (5, 42, 6), (9, 0, 6)])
+def test_a_step_that_the_user_has_saved_by_the_manager_is_saved(
+    tmp_path: Path, asked_in: int, code: int, last: int
+) -> None:
+    done = run_python(SAVED_BY_HAND, str(tmp_path), str(asked_in))
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (f"step {last} is saved; leaving" in done.stderr) == (code == 42)
+    assert steps_of(tmp_path) == [*range(1, last + 1)]

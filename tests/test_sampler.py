@@ -570,36 +570,101 @@ def team(length: int, world_size: int, batch_size: int, **options: Any) -> list[
     ]
 
 
-@given(
-    st.integers(0, 200),
-    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=4),
-    st.booleans(),
-)
-def test_every_sample_comes_once_whoever_takes_it(
+def in_order(length: int, epochs: int, shuffle: bool) -> list[int]:
+    """All samples of some epochs, as one worker alone would take them."""
+    alone = ResumableSampler(length, batch_size=1, shuffle=shuffle, seed=3)
+    return [batch[0] for _ in alone.epochs(epochs) for batch in alone.batches(alone)]
+
+
+def joined(taken: list[list[list[int]]]) -> list[int]:
+    """What the workers have taken together, batch by batch. All have as many batches, and none is empty."""
+    assert len({len(own) for own in taken}) == 1
+    assert all(batch for own in taken for batch in own)
+    return [index for batch in zip(*taken, strict=True) for own in batch for index in own]
+
+
+def loop_of(sampler: ResumableSampler, epochs: int) -> Iterator[list[int]]:
+    return (batch for _ in sampler.epochs(epochs) for batch in sampler.batches(sampler))
+
+
+def taken_over(samplers: list[ResumableSampler], states: list[dict[str, Any]]) -> None:
+    """Gives each worker what was saved by the one that a restore takes it from."""
+    for rank, sampler in enumerate(samplers):
+        sampler.load_state_dict(states[rank % len(states)])
+
+
+TEAMS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+@given(st.integers(1, 120), TEAMS, st.booleans(), st.integers(0, 3))
+def test_every_sample_of_every_epoch_comes_once_whoever_takes_it(
+    length: int, teams: list[tuple[int, int, int]], shuffle: bool, ahead: int
+) -> None:
+    """A job goes on again and again, each time with other workers, another batch, and what each of them saved."""
+    seen: list[int] = []
+    states = [ResumableSampler(length, batch_size=1, shuffle=shuffle, seed=3).state_dict()]
+    for world_size, batch_size, steps in teams:
+        samplers = team(length, world_size, max(batch_size, world_size))
+        taken_over(samplers, states)
+        taken = [list(itertools.islice(one.stream(AheadLoader(one, ahead)), steps)) for one in samplers]
+        seen += joined(taken)
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(state == states[0] for state in states)
+        assert states[0]["epoch"] * length + states[0]["position_samples"] == len(seen)
+    assert seen == in_order(length, len(seen) // length + 1, shuffle)[: len(seen)]
+
+
+@given(st.integers(1, 120), TEAMS, st.booleans())
+def test_loops_over_epochs_have_as_many_batches_on_all_workers(
     length: int, teams: list[tuple[int, int, int]], shuffle: bool
 ) -> None:
-    """A job goes on again and again, each time with other workers and another batch, and then to the end."""
+    """The same by epochs: the last workers go on to the end of the third, and a sample for each at the most beyond."""
     seen: list[int] = []
-    state: dict[str, Any] | None = None
+    states = [ResumableSampler(length, batch_size=1, shuffle=shuffle, seed=3).state_dict()]
     for number, (world_size, batch_size, steps) in enumerate(teams):
-        samplers = team(length, world_size, max(batch_size, world_size), shuffle=shuffle, seed=3)
-        for sampler in samplers:
-            sampler.load_state_dict(state or sampler.state_dict())
+        samplers = team(length, world_size, max(batch_size, world_size))
+        taken_over(samplers, states)
+        loops = [loop_of(sampler, 3) for sampler in samplers]
         is_last = number == len(teams) - 1
-        taken, states = shares(samplers, None if is_last else steps)
-        seen += [index for own in taken for batch in own for index in batch]
-        if is_last:
-            assert all(one["epoch"] == 1 for one in states)
-        elif len({len(own) for own in taken}) == 1:
-            # Where all took as many batches, all stand at the same place.
-            assert all(one == states[0] for one in states)
-        state = max(states, key=lambda one: (one["epoch"], one["position_samples"]))
-        if state["epoch"]:
-            break
-    assert sorted(seen) == list(range(length))
+        seen += joined([list(loop if is_last else itertools.islice(loop, steps)) for loop in loops])
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(state == states[0] for state in states)
+    assert states[0]["epoch"] * length + states[0]["position_samples"] == len(seen)
+    assert seen == in_order(length, len(seen) // length + 1, shuffle)[: len(seen)]
+    assert len(seen) >= 3 * length
+    assert len(seen) - 3 * length < max(world_size for world_size, _, _ in teams)
 
 
-@given(st.integers(1, 300), st.integers(1, 7), st.integers(1, 40), st.booleans())
+def test_fewer_samples_than_workers_are_joined_by_the_first_of_the_next_epoch() -> None:
+    """Two workers stop at 20 of 23, six go on: three samples are left. Then three workers take the rest."""
+    pair = team(23, 2, 10, seed=3)
+    first, states = shares(pair, 2)
+    assert [state["position_samples"] for state in states] == [20, 20]
+    six = team(23, 6, 10)
+    taken_over(six, states)
+    assert [len(own) for own in shares(six)[0]] == [1] * 6
+    taken_over(six, states)
+    second, states = shares(six, 1)
+    assert {(state["epoch"], state["position_samples"]) for state in states} == {(1, 3)}
+    three = team(23, 3, 10)
+    taken_over(three, states)
+    third, states = shares(three)
+    assert joined(first) + joined(second) + joined(third) == in_order(23, 2, shuffle=True)
+    assert {(state["epoch"], state["position_samples"]) for state in states} == {(2, 0)}
+
+
+def test_a_position_between_two_epochs_is_that_of_the_next() -> None:
+    """A stored place at the very end of an epoch, and a few samples before it, whatever the number of workers."""
+    for place in (22, 23):
+        six = team(23, 6, 10)
+        for sampler in six:
+            sampler.load_state_dict({**sampler.state_dict(), "position_samples": place})
+        taken = [next(sampler.stream(sampler)) for sampler in six]
+        assert all(taken)
+        assert {(sampler.epoch, sampler.position_samples) for sampler in six} == {(1, 5 if place == 22 else 10)}
+
+
+@given(st.integers(0, 300), st.integers(1, 7), st.integers(1, 40), st.booleans())
 def test_all_workers_have_as_many_batches_and_as_many_samples(
     length: int, world_size: int, batch_size: int, drop_last: bool
 ) -> None:
@@ -607,14 +672,13 @@ def test_all_workers_have_as_many_batches_and_as_many_samples(
     samplers = team(length, world_size, batch_size, drop_last=drop_last)
     taken, _ = shares(samplers)
     assert [len(own) for own in taken] == [len(sampler) for sampler in samplers]
-    if length >= world_size:
-        assert len({len(own) for own in taken}) == 1
-        for batch in zip(*taken, strict=True):
-            assert max(map(len, batch)) - min(map(len, batch)) <= 1
-            assert all(batch)
-        together = [index for batch in zip(*taken, strict=True) for own in batch for index in own]
-        alone = ResumableSampler(length, batch_size=batch_size, drop_last=drop_last)
-        assert together == list(itertools.chain.from_iterable(alone))
+    together = joined(taken)
+    for batch in zip(*taken, strict=True):
+        assert max(map(len, batch)) - min(map(len, batch)) <= 1
+    alone = flat(ResumableSampler(length, batch_size=batch_size, drop_last=drop_last))
+    assert together[: len(alone)] == alone
+    # Only data that are fewer than the workers are not enough for one epoch.
+    assert len(together) == len(alone) or length < len(together) == world_size
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0), (0, 9), (0, 1.5), (True, 2)])

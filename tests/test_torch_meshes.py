@@ -17,11 +17,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+import holdfast as hf  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import open_generation  # noqa: E402
 from holdfast.format.names import StepName  # noqa: E402
@@ -140,6 +145,34 @@ def test_any_mesh_goes_into_any_other(data: st.DataObject) -> None:
     assert torch.equal(plain["tensors"]["w"], whole)
 
 
+def test_what_lies_with_some_workers_only_is_compared_with_the_others() -> None:
+    def save(rank: int, value: float, *, is_row: bool = True) -> tuple[frozenset[str], str]:
+        worker = Worker(rank, 4)
+        with being(worker):
+            row = [rank // 2 * 2, rank // 2 * 2 + 1]
+            mesh = DeviceMesh("cpu", row if is_row else [[0, 1], [2, 3]])
+            placements = [Shard(0)] if is_row else [Replicate(), Shard(0)]
+            torch.manual_seed(1)
+            model = torch.nn.Linear(3, 4)
+            weight = distribute(torch.full((4, 3), value), mesh, placements)
+            # To make a Parameter of it, torch would take the mesh of the rank before from a cache of its own.
+            model._parameters["weight"] = weight
+            model.register_buffer("plain", torch.ones(2))
+            objects = {"model": model, "all": torch.ones(3), "own": hf.PerWorker(torch.ones(3))}
+            captured = capture_objects(objects, worker=worker)
+            receipts = save_part(MemoryStorage(), objects, StepName(1, 1), worker)
+            assert bool(receipts.values) == bool(captured.loose)
+            return captured.loose, receipts.values
+
+    loose = frozenset({"model/weight", "model/plain", "model/bias"})
+    saved = [save(rank, 1.0) for rank in range(4)]
+    assert [names for names, _ in saved] == [loose] * 4
+    # The bias and the buffer are replicas, of which one worker of a row writes more.
+    assert [saved[0][1], saved[1][1]] == [saved[2][1], saved[3][1]]
+    assert save(2, 2.0)[1] != saved[2][1]
+    assert save(0, 1.0, is_row=False) == (frozenset(), "")
+
+
 def test_values_that_are_still_to_be_added_up_are_refused() -> None:
     with being(Worker(0, 2)):
         mesh = DeviceMesh("cpu", [0, 1])
@@ -156,3 +189,76 @@ def test_a_worker_alone_does_not_save_a_part() -> None:
         with pytest.raises(errors.UnsupportedValueError, match="a job of its own") as caught:
             capture_objects({"x": tensor})
         assert "cluster" in caught.value.hint
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x)) * self.scale
+
+
+def divided() -> Any:
+    net = Net()
+    mesh = DeviceMesh("cpu", [0])
+    fully_shard(net.up, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def leave_gathered(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert not any(isinstance(one, DTensor) for one in (model.scale, model.down.weight)), "it has divided them again"
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_the_names_of_an_optimizers_state_are_those_of_its_module_when_it_was_left_gathered(
+    order: tuple[str, str],
+) -> None:
+    storage = MemoryStorage()
+    name = StepName(1, open_generation(storage))
+    with being(ALONE):
+        objects = {"model": (model := divided()), "optimizer": (optimizer := torch.optim.AdamW(model.parameters()))}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        leave_gathered(model)
+        receipts = save_part(storage, {key: objects[key] for key in order}, name, ALONE)
+        commit_parts(storage, [receipts], name)
+        values = {key: parameter.to_local().clone() for key, parameter in model.named_parameters()}
+    with being(ALONE):
+        model = divided()
+        optimizer = torch.optim.AdamW(model.parameters())
+        leave_gathered(model)
+        objects = {"model": model, "optimizer": optimizer}
+        restore_part(storage, {key: objects[key] for key in reversed(order)}, ALONE)
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter.to_local(), values[key])
+            assert optimizer.state[parameter]["step"] == 1
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("kept", ["model", "optimizer"])
+def test_tensor_parallel_parameters_that_ddp_hides_are_refused(kept: str, has_run: bool) -> None:
+    with being(Worker(0, 4)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        net = parallelize_module(Net(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        if has_run:
+            model(torch.ones(2, 4))
+        state = {"model": model, "optimizer": optimizer}[kept]
+        with pytest.raises(errors.UsageError, match="in place of tensor-parallel"):
+            capture_objects({kept: state}, worker=Worker(0, 4))
+
+
+def test_ddp_over_a_part_of_a_mesh_is_as_it_always_is() -> None:
+    with being(Worker(0, 4)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = DistributedDataParallel(Net(), device_mesh=mesh["dp"])
+        model(torch.ones(2, 4))
+        capture_objects({"optimizer": torch.optim.AdamW(model.parameters()), "model": model}, worker=Worker(0, 4))

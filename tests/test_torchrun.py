@@ -42,7 +42,9 @@ TRAINED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["fsdp", "2x2", pytest.param("hsdp", marks=pytest.mark.long), pytest.param("ddp", marks=pytest.mark.long)]
+    # The mesh of two dimensions is divided by FSDP as well.
+    "layout",
+    ["2x2", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("fsdp", "hsdp", "ddp"))],
 )
 def test_a_job_is_killed_and_goes_on_as_any_other(layout: str, tmp_path: Path) -> None:
     count, death, checks = TRAINED[layout]

@@ -32,7 +32,6 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_notes
 from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
-from holdfast.save.prepare import reckon_bytes
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured
 from holdfast.storage import Storage, open_storage
@@ -45,6 +44,7 @@ class CheckpointManager:
 
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
+        timeout_seconds: The deadline of every wait that names none of its own.
         restored: The newest restore of all that is kept; None before one.
         worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
@@ -117,10 +117,8 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         self._save_every, self._when_busy = save_every, when_busy
-        self._timeout_seconds = timeout_seconds
-        self._threads = threads
+        self.timeout_seconds, self._threads = timeout_seconds, threads
         self._totals = Totals()
-        reserved_bytes = reckon_bytes(checkpoint.objects) if reserve_bytes == "auto" else reserve_bytes
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
@@ -144,12 +142,11 @@ class CheckpointManager:
         )
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self._newest_asked = {name.step for name in living}, -1
-        self._process = os.getpid()
-        self._pace = Pace()
+        self._process, self._pace = os.getpid(), Pace()
         self._in_flight: SaveHandle | None = None
         self._settling = threading.Lock()  # Held to clear that: another thread may wait while this one begins a save.
-        if reserved_bytes is not None:
-            self._saver.prepare(reserved_bytes)
+        if reserve_bytes is not None:
+            self._saver.prepare(reserve_bytes)
         self.begin_anew, self._closed = begin_anew, False
         self.restored: Restoration | None = None
 
@@ -221,6 +218,7 @@ class CheckpointManager:
         Raises:
             SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
         """
+        self._saver.give_sign()
         if self._save_every is None:
             return None
         reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self.company)
@@ -293,6 +291,7 @@ class CheckpointManager:
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** The steps that are committed on the living line, oldest first."""
+        self._saver.give_sign()
         return tuple(name.step for name in read_catalog(self._storage).living)
 
     def latest_step(self) -> int | None:
@@ -310,7 +309,7 @@ class CheckpointManager:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         self._settle(timeout_seconds)
         self._closed = True
-        self._saver.join(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         if self.company is not None:
             self.company.close()
         raise_newest(self._reports.take(last=True), None)
@@ -346,7 +345,7 @@ class CheckpointManager:
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
-        handle = SaveHandle(step, self.url, self._timeout_seconds, self._reports.mark_told, self.worker)
+        handle = SaveHandle(step, self.url, self.timeout_seconds, self._reports.mark_told, self.worker)
         exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:

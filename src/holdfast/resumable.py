@@ -6,12 +6,13 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import HoldfastError, SaveFailedError, UsageError
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def resumable(
     from holdfast.save import arguments
 
     arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
-    termination = make_termination(preemption)
+    termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
@@ -141,6 +142,7 @@ class Run:
     ) -> None:
         from holdfast.preemption.guards import make_guard
         from holdfast.preemption.termination import TerminationConfig
+        from holdfast.preemption.tolerance import Tolerance
 
         self.manager = manager
         self.checkpoint = manager.checkpoint
@@ -154,6 +156,7 @@ class Run:
         self._stop = self._entered = False
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
+        self._tolerance = Tolerance(self._guard.hearing)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
@@ -173,7 +176,7 @@ class Run:
         self._check_entered()
         if not hasattr(total, "__index__"):
             raise UsageError(f"the steps of a run are a whole number, not {total!r}")
-        return _Steps(self, operator.index(total))
+        return iter(partial(self._next_step, operator.index(total)), None)
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
@@ -307,7 +310,7 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    def _next_step(self, total: int) -> int:
+    def _next_step(self, total: int) -> int | None:
         self._go_on()
         if self._stop or self.step >= total:
             self._guard.pass_last(self.step)
@@ -321,10 +324,10 @@ class Run:
         return self.step
 
     def _save_if_due(self) -> None:
-        with self._noting(self.step):
+        with self._tolerance, self._noting(self.step):
             handle = self.manager.save_if_due(self.step, metrics=self._metrics)
-        if handle is not None:
-            self._note_saved(self.step, handle)
+            if handle is not None:
+                self._note_saved(self.step, handle)
 
     def _check_entered(self) -> None:
         if not self._entered:
@@ -342,8 +345,13 @@ class Run:
     def _save_last(self) -> None:
         """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
         if self.step > 0 and not self._is_saved(self.step):
-            self.manager.wait()
-            self.save()
+            with self._tolerance:
+                self.manager.wait()
+            try:
+                self.save()
+            except StepExistsError:
+                # The user has saved it by the manager, and it is committed.
+                self._saved = (self.step, None)
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
@@ -354,6 +362,9 @@ class Run:
         try:
             with self._noting(step):
                 handle = self.manager.save(step, metrics=self._metrics)
+        except StepExistsError:
+            self._saved = (step, None)  # As above.
+            return None
         except SaveFailedError as failure:
             if failure.next_save is None:
                 raise
@@ -387,14 +398,3 @@ class Run:
             if failure.next_save is not None:
                 self._note_saved(step, failure.next_save)
             raise
-
-
-class _Steps(Iterator[int]):
-    """The loop over a run's steps."""
-
-    def __init__(self, run: Run, total: int) -> None:
-        self._run = run
-        self._total = total
-
-    def __next__(self) -> int:
-        return self._run._next_step(self._total)

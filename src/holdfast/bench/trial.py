@@ -106,8 +106,14 @@ class Trial:
             self._manager.close()
 
     def _open(self, directory: Path | LocalStorage) -> CheckpointManager:
+        # Alone, whatever job the environment speaks of: a shell within one of its workers, say.
         return CheckpointManager(
-            directory, self._objects, keep=Latest(1), threads=self._threads, timeout_seconds=_TIMEOUT_SECONDS
+            directory,
+            self._objects,
+            keep=Latest(1),
+            threads=self._threads,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            cluster="alone",
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
@@ -28,10 +30,27 @@ _LONGEST_PAUSE_SECONDS: Final = 1.0
 """A wait looks again after a share of the time that it has lasted, so that it is late by about that share at most."""
 
 
+_open: weakref.WeakSet[Lanes] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """**Blocks** for a moment. Ends all lanes of this process: the interpreter is about to be shut down.
+
+    A thread that is in a call of an engine then is ended by force on its way back into Python, through frames of C++
+    that do not stand that: the process would die of SIGABRT, whatever it wanted to end with.
+    """
+    for lanes in list(_open):
+        if lanes.process == os.getpid():
+            lanes.close()
+
+
 class Lanes:
     """**Thread-safe.** Threads with a connection each, which make calls for others.
 
     A call that is overdue is abandoned where it hangs. Its lane is used again if it comes back after all.
+
+    Attributes:
+        process: The process that they live in.
     """
 
     def __init__(self, connect: Connect, host: str) -> None:
@@ -48,6 +67,8 @@ class Lanes:
         self._idle: list[_Inbox] = []
         self._all: list[tuple[_Inbox, Gate]] = []
         self._closed = False
+        self.process = os.getpid()
+        _open.add(self)
 
     def prepare(self, count: int) -> None:
         """Starts lanes ahead of need: once the interpreter shuts down, none can be started any more."""

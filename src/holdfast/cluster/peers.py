@@ -13,7 +13,7 @@ import msgspec
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import LEADER, confer
+from holdfast.cluster.rendezvous import LEADER, confer, wait_counted
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 
@@ -28,10 +28,6 @@ _WARN_SECONDS: Final = 60.0
 _PAUSE_SHARE: Final = 0.1
 _SHORTEST_PAUSE_SECONDS: Final = 0.002
 _LONGEST_PAUSE_SECONDS: Final = 0.5
-
-_READ_SECONDS: Final = 3.0
-_READ_PAUSE_SECONDS: Final = 0.02
-"""How long the leader waits until the others have read why it leaves, and how often it looks."""
 
 _TEXT_CHARACTERS: Final = 4000
 """How much of an error is told: enough for people, and no more than a store holds."""
@@ -62,12 +58,17 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, rank: int, kind: str, text: str, hint: str = "") -> Failure:
         """A failure whose text can be sent, and is not too long for a record."""
-        return cls(rank, kind, make_sendable(text)[:_TEXT_CHARACTERS], make_sendable(hint)[:_TEXT_CHARACTERS])
+        return cls(rank, kind, make_brief(text), make_brief(hint))
 
 
 def make_sendable(words: str) -> str:
     """**Pure.** Words without what is no text, such as half a name of a file."""
     return words.encode(errors="replace").decode()
+
+
+def make_brief(words: str) -> str:
+    """**Pure.** The same, and no longer than fits into a record."""
+    return make_sendable(words)[:_TEXT_CHARACTERS]
 
 
 class Peers:
@@ -111,6 +112,7 @@ class Peers:
         # Guards that this worker is counted once among those that have read that.
         self._lock = threading.Lock()
         self._is_counted = False
+        self._read_key = self.key("left", LEADER, "read")
         self._heartbeat = Heartbeat(
             cluster,
             interval_seconds,
@@ -286,7 +288,8 @@ class Peers:
         self._heartbeat.stop()
         if self.is_leader and self._is_explained:
             self._is_explained = False
-            self._wait_read()
+            with suppress(HoldfastError):
+                wait_counted(self.cluster, self._read_key, lambda: self.lost, time.monotonic())
 
     def _find_delay(self, what: str, end_at: float, waited_seconds: float) -> str:
         """Why there is no more time to wait; an empty string if there is."""
@@ -330,14 +333,7 @@ class Peers:
         with self._lock:
             is_counted, self._is_counted = self._is_counted, True
         if not is_counted:
-            self.cluster.add(self.key("left", LEADER, "read"), 1)
-
-    def _wait_read(self) -> None:
-        end_at = time.monotonic() + _READ_SECONDS
-        others = set(range(self.world_size)) - {LEADER} - self.lost
-        with suppress(HoldfastError):
-            while self.cluster.add(self.key("left", LEADER, "read"), 0) < len(others) and time.monotonic() < end_at:
-                time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
+            self.cluster.add(self._read_key, 1)
 
     @contextmanager
     def _minding_farewell(self) -> Iterator[None]:

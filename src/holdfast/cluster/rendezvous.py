@@ -118,16 +118,47 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
     if cluster.rank != LEADER:
         return
     name, decided_at = _led.pop(cluster.incarnation, ("", 0.0))
+    if not name:
+        return
     with suppress(HoldfastError):
-        while name and time.monotonic() < decided_at + _READ_SECONDS:
-            others = set(range(cluster.world_size)) - {LEADER, *lost()}
-            if cluster.add(f"{name}/read", 0) >= len(others):
-                return
-            if cluster.try_get(f"{name}/outcome") is None:
-                # The last one that read it has left nothing behind; the question has.
-                cluster.delete(f"{name}/read")
-                return
-            time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
+        is_cleared = wait_counted(
+            cluster, f"{name}/read", lost, decided_at, lambda: cluster.try_get(f"{name}/outcome") is None
+        )
+        if is_cleared:
+            # The last one that read it has left nothing behind; the question has.
+            cluster.delete(f"{name}/read")
+
+
+def wait_counted(
+    cluster: Cluster,
+    key: str,
+    lost: Callable[[], Collection[int]],
+    begun_at: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> bool:
+    """**Blocks** for a moment. The leader waits until each of the others has counted itself as one that has read.
+
+    Args:
+        cluster: The workers.
+        key: Their counter.
+        lost: Gives who will not read.
+        begun_at: From when on they could, by the monotonic clock.
+        is_over: Whether nobody is waited for in any case.
+
+    Returns:
+        Whether it was over before all had counted.
+
+    Raises:
+        ClusterError: If the store does not answer.
+    """
+    while time.monotonic() < begun_at + _READ_SECONDS:
+        others = set(range(cluster.world_size)) - {LEADER, *lost()}
+        if cluster.add(key, 0) >= len(others):
+            return False
+        if is_over():
+            return True
+        time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
+    return False
 
 
 class _Meeting:

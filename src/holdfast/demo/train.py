@@ -103,7 +103,9 @@ def train(
     for name in settings.forget:
         del kept[name]
     save_every = hf.Steps(settings.save_every_steps)
-    with hf.resumable(directory, save_every=save_every, keep=hf.Latest(2), sinks=sinks, **kept) as run:
+    keep = hf.Latest(2)
+    # Alone, whatever job the environment speaks of.
+    with hf.resumable(directory, save_every=save_every, keep=keep, sinks=sinks, cluster="alone", **kept) as run:
         for _ in run.steps(settings.steps):
             loss = learn(*next(batches))
             run.report(loss=loss)

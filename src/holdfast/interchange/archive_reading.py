@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -21,6 +22,7 @@ _CENTRAL: Final = struct.Struct("<4sHHHHHHLLLHHHHHLL")
 _LOCAL: Final = struct.Struct("<4sHHHHHLLLHH")
 _LIMIT: Final = 0xFFFFFFFF
 _OPEN_FILES: Final = 64
+_COPY: Final = "A pipe or a device cannot be read back and forth: copy what comes out of it into a file."
 
 
 class SourceFile:
@@ -41,11 +43,13 @@ class SourceFile:
 
         Raises:
             NotFoundError: If it is not there.
+            FormatError: If it is no plain file.
             StorageError: If it cannot be read.
         """
         self.path = path
         self._pool = pool
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+        # To open a pipe would wait for somebody to write into it.
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
         self._descriptor = -1
         self._identity: tuple[int, int, int] | None = None
         self.size_bytes = 0
@@ -55,13 +59,16 @@ class SourceFile:
         """**Blocks.** The file's descriptor, good until another file is read.
 
         Raises:
-            FormatError: If another file lies there now.
+            FormatError: If it is no plain file, or another one lies there now.
             StorageError: If it cannot be opened.
         """
         if self._descriptor < 0:
             with as_storage_errors("read", "", self.path):
                 self._descriptor = os.open(self.path, self._flags)
                 status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                self.close()
+                raise FormatError(f"{self.path} is no plain file", path=str(self.path), hint=_COPY)
             identity = (status.st_dev, status.st_ino, status.st_size)
             if self._identity not in (None, identity):
                 raise FormatError(f"{self.path} was changed while it was being read", path=str(self.path))

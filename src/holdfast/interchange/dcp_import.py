@@ -16,7 +16,8 @@ from holdfast.format.dtypes import array_bytes
 from holdfast.format.soundness import MAX_DIMENSIONS
 from holdfast.interchange.archive_reading import SourceFile
 from holdfast.interchange.incoming import Chunk, IncomingArray
-from holdfast.interchange.pickle_reading import Made, read_pickle
+from holdfast.interchange.pickle_keys import Keys
+from holdfast.interchange.pickle_reading import Made, read_pickle, shown
 from holdfast.interchange.pickle_writing import Global
 from holdfast.interchange.safetensors_import import is_plain_name
 from holdfast.interchange.torch_import import ALLOWED, TorchArchive, lengths_of
@@ -24,6 +25,7 @@ from holdfast.interchange.torch_pickles import DTYPES
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
+_MAX_NUMBER: Final = 1 << 32
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _CLASSES: Final = {
@@ -80,6 +82,7 @@ class DcpDirectory:
         self._path = str(metadata.path)
         self._open_file = open_file
         self._keep_unknown = keep_unknown
+        self._keys = Keys(())
         if metadata.size_bytes > MAX_METADATA_BYTES:
             raise self._malformed(f"it has {metadata.size_bytes} bytes, and at most {MAX_METADATA_BYTES} may be")
         data = metadata.read(0, metadata.size_bytes)
@@ -91,10 +94,10 @@ class DcpDirectory:
         self.entries: dict[tuple[str | int, ...], IncomingArray | TorchArchive] = {}
         for name, entry in named.items():
             way = ways.get(name, (name,)) if type(ways) is dict else (name,)
-            if type(name) is not str or type(way) is not tuple or not all(type(key) in (str, int) for key in way):
-                raise self._malformed(f"the way to {name!r} is malformed")
-            if not way or way in self.entries:
-                raise self._malformed(f"the way to {name!r} leads nowhere, or to another entry")
+            if type(name) is not str or type(way) is not tuple or not all(map(_is_step, way)):
+                raise self._malformed(f"the way to {shown(name)} is malformed")
+            if not way or self._key(way) in self.entries:
+                raise self._malformed(f"the way to {shown(name)} leads nowhere, or to another entry")
             self.entries[way] = self._entry(name, entry)
 
     def _list_places(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
@@ -107,14 +110,14 @@ class DcpDirectory:
                 raise self._malformed("where its pieces lie is not said as torch says it, or they are transformed")
             file, begin, length = place.get("relative_path"), place.get("offset"), place.get("length")
             if not is_plain_name(file):
-                raise self._malformed(f"it names {file!r}, which is no file beside it")
+                raise self._malformed(f"it names {shown(file)}, which is no file beside it")
             if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
                 raise self._malformed("a piece cannot lie where it is said to lie")
             name, offset = index.get("fqn"), index.get("offset")
             offsets = None if offset is None else lengths_of(offset)
             if type(name) is not str or (offset is not None and offsets is None):
                 raise self._malformed("a piece is not named as torch names one")
-            places[name, offsets] = (str(file), begin, length)
+            places[self._key((name, offsets))] = (str(file), begin, length)
         return places
 
     def _entry(self, name: str, entry: Any) -> IncomingArray | TorchArchive:
@@ -123,16 +126,16 @@ class DcpDirectory:
         state = self._state(entry, "TensorStorageMetadata")
         shape, chunks = lengths_of(state.get("size")), state.get("chunks")
         if shape is None or len(shape) > MAX_DIMENSIONS or type(chunks) is not list:
-            raise self._malformed(f"{name!r} is not described as torch describes a tensor")
+            raise self._malformed(f"{shown(name)} is not described as torch describes a tensor")
         dtype = self._dtype(state.get("properties"))
         try:
             array_bytes(dtype, shape)
         except ValueError as error:
-            raise self._malformed(f"{name!r} cannot be: {error}") from error
+            raise self._malformed(f"{shown(name)} cannot be: {error}") from error
         boxes = [self._box(name, chunk, shape) for chunk in chunks]
         filled = [box for box in boxes if box.elements]
         if find_overlap(filled) or sum(box.elements for box in filled) != math.prod(shape):
-            raise self._malformed(f"the pieces of {name!r} do not make it up: they overlap, or leave a gap")
+            raise self._malformed(f"the pieces of {shown(name)} do not make it up: they overlap, or leave a gap")
         found = tuple(Chunk(box, self._tensor(name, box, dtype)) for box in filled)
         return IncomingArray(dtype, shape, found)
 
@@ -140,13 +143,13 @@ class DcpDirectory:
         archive = self._open(name, box.offsets)
         tensor = archive.tensor(archive.value) if type(archive.value) is Made else None
         if tensor is None or tensor.dtype != dtype or tensor.shape != box.shape:
-            raise self._malformed(f"the piece {box} of {name!r} is another one than is said")
+            raise self._malformed(f"the piece {box} of {shown(name)} is another one than is said")
         return tensor
 
     def _open(self, name: str, offsets: tuple[int, ...] | None) -> TorchArchive:
         place = self._places.get((name, offsets))
         if place is None:
-            raise self._malformed(f"where a piece of {name!r} lies is not said")
+            raise self._malformed(f"where a piece of {shown(name)} lies is not said")
         file, begin, length = place
         keep_unknown = self._keep_unknown and offsets is None
         return TorchArchive(self._open_file(file), begin, length, keep_unknown=keep_unknown)
@@ -163,12 +166,12 @@ class DcpDirectory:
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
         state = self._state(chunk, "ChunkStorageMetadata")
         offsets, sizes = lengths_of(state.get("offsets")), lengths_of(state.get("sizes"))
-        if offsets is None or sizes is None:
-            raise self._malformed(f"a piece of {name!r} is malformed")
+        if offsets is None or sizes is None or max(len(offsets), len(sizes)) > MAX_DIMENSIONS:
+            raise self._malformed(f"a piece of {shown(name)} is malformed")
         box = Box(offsets, sizes)
         problem = find_box_problem(box, shape)
         if problem:
-            raise self._malformed(f"a piece of {name!r} cannot be: {problem}")
+            raise self._malformed(f"a piece of {shown(name)} cannot be: {problem}")
         return box
 
     def _state(self, made: Any, name: str) -> dict[str, Any]:
@@ -180,3 +183,13 @@ class DcpDirectory:
 
     def _malformed(self, what: str) -> FormatError:
         return FormatError(f"{self._path}: {what}", path=self._path, hint=_DAMAGED)
+
+    def _key(self, key: tuple[Any, ...]) -> Any:
+        try:
+            return self._keys.check(key)
+        except ValueError as error:
+            raise self._malformed(str(error)) from None
+
+
+def _is_step(key: Any) -> bool:
+    return type(key) is str or (type(key) is int and 0 <= key < _MAX_NUMBER)

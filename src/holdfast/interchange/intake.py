@@ -13,15 +13,15 @@ import msgspec
 from holdfast.catalog import read_catalog
 from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
-from holdfast.format.encoding import Encoder, escape
+from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.layout import Layout, plan_layout
 from holdfast.format.names import MAX_STEP, StepName, data_name
-from holdfast.format.scalars import Node, tagged
+from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.interchange.export import Watcher
 from holdfast.interchange.incoming import IncomingArray, read_spans, whole_array
 from holdfast.interchange.outline import LeftOut
-from holdfast.interchange.pickle_reading import Made
+from holdfast.interchange.pickle_reading import Made, shown
 from holdfast.interchange.pickle_writing import Global, Persistent
 from holdfast.interchange.sources import Source, Tree
 from holdfast.interchange.ties import KEPT_APART, tie_equal
@@ -103,6 +103,8 @@ def import_checkpoint(
     begun_at = time.monotonic()
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise UsageError(f"{step!r} is no step", hint="A step is a number from 0 on.")
+    if not is_text(name):
+        raise UsageError(f"{name!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
     storage = open_storage(run)
     committed = read_catalog(storage).committed
     if committed:
@@ -115,6 +117,8 @@ def import_checkpoint(
         renamed = tuple(key for key, value in objects.items() if _unwrap(value))
         encoder = _IntakeEncoder(str(source), skip_unknown=skip_unknown)
         nodes = {key: encoder.encode(value, escape(key)) for key, value in objects.items()}
+        left = {one.path for one in encoder.left}
+        nodes = {key: node for key, node in nodes.items() if escape(key) not in left}
         arrays = encoder.arrays
         size_bytes = sum(array.size_bytes for array in arrays.values())
         if size_bytes > _MOST_TIMES * opened.size_bytes + _ALWAYS_BYTES:
@@ -127,7 +131,7 @@ def import_checkpoint(
             raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
         # Only torch's own files say which tensors were one.
         ties = [] if opened.format == "torch" else encoder.ties
-        committed_name = _commit(storage, step, nodes, arrays, ties, Path(source).name, watcher)
+        committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
         return Import(
             step=step,
             name=committed_name,
@@ -151,7 +155,7 @@ def list_objects(root: Any, name: str) -> dict[str, Any]:
     """
     archive = root.archive if type(root) is Tree else None
     value = root.value if type(root) is Tree else root
-    is_one = type(value) is not dict or not all(type(key) is str and key for key in value)
+    is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
     if is_one or not value or any(_is_array(part, archive) for part in value.values()):
         return {name: Tree(value, archive)}
     return {key: part if type(part) is Tree else Tree(part, archive) for key, part in value.items()}
@@ -215,9 +219,16 @@ class _IntakeEncoder(Encoder):
                 return self.encode(value.value, path, depth)
             finally:
                 self._archive = outer
-        if self._skip_unknown and type(value) in (Made, Global, Persistent) and not self._is_known(value):
+        if self._skip_unknown and self._is_unknown(value):
             self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
             return None
+        if self._skip_unknown and type(value) is dict:
+            # What is left out has no place in what is stored: a job that goes on from it would have to have one too.
+            unknown = [(key, number) for number, key in enumerate(value) if self._is_unknown(value[key])]
+            for key, number in unknown:
+                self.left.append(LeftOut(f"{path}/{path_part(key, number)}", f"it is a {_name_of(value[key])}"))
+            if unknown:
+                value = {key: part for key, part in value.items() if not self._is_unknown(part)}
         node = super().encode(value, path, depth)
         if type(value) is dict and "$" not in node and KEPT_APART.isdisjoint(node):
             arrays = {key: part for key, part in node.items() if type(part) is dict and part.get("$") == "array"}
@@ -242,8 +253,9 @@ class _IntakeEncoder(Encoder):
             hint="Leave it out with --skip-unknown (skip_unknown=True), or save without it.",
         )
 
-    def _is_known(self, value: Any) -> bool:
-        return special_of(value) is not None or _is_array(value, self._archive)
+    def _is_unknown(self, value: Any) -> bool:
+        is_odd = type(value) in (Made, Global, Persistent)
+        return is_odd and special_of(value) is None and not _is_array(value, self._archive)
 
     def _array(self, array: IncomingArray, path: str) -> Node:
         key = array.key
@@ -261,7 +273,7 @@ class _IntakeEncoder(Encoder):
 
 def _name_of(value: Any) -> str:
     what = value.function if type(value) is Made else value
-    return f"{what.module}.{what.name}" if type(what) is Global else "storage without a tensor"
+    return shown(what) if type(what) is Global else "storage without a tensor"
 
 
 def _commit(

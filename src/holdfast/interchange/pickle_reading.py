@@ -3,7 +3,7 @@
 A pickle is a program for a small machine, whose dangerous parts look up a name, call it, and set attributes. Here a
 name stays a name (`Global`), and a call becomes a `Made`, which says what was to be called with what. Only plain
 containers are built. What is built is bounded by the length of the pickle: every length in it is held against what is
-left of it, and what the machine keeps lies in a dict, whatever numbers the pickle chooses.
+left of it, what the machine keeps lies in a dict, whatever numbers the pickle chooses, and what it copies is counted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from holdfast.errors import FormatError
+from holdfast.interchange.pickle_keys import Keys
 from holdfast.interchange.pickle_writing import Global, Persistent
 
 _HINT: Final = "Nothing of it was executed. If you trust the file, load and save it again as plain state_dicts."
+_SHOWN: Final = 100
+_ALWAYS: Final = 1 << 16
 
 
 class Made:
@@ -35,6 +38,18 @@ class Made:
         self.arguments = arguments
         self.state: Any = None
         self.is_known = is_known
+
+
+def shown(value: Any) -> str:
+    """**Pure.** A value from a pickle in a few words, for errors: what it holds has no bounds."""
+    kind = type(value)
+    if kind is Global:
+        return f"{value.module[:_SHOWN]}.{value.name[:_SHOWN]}"
+    if kind in (str, bytes):
+        return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
+    if value is None or kind in (bool, float) or (kind is int and value.bit_length() < 4 * _SHOWN):
+        return repr(value)
+    return f"a value of type {kind.__name__}"
 
 
 def read_pickle(data: memoryview, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
@@ -66,6 +81,8 @@ class _Machine:
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._kept: dict[int, Any] = {}
+        self._keys = Keys((Global, Made))
+        self._copied = 0
 
     def run(self) -> Any:
         operations = _OPERATIONS
@@ -95,7 +112,7 @@ class _Machine:
         while self._data[end] != 10:
             end += 1
         self.place = end + 1
-        return bytes(self._data[begin:end]).decode()
+        return _text(self._data[begin:end])
 
     def mark(self) -> None:
         self._marks.append(self.stack)
@@ -121,7 +138,7 @@ class _Machine:
         found = Global(_RENAMED.get(module, module), name)
         if found not in self._allowed and found not in _BUILDERS and not self._keep_unknown:
             raise FormatError(
-                f"{self._path}: it wants {found.module}.{found.name}, which is none of what such a file may hold",
+                f"{self._path}: it wants {shown(found)}, which is none of what such a file may hold",
                 path=self._path,
                 hint=_HINT,
             )
@@ -132,7 +149,7 @@ class _Machine:
             raise ValueError("a call without a list of arguments")
         build = _BUILDERS.get(function) if type(function) is Global else None
         if build is not None:
-            self.stack.append(build(*arguments))
+            self.stack.append(build(self, *arguments))
             return
         if type(function) is not Global:
             if not self._keep_unknown:
@@ -158,7 +175,7 @@ class _Machine:
         elif type(made) is not dict:  # An OrderedDict may have attributes; torch puts versions there.
             raise ValueError("attributes are set on what has none")
 
-    def append(self, values: list[Any]) -> None:
+    def _append(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Made and not target.is_known:
             return
@@ -166,27 +183,36 @@ class _Machine:
             raise ValueError("something is added to what is no list")
         target.extend(values)
 
-    def set_items(self, values: list[Any]) -> None:
+    def _set_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Made and not target.is_known:
             return
         if type(target) is not dict or len(values) % 2:
             raise ValueError("something is set in what is no dict")
         for place in range(0, len(values), 2):
-            target[values[place]] = values[place + 1]
+            target[self._keys.check(values[place])] = values[place + 1]
+
+    def copy(self, length: int) -> None:
+        """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
+        self._copied += length
+        if self._copied > len(self._data) + _ALWAYS:
+            raise ValueError("more is copied in it than stands in it")
+
+    def members(self, values: list[Any]) -> list[Any]:
+        return [self._keys.check(value) for value in values]
 
     def _add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError("something is added to what is no set")
-        target.update(values)
+        target.update(self.members(values))
 
     def _append_one(self) -> None:
-        self.append([self.stack.pop()])
+        self._append([self.stack.pop()])
 
     def _set_one(self) -> None:
         value = self.stack.pop()
-        self.set_items([self.stack.pop(), value])
+        self._set_items([self.stack.pop(), value])
 
     def _tuple_of(self, length: int) -> None:
         parts = tuple(self.stack[len(self.stack) - length :])
@@ -209,35 +235,50 @@ class _Machine:
 
 
 def _text(data: memoryview) -> str:
-    return str(data, "utf-8", "surrogatepass")
+    try:
+        return str(data, "utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:  # It holds the whole text.
+        raise ValueError(f"a text is none: {error.reason}") from None
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes as text in {encoding!r}")
-    return text.encode("latin-1")
+def _encode(machine: _Machine, text: Any, encoding: Any = "latin-1") -> bytes:
+    if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"{shown(text)} as bytes in {shown(encoding)}")
+    machine.copy(len(text))
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text is none of bytes: {error.reason}") from None
 
 
-def _ordered(pairs: Any = ()) -> dict[Any, Any]:
-    return dict(pairs)
+def _ordered(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
+    if type(pairs) is dict:
+        machine.copy(len(pairs))
+        return dict(pairs)
+    if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("a dict of what are no pairs")
+    machine.copy(len(pairs))
+    return dict(zip(machine.members([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
 
 
-def _plain_set(values: Any = ()) -> set[Any]:
-    if type(values) is not list:
+def _plain_set(machine: _Machine, values: Any = ()) -> set[Any]:
+    if type(values) not in (list, tuple):
         raise ValueError("a set of what is no list")
-    return set(values)
+    machine.copy(len(values))
+    return set(machine.members(values))
 
 
-def _plain_array(text: Any = b"", encoding: str = "latin-1") -> bytearray:
+def _plain_array(machine: _Machine, text: Any = b"", encoding: Any = "latin-1") -> bytearray:
     # A number would be a length, and memory be taken for it.
     if type(text) is str:
-        return bytearray(_encode(text, encoding))
+        return bytearray(_encode(machine, text, encoding))
     if type(text) is not bytes:
         raise ValueError("a bytearray of what are no bytes")
+    machine.copy(len(text))
     return bytearray(text)
 
 
-def _complex(real: float, imaginary: float) -> complex:
+def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
         raise ValueError("a complex number of what are no numbers")
     return complex(real, imaginary)
@@ -302,11 +343,11 @@ _BY_CODE: Final[dict[str, _Operation]] = {
     "}": _value(lambda m: {}),
     "\x8f": _value(lambda m: set()),
     "a": _Machine._append_one,
-    "e": lambda m: m.append(m.since_mark()),
+    "e": lambda m: m._append(m.since_mark()),
     "s": _Machine._set_one,
-    "u": lambda m: m.set_items(m.since_mark()),
+    "u": lambda m: m._set_items(m.since_mark()),
     "\x90": lambda m: m._add_items(m.since_mark()),
-    "\x91": _value(lambda m: frozenset(m.since_mark())),
+    "\x91": _value(lambda m: frozenset(m.members(m.since_mark()))),
     "t": _value(lambda m: tuple(m.since_mark())),
     "\x85": lambda m: m._tuple_of(1),
     "\x86": lambda m: m._tuple_of(2),

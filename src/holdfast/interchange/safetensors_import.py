@@ -12,6 +12,7 @@ from holdfast.errors import FormatError
 from holdfast.format.boxes import strides_of
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY
+from holdfast.format.scalars import is_text
 from holdfast.format.soundness import MAX_DIMENSIONS
 from holdfast.interchange.archive_reading import SourceFile
 from holdfast.interchange.incoming import IncomingArray, StoredTensor, whole_array
@@ -88,4 +89,4 @@ def list_files(directory: Path, index_name: str) -> list[str]:
 
 def is_plain_name(name: Any) -> bool:
     """**Pure.** Whether something is the name of a file, without a way to anywhere else."""
-    return type(name) is str and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    return type(name) is str and name not in ("", ".", "..") and not {"/", "\0"} & set(name) and is_text(name)

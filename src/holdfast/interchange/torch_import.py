@@ -9,7 +9,7 @@ from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.format.soundness import MAX_DIMENSIONS
 from holdfast.interchange.archive_reading import Record, SourceFile, read_directory
 from holdfast.interchange.incoming import StoredTensor
-from holdfast.interchange.pickle_reading import Made, read_pickle
+from holdfast.interchange.pickle_reading import Made, read_pickle, shown
 from holdfast.interchange.pickle_writing import Global, Persistent
 from holdfast.interchange.torch_pickles import DTYPES, STORAGES, UNTYPED
 
@@ -29,6 +29,7 @@ _PARAMETERS: Final = frozenset(
     {Global("torch._utils", "_rebuild_parameter"), Global("torch._utils", "_rebuild_parameter_with_state")}
 )
 _SIZE: Final = Global("torch", "Size")
+_MAX_DEVICE_BITS: Final = 32
 _DEVICE: Final = Global("torch", "device")
 
 ALLOWED: Final = frozenset({*_DTYPES, *_STORAGES, *_REBUILDERS, *_PARAMETERS, _SIZE, _DEVICE, UNTYPED})
@@ -82,7 +83,8 @@ class TorchArchive:
             raise self._malformed("a tensor is not described as torch describes one")
         dtype, record = self._storage(arguments[0])
         if dtype_place is not None:
-            dtype = _DTYPES.get(arguments[dtype_place], "")
+            named = arguments[dtype_place]
+            dtype = _DTYPES.get(named, "") if type(named) is Global else ""
         offset, shape, strides = arguments[1], lengths_of(arguments[2]), lengths_of(arguments[3])
         if not dtype or shape is None or strides is None or len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
             raise self._malformed("a tensor is not described as torch describes one")
@@ -104,10 +106,10 @@ class TorchArchive:
             raise self._malformed("a storage is not named as torch names one")
         dtype = "U8" if parts[1] == UNTYPED else _STORAGES.get(parts[1]) if type(parts[1]) is Global else None
         if dtype is None:
-            raise self._malformed(f"storages of the type {parts[1]} cannot be taken in")
+            raise self._malformed(f"storages of the type {shown(parts[1])} cannot be taken in")
         record = self._records.get(f"data/{parts[2]}")
         if record is None or not 0 <= parts[4] * ITEM_BYTES[dtype] <= record.size_bytes:
-            raise self._malformed(f"the storage {parts[2]!r} is missing, or shorter than is said")
+            raise self._malformed(f"the storage {shown(parts[2])} is missing, or shorter than is said")
         return dtype, record
 
     def _small(self, name: str, limit_bytes: int) -> bytearray:
@@ -133,7 +135,9 @@ def special_of(value: Any) -> tuple[str, Any] | None:
         lengths = lengths_of(value.arguments[0])
         return None if lengths is None else ("torch.Size", list(lengths))
     if value.function == _DEVICE and value.arguments and type(value.arguments[0]) is str:
-        return "torch.device", ":".join(str(one) for one in value.arguments[:2])
+        numbers = value.arguments[1:2]
+        if all(type(number) is int and number.bit_length() < _MAX_DEVICE_BITS for number in numbers):
+            return "torch.device", ":".join(map(str, (value.arguments[0], *numbers)))
     return None
 
 

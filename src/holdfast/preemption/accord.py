@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec.structs import replace as replace_fields
 
-from holdfast.cluster.peers import Peers
+from holdfast.cluster.peers import Peers, make_brief
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.preemption.agreement import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
 from holdfast.preemption.board import Board, CallRecord, Outcome, StopRecord
@@ -126,6 +126,11 @@ class Accord:
                 self.begun = self.mishaps.certain = step
             return may
 
+    def is_ahead(self, step: int) -> bool:
+        """Whether all stop at a step beyond that one."""
+        stop = self._agreement.stop
+        return stop is not None and step < stop
+
     @property
     def verdict(self) -> Outcome | None:
         """What has come of the last save altogether; None before that is known."""
@@ -144,7 +149,8 @@ class Accord:
 
         Args:
             outcome: What has.
-            end_at: Until when to wait for the others, but for a moment in any case; None for as long as they live.
+            end_at: Until when to wait for the others, but for a moment in any case; None for as long as
+                the others are waited for at all.
             told: Called once that is written down.
 
         Returns:
@@ -158,8 +164,9 @@ class Accord:
         if told is not None:
             self.herald.wait(lambda: bool(settled), time.monotonic() + _HEARD_SECONDS)
             told()
-        least_at = time.monotonic() + LEAST_SECONDS
-        self.herald.wait(lambda: self._verdict is not None, None if end_at is None else max(end_at, least_at))
+        now = time.monotonic()
+        end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
+        self.herald.wait(lambda: self._verdict is not None, end_at)
         verdict = self._verdict
         if verdict is None:
             return merge([outcome], is_complete=False)
@@ -348,7 +355,7 @@ def make_call(rank: int, outlook: Outlook, verdict: Verdict, text: str, *, by_ha
         rank=rank,
         wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
         demand=Demand.LEAVE if leaves else outlook.demand,
-        text=text,
+        text=make_brief(text),
         reason=verdict.reason,
         left_seconds=outlook.left_seconds,
         by_hand=by_hand,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, Final
 
+from holdfast.policies.arguments import check_seconds
 from holdfast.preemption.metadata import Answer, MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 
@@ -79,6 +80,7 @@ class AWS(MetadataSource):
             UsageError: If an argument is wrong.
         """
         super().__init__(base_url, timeout_seconds)
+        check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._token = ""
         self._told: set[str] = set()

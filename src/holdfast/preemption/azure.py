@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.policies.arguments import check_seconds
 from holdfast.preemption.metadata import MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 
@@ -74,6 +75,7 @@ class Azure(MetadataSource):
             UsageError: If an argument is wrong.
         """
         super().__init__(base_url, timeout_seconds)
+        check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._machine = machine
         self._acknowledge = acknowledge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -30,6 +30,7 @@ class Saves(Protocol):
 
     worker: Worker
     company: Company | None
+    timeout_seconds: float
 
     @property
     def emit(self) -> Callable[[Event], object]:
@@ -63,6 +64,7 @@ class Departure:
 
     Attributes:
         mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
+        tried: The last save, as often as it was tried.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Departure:
             told: Called when all is saved, before the exit.
         """
         self.mistake = ""
+        self.tried: list[SaveHandle] = []
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -100,12 +103,15 @@ class Departure:
             What went wrong; an empty string if nothing did.
         """
         error = ""
+        self.tried = []
         for _ in range(ATTEMPTS):
             self.mistake = ""
             try:
                 self._settle(end_at)
                 save_fn = self._config.save_fn
                 saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
+                if isinstance(saved, SaveHandle):
+                    self.tried.append(saved)
                 self.wait_committed(saved, end_at)
             except PeerError:
                 raise  # The training thread was interrupted: nobody can save any more.
@@ -132,6 +138,45 @@ class Departure:
         wait = getattr(saved, "wait_committed", None)
         if callable(wait):
             wait(_until(end_at))
+
+    def check_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle]) -> str:
+        """**Blocks** for a moment. What is still to be said of an error that was met with in saving a step.
+
+        Args:
+            step: The step; None if there is none.
+            error: Why it seems not to be saved, as it was late say; empty if it is.
+            saves: Those that may be of that step.
+
+        Returns:
+            The error; an empty string if the step is committed after all, for all workers.
+        """
+        of_step = [saved for saved in saves if saved.step == step]
+        if not error or any(saved.committed for saved in of_step):
+            return ""
+        # Without a place, a step of that number may be one that was there before this job went back.
+        return "" if any(saved.placed for saved in of_step) and self._newest() == step else error
+
+    def wait_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle], limit_seconds: float) -> str:
+        """**Blocks.** The same, of a save that goes on: the end of the program waits for it in any case.
+
+        Args:
+            step: As there.
+            error: As there.
+            saves: As there.
+            limit_seconds: For how long to wait.
+
+        Returns:
+            As there.
+        """
+        late = [saved for saved in saves if saved.step == step and not saved.ended] if error else []
+        if late and limit_seconds > 0:
+            say(f"holdfast: step {step} is not saved yet: {error}. Its save goes on, and is waited for.")
+            for saved in late:
+                try:
+                    saved.wait_committed(limit_seconds)
+                except HoldfastError as failure:
+                    error = failure.message
+        return self.check_landed(step, error, saves)
 
     def leave(
         self, step: int | None, reason: str, error: str, *, by_hand: bool, blocked_seconds: float, advice: str

@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.preemption.notices import Demand, Notice
 
 MARGIN_SECONDS: Final = 2.0
 """What is kept free before the end, for the process to go."""
 
+_PATIENCE_SECONDS: Final = 10.0
+"""After which it is told that the loop has not come to the end of its step, where no time is known."""
+
 _STEP_FACTOR: Final = 1.25
 _SAVE_FACTOR: Final = 1.5
 """The next step and the next save may take longer than those before by so much."""
+
+
+_AGREE_SECONDS: Final = 1.0
+"""What it may take until all workers have heard of a call; and the fastest may be a step ahead by then."""
 
 
 class Action(enum.Enum):
@@ -99,6 +107,13 @@ def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> t
     return Demand.LEAVE_BY, min(ends) - now
 
 
+def allow_for_others(outlook: Outlook) -> Outlook:
+    """**Pure.** The same for one of several workers: a step takes longer until all of them have ended it."""
+    if outlook.step_seconds is None:
+        return outlook
+    return replace(outlook, step_seconds=2 * outlook.step_seconds + _AGREE_SECONDS)
+
+
 def to_spare(left_seconds: float | None) -> float | None:
     """**Pure.** How much longer others may be waited for, in a save say; None if no end is known."""
     return None if left_seconds is None else left_seconds - MARGIN_SECONDS
@@ -132,3 +147,29 @@ def has_time_to_save(outlook: Outlook) -> bool:
     If it cannot, what was trained since that one is given up rather than that the process is killed.
     """
     return not outlook.is_saved or outlook.left_seconds is None or outlook.left_seconds > outlook.next_save_seconds
+
+
+def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:
+    """**Pure.** What is to be told of a loop that was asked to leave and does not come to the end of its step.
+
+    Args:
+        heard: The notices.
+        left_seconds: The time until the process must be gone; None if that is not known.
+        passed_at: When it last came to the end of one.
+        now: By the same clock.
+
+    Returns:
+        The text; an empty string as long as there is nothing to be told.
+    """
+    stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
+    if not stopping:
+        return ""
+    patience_seconds = _PATIENCE_SECONDS if left_seconds is None else min(max(left_seconds, 1.0), _PATIENCE_SECONDS)
+    waited_seconds = now - max(stopping[0].at, passed_at)
+    if waited_seconds < patience_seconds:
+        return ""
+    return (
+        f"{waited_seconds:.0f} s after a notice, the loop has not come to the end of its step. Nothing newer than the "
+        "last checkpoint can be saved before it does. Around what takes long outside of steps, use checkpointable(), "
+        "or leave it when should_stop() says so"
+    )

@@ -15,13 +15,13 @@ from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.departure import Departure, Saves, end_by
-from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, decide, has_time_to_save
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, decide, find_lateness, has_time_to_save
 from holdfast.preemption.hearing import Hearing
 from holdfast.preemption.notices import Demand
 from holdfast.preemption.posts import Post, take_post
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.handle import SaveHandle
+from holdfast.save.handle import SaveHandle, find_limit
 from holdfast.save.mark import Mark
 
 _RECENT_STEPS: Final = 16
@@ -29,9 +29,6 @@ _CALM_SECONDS: Final = 3600.0
 _ALERT_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
 _WAIT_SECONDS: Final = 0.25
-
-_PATIENCE_SECONDS: Final = 10.0
-"""After which it is told that the loop has not come to the end of its step, where no time is known."""
 
 
 class Guard:
@@ -44,6 +41,7 @@ class Guard:
         hearing: What was heard.
         leaving: Whether the exit has begun.
         is_tentative: Whether nobody can know between two steps that another one comes: the loop is the user's own.
+        is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
     """
 
     def __init__(self, manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> None:
@@ -80,6 +78,7 @@ class Guard:
         self._closed = False
         self._ended: Gate | None = None
         self._post: Post | None = None
+        self.is_beside_training = False
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -87,8 +86,14 @@ class Guard:
         Raises:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
-        if self.hearing.listens:
-            self._post = take_post(self._manager)
+        self._post = take_post(
+            self._manager, listens=self.hearing.listens, rests=lambda: self._rest is not None, relieve=self._relieve
+        )
+        self._lock = self._post.duty.lock
+        with self._lock:
+            self.is_beside_training = self._post.is_beside_training
+            if self._rest is not None:
+                self._post.go_on_duty()
         self._ended = start_thread(self._serve, "holdfast-guard")
         try:
             self.hearing.open()
@@ -137,6 +142,8 @@ class Guard:
         """
         with self._lock:
             self._rest = Rest(step, mark, saved)
+            if self._post is not None:
+                self._post.go_on_duty()
         if self.hearing.alarmed:
             self.hearing.ring()
 
@@ -175,8 +182,14 @@ class Guard:
 
         Raises:
             SaveFailedError: If a save has failed, and nobody has been told yet.
+            DeadlineError: If it does not end in time.
         """
+        limit_seconds = find_limit(self._manager.timeout_seconds, self._manager.worker)
+        end_at = time.monotonic() + limit_seconds
         while not self._is_alert():
+            if time.monotonic() >= end_at:
+                hint = "It goes on. Look whether the storage still answers."
+                raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
             with suppress(DeadlineError):
                 return self._manager.wait(_WAIT_SECONDS)
 
@@ -204,7 +217,13 @@ class Guard:
         """Whether the loop would leave if a step ended now."""
         return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
 
+    def _relieve(self) -> None:
+        self._rest = None
+
     def _measure(self, step: int) -> None:
+        if self._post is not None and not self._post.is_on_duty:
+            with self._lock:
+                self._post.go_on_duty()
         now = time.monotonic()
         if self._passed_at is not None and step > self._passed_step:
             self._step_seconds.append((now - self._passed_at) / (step - self._passed_step))
@@ -263,6 +282,18 @@ class Guard:
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
         """Leaves; if the user's `exit_fn` returns, training goes on, and a later notice works again."""
+        limit_seconds = self._manager.timeout_seconds - blocked_seconds
+        error = self._departure.wait_landed(step, error, self._find_saves(), limit_seconds)
+        self._depart(step, reason, error, blocked_seconds, by_hand=by_hand)
+
+    def _find_saves(self) -> list[SaveHandle]:
+        """Those that may be of the last step."""
+        saves = (*self._departure.tried, self._early, None if self._rest is None else self._rest.saved)
+        return [saved for saved in saves if saved is not None]
+
+    def _depart(
+        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
+    ) -> None:
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
         advice, count = self.hearing.advice(), self.hearing.count
         if error or not self._has_exit_fn:
@@ -353,19 +384,12 @@ class Guard:
 
     def _tell_if_late(self) -> None:
         """Says once that a step does not end: what it is doing cannot be saved."""
-        heard = [each for each in self.hearing.pending if each.notice.demand is not Demand.SAVE]
-        if self._is_late_told or not heard or (self._rest is not None and not self._rest.is_refused):
+        is_at_rest = self._rest is not None and not self._rest.is_refused
+        if self._is_late_told or is_at_rest or self._post is None or not self._post.is_on_duty:
             return
-        _, left_seconds = self.hearing.demand()
-        waited_seconds = time.monotonic() - max(heard[0].at, self._passed_at or 0.0)
-        patience_seconds = _PATIENCE_SECONDS if left_seconds is None else min(max(left_seconds, 1.0), _PATIENCE_SECONDS)
-        if waited_seconds >= patience_seconds:
+        left_seconds = self.hearing.demand()[1]
+        if text := find_lateness(self.hearing.pending, left_seconds, self._passed_at or 0.0, time.monotonic()):
             self._is_late_told = True
-            text = (
-                f"{waited_seconds:.0f} s after a notice, the loop has not come to the end of its step. Nothing newer "
-                "than the last checkpoint can be saved before it does. Around what takes long outside of steps, use "
-                "checkpointable(), or leave it when should_stop() says so"
-            )
             self._manager.emit(Warned(text=text, step=self._passed_step))
 
 

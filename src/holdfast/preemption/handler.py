@@ -6,62 +6,21 @@ import atexit
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-from holdfast.checkpoint import Checkpoint
-from holdfast.errors import MismatchError, SaveFailedError, StepExistsError, UsageError
+from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
 from holdfast.preemption.checkpointable import Checkpointable
-from holdfast.preemption.departure import Saves
 from holdfast.preemption.guards import make_guard
+from holdfast.preemption.run_calls import RUN_CALLS, Manager, restore_calls
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.restore.driver import Restoration
+from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-RUN_CALLS: Final = "total_run_calls"
-"""The name under which the count is kept in the checkpoint."""
-
-
-class Manager(Saves, Protocol):
-    """What the handler asks of a manager: `CheckpointManager` has it."""
-
-    checkpoint: Checkpoint
-    begin_anew: bool
-    restored: Restoration | None
-
-    def save(
-        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> SaveHandle:
-        """Copies the state and returns; writing goes on in the background."""
-        ...
-
-    def save_if_due(self, step: int) -> SaveHandle | None:
-        """Saves if the manager's policy says so."""
-        ...
-
-    def restore(self, step: int | None = None, *, only: str | None = None, strict: bool = True) -> Restoration | None:
-        """Gives the live objects the state of a checkpoint."""
-        ...
-
-
-class RunCalls:
-    """How many steps were run, over all restarts; it is saved with everything else."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """The count."""
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the count of a checkpoint."""
-        self.count = int(state["count"])
 
 
 class PreemptionCheckpointHandler:
@@ -106,23 +65,25 @@ class PreemptionCheckpointHandler:
         self._manager = manager
         self._process = os.getpid()
         self._closed = False
-        self._in_step = False
         self._save_options: dict[str, Any] = {}
-        self._guard = make_guard(manager, termination_config or TerminationConfig(), self._keep)
-        self._guard.rest(None)
+        termination = TerminationConfig() if termination_config is None else termination_config
+        self._guard = make_guard(manager, termination, self._keep)
+        self._tolerance = Tolerance(self._guard.hearing)
+        if RUN_CALLS not in manager.checkpoint:
+            # Where there is a count already, something may have been trained that is not saved.
+            self._guard.rest(None)
         self._guard.open()
         try:
-            self._calls, self.restored = _restore(manager, strict)
+            self._calls, self.restored = restore_calls(manager, strict)
+            self._calls.join(manager)
+            if not self._guard.is_beside_training:
+                self._rest()
         except BaseException as error:
             try:
                 self._guard.fail(error)
             finally:
                 self._guard.close()
             raise
-        self._begun_at = self._calls.count
-        self._saved: tuple[int, SaveHandle | None] | None = (self._calls.count, None) if self.restored else None
-        self._known = manager.restored
-        self._guard.rest(self._calls.count)
         atexit.register(self._close_at_exit)
 
     @property
@@ -140,6 +101,7 @@ class PreemptionCheckpointHandler:
 
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
+            ClosedError: If the handler is closed.
             SaveFailedError: If saves by policy have failed.
             PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
                 `StopIteration` does so where it leaves the block.
@@ -199,22 +161,25 @@ class PreemptionCheckpointHandler:
         """Whether the job is to leave as soon as this step ends: for long work of one's own, to end it early."""
         return self._guard.should_stop()
 
-    def checkpointable(self) -> Checkpointable:
+    def checkpointable(self, *, step_done: bool = True) -> Checkpointable:
         """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
 
         Such is evaluation between two steps, or a wait for data. If the job is to leave while the block runs, the
         state with which it was entered is saved, and the process ends in the middle of the block. Nothing of it is
         unwound. Within the block nothing is saved by hand.
 
+        Args:
+            step_done: Whether the step in progress in a loop of `steps` counts as complete, as in evaluation at its
+                end; False if nothing of it has been done yet, as while data is awaited.
+
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        self._finish_step()
+        if step_done:
+            self._finish_step()
         step = self._calls.count
-        is_safe = self._is_saved(step) or step == 0
-        saved = self._saved[1] if self._saved is not None and is_safe else None
-        mark = None if is_safe else self._manager.mark()
-        return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_saved)
+        mark = None if self._calls.is_safe(step) else self._manager.mark()
+        return Checkpointable(self._guard, step, mark=mark, saved=self._calls.find_save(step), note=self._note_saved)
 
     def close(self) -> None:
         """**Blocks** until the save in flight has ended. Acts on a notice that came by then; harmless twice.
@@ -232,7 +197,9 @@ class PreemptionCheckpointHandler:
             if not self._guard.leaving:
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
-                self._guard.pass_last(self._calls.count, is_over=True)
+                # Amid a step of another handler's loop the state is that of no step; that one hears of it too.
+                if not self._calls.amid:
+                    self._guard.pass_last(self._calls.count, is_over=True)
         finally:
             self._end()
 
@@ -266,13 +233,19 @@ class PreemptionCheckpointHandler:
                 self._save_if_due()
                 return
             self._pass_boundary()
-            self._in_step = True
+            self._calls.amid.add(self)
             yield self._calls.count
 
     def _finish_step(self) -> None:
-        if self._in_step:
+        if self in self._calls.amid:
             self._calls.count += 1
-            self._in_step = False
+            self._calls.amid.discard(self)
+
+    def _rest(self) -> None:
+        """No step has been begun yet."""
+        step = self._calls.count
+        mark = None if self._calls.is_safe(step) else self._manager.mark()
+        self._guard.rest(step, mark=mark, saved=self._calls.find_save(step))
 
     def _begin_steps(self) -> None:
         saved = self._guard.begin_steps()
@@ -280,21 +253,27 @@ class PreemptionCheckpointHandler:
             self._note_saved(saved)
 
     def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
+        if self._closed:
+            raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
         self._begin_steps()
         self._guard.pass_boundary(self._calls.count, *args, **kwargs)
         self._save_if_due()
 
     def _save_if_due(self) -> None:
-        handle = self._manager.save_if_due(self._calls.count)
-        if handle is not None and not handle.skipped:
-            self._note_saved(handle)
+        with self._tolerance:
+            try:
+                handle = self._manager.save_if_due(self._calls.count)
+            except SaveFailedError as failure:
+                if failure.next_save is not None:
+                    self._note_saved(failure.next_save)
+                raise
+            if handle is not None:
+                self._note_saved(handle)
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
-        if self._is_saved(step):
-            return self._saved[1] if self._saved else None
-        if step == self._begun_at and self._saved is None:
-            return None
+        if self._calls.is_safe(step):
+            return self._calls.find_save(step)
         known = {name: self._save_options[name] for name in ("metrics", "metadata") if name in self._save_options}
         try:
             handle = self._manager.save(step, **known)
@@ -310,24 +289,14 @@ class PreemptionCheckpointHandler:
                 raise
             # Somebody saves under larger numbers. A number of ours is no reason to lose the state.
             handle = self._manager.save(newest + 1, **known)
-        self._saved = (step, handle)
+        self._calls.note_saved(step, handle)
         return handle
 
     def _note_saved(self, saved: SaveHandle) -> None:
-        self._saved = (saved.step, saved)
-
-    def _is_saved(self, step: int) -> bool:
-        restored = self._manager.restored
-        if restored is not self._known:
-            # The user has gone back: what was saved under a number since then is of another line.
-            self._known = restored
-            self._saved = None if restored is None else (restored.step, None)
-        if self._saved is None or self._saved[0] != step:
-            return False
-        handle = self._saved[1]
-        return handle is None or not handle.failed
+        self._calls.note_saved(saved.step, saved)
 
     def _end(self) -> None:
+        self._calls.amid.discard(self)
         self._guard.close()
         atexit.unregister(self._close_at_exit)
 
@@ -342,39 +311,3 @@ class PreemptionCheckpointHandler:
                 self.close()
         except SystemExit as leaving:
             end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
-
-
-def _restore(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:
-    """Adds the count to what is kept, and restores what has not been restored."""
-    checkpoint = manager.checkpoint
-    if RUN_CALLS in checkpoint:
-        calls = checkpoint[RUN_CALLS]
-        if not isinstance(calls, RunCalls):
-            raise UsageError(
-                f"{RUN_CALLS!r} is the handler's name for its count", hint="Give that object another name."
-            )
-        if manager.restored is not None:
-            # Another handler of the same checkpoint has seen to it.
-            return calls, manager.restored
-    else:
-        calls = RunCalls()
-    earlier = manager.restored
-    if earlier is not None:
-        checkpoint[RUN_CALLS] = calls
-        if manager.restore(earlier.step, only=RUN_CALLS, strict=False) is None or not calls.count:
-            calls.count = earlier.step
-        return calls, earlier
-    checkpoint[RUN_CALLS] = calls
-    if manager.begin_anew:
-        return calls, None
-    try:
-        return calls, manager.restore(strict=strict)
-    except MismatchError as mismatch:
-        differences = mismatch.differences
-        others = (differences.extra, differences.wrong_shape, differences.wrong_dtype, differences.wrong_kind)
-        if any(others) or any(not name.startswith(RUN_CALLS) for name in differences.missing):
-            raise
-        # A run that was begun without a handler: its steps are what was counted.
-        restoration = manager.restore(strict=False)
-        calls.count = 0 if restoration is None else restoration.step
-        return calls, restoration

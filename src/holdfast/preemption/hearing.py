@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
@@ -26,6 +27,9 @@ _SLACK_SECONDS: Final = 1.0
 
 _LOOK_SECONDS: Final = 0.1
 """What a look at it counts for at the most: the whole process may have stood still."""
+
+_STAND_IN_SECONDS: Final = 0.3
+"""How long Python may take before a signal is heard without its handler."""
 
 _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
@@ -61,9 +65,12 @@ class Hearing:
         self._settled = 0
         self._takes_more = True
         self._told = 0
-        # The signals since the main thread last ran a handler, and how long it has not although somebody insists.
-        self._unanswered: list[int] = []
+        # The signals since the main thread last ran a handler that nobody has heard, and how long it has not although
+        # somebody insists. Whoever takes one out of the list, in one go, is who hears it.
+        self._unanswered: list[_Rung] = []
         self._stuck_seconds = 0.0
+        # What was heard in the stead of handlers that are still to run.
+        self._foreheard: list[Notice] = []
 
     @property
     def listens(self) -> bool:
@@ -74,6 +81,11 @@ class Hearing:
     def pending(self) -> list[Heard]:
         """What has not been dealt with."""
         return self._heard[self._settled :]
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether a notice asks to leave, now or by a known time: there is a last save to come then."""
+        return self.alarmed and any(each.notice.demand is not Demand.SAVE for each in self.pending)
 
     @property
     def count(self) -> int:
@@ -90,6 +102,10 @@ class Hearing:
             self._emit(Warned(text="signals are not heard: Python handles them in the main thread only"))
         self._bell.take_signals()
         self._watch.open()
+        for source in self._sources:
+            for number in source.foreign if isinstance(source, Signals) else ():
+                text = f"{number.name} is not listened to: it has a handler that was not set by Python, and that stays"
+                self._emit(Warned(text=text))
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends listening, and puts signal handlers back."""
@@ -104,15 +120,13 @@ class Hearing:
         """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
-        if notice.insists:
-            signals = [each.notice for each in self.pending if each.notice.insists]
-            interrupts = sum(each.by_hand for each in signals)
-            if notice.by_hand and not (self.patient and interrupts < self._interrupts_taken):
-                self.gave_up = self.gave_up or interrupts > 0
-                return False
-            if len(signals) >= _MOST_SIGNALS:
-                self.gave_up = True
-                return False
+            if notice.insists and self._is_foreheard(notice):
+                return True
+        if not self._takes(notice):
+            is_repeated = any(each.notice.by_hand and each.notice.insists for each in self.pending)
+            # The first Ctrl-C where no loop has to be waited for gives nothing up.
+            self.gave_up = self.gave_up or is_repeated or self.patient or not notice.by_hand
+            return False
         self._heard.append(Heard(notice, time.monotonic()))
         self.alarmed = True
         if notice.by_hand and notice.insists:
@@ -165,7 +179,8 @@ class Hearing:
     def listen(self, timeout_seconds: float) -> None:
         """**Blocks** until there is something new, or the time is over. Makes events of notices.
 
-        Ends the process if somebody insists while the main thread is in foreign code, where Python runs no handler.
+        Hears signals while the main thread is in foreign code, where Python runs no handler, and ends the process there
+        if somebody insists.
         """
         self._count_unanswered(timeout_seconds)
         while self._told < len(self._heard):
@@ -175,30 +190,94 @@ class Hearing:
             self._emit(
                 NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
             )
-        if self._stuck_seconds >= _SLACK_SECONDS:
+        # None is left if their handlers run this very moment.
+        for rung in self._unanswered[-1:] if self._stuck_seconds >= _SLACK_SECONDS else ():
             say_amid("holdfast: the main thread is stuck, and a signal insists: ending at once, without a save.")
-            os._exit(128 + self._unanswered[-1])
+            os._exit(128 + rung.number)
+
+    def _takes(self, notice: Notice) -> bool:
+        if not notice.insists:
+            return True
+        signals = [each.notice for each in self.pending if each.notice.insists]
+        if notice.by_hand and not (self.patient and sum(each.by_hand for each in signals) < self._interrupts_taken):
+            return False
+        return len(signals) < _MOST_SIGNALS
+
+    def _is_foreheard(self, notice: Notice) -> bool:
+        """Whether all signals for which Python runs this handler, once, have been heard without it."""
+        is_new = False
+        for rung in [*self._unanswered]:
+            if notice in rung.notices:
+                is_new = self._claim(rung) or is_new
+        is_foreheard = notice in self._foreheard
+        while notice in self._foreheard:
+            self._unlearn(notice)
+        return is_foreheard and not is_new
 
     def _count_unanswered(self, timeout_seconds: float) -> None:
         """**Blocks** until it rings, or the time is over."""
         is_insisted = self._is_insisted()
+        waiting = [*self._unanswered]
         looked_at = time.monotonic()
-        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if is_insisted else timeout_seconds):
+        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if waiting else timeout_seconds):
             if number == ANSWERED:
                 self._unanswered.clear()
-            else:
-                self._unanswered.append(number)
+            elif notices := self._foretell(number):
+                self._unanswered.append(_Rung(number, notices))
         # It counts from when a look has found it so.
+        looked_seconds = min(time.monotonic() - looked_at, _LOOK_SECONDS)
+        for rung in waiting:
+            rung.waited_seconds += looked_seconds
+            if rung.waited_seconds >= _STAND_IN_SECONDS and rung in self._unanswered:
+                self._stand_in(rung)
         if is_insisted and self._is_insisted():
-            self._stuck_seconds += min(time.monotonic() - looked_at, _LOOK_SECONDS)
+            self._stuck_seconds += looked_seconds
         else:
             self._stuck_seconds = 0.0
 
+    def _stand_in(self, rung: _Rung) -> None:
+        """Hears a signal whose handler Python does not come to run, unless it is to have an effect of its own."""
+        if not self._takes_more or not self._handles(rung.number) or not all(map(self._takes, rung.notices)):
+            return
+        # In this order: a handler that runs this very moment either takes the signal out first, or finds it heard.
+        self._foreheard.extend(rung.notices)
+        is_ours = self._claim(rung)
+        for notice in rung.notices:
+            if not (is_ours and self.hear(notice)):
+                self._unlearn(notice)
+
+    def _claim(self, rung: _Rung) -> bool:
+        try:
+            self._unanswered.remove(rung)
+        except ValueError:
+            return False
+        return True
+
+    def _unlearn(self, notice: Notice) -> None:
+        with suppress(ValueError):
+            self._foreheard.remove(notice)
+
     def _is_insisted(self) -> bool:
         """Whether a signal that is one too many, with those that were taken, still waits for its handler."""
-        self._unanswered = [number for number in self._unanswered if self._handles(number)]
+        for rung in [*self._unanswered]:
+            if not self._handles(rung.number):
+                self._claim(rung)
         taken = sum(each.notice.insists for each in self.pending)
         return self._takes_more and bool(self._unanswered) and taken + len(self._unanswered) > _MOST_SIGNALS
 
+    def _foretell(self, number: int) -> list[Notice]:
+        """What the handlers of that signal are going to say."""
+        told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
+        return [notice for notice in told if notice is not None]
+
     def _handles(self, number: int) -> bool:
         return any(isinstance(source, Signals) and source.handles(number) for source in self._sources)
+
+
+class _Rung:
+    """A signal that has come, and for which Python has run no handler yet."""
+
+    def __init__(self, number: int, notices: Sequence[Notice]) -> None:
+        self.number = number
+        self.notices = notices
+        self.waited_seconds = 0.0

@@ -122,6 +122,11 @@ class Herald:
                     self.trouble = error.message
                     self._note_silence(silent_seconds, error.message)
                     self.tell_change()
+            except BaseException as error:
+                # Nobody speaks with the others any more: whoever waits for them has to know.
+                self.trouble = f"{type(error).__name__}: {error}"
+                self.tell_change()
+                raise
             else:
                 self._silent_since, self.trouble = None, ""
 

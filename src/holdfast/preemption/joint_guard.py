@@ -9,17 +9,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from msgspec.structs import replace
-
 from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.peers import make_brief
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.preemption.accord import Accord, Turn, make_call
 from holdfast.preemption.agreement import Wanted
 from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
-from holdfast.preemption.grace import Action, Outlook, decide, to_spare
+from holdfast.preemption.grace import Action, Outlook, allow_for_others, decide, to_spare
 from holdfast.preemption.guard import Guard, end_at_of
-from holdfast.preemption.landing import Landing
 from holdfast.preemption.mishaps import find_loss, is_cause, is_of_save
 from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
@@ -30,9 +28,6 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
 _LOOK_SECONDS: Final = 0.25
-
-_AGREE_SECONDS: Final = 1.0
-"""What it may take until all have heard of a call; and the fastest may be a step ahead by then."""
 
 _OWN_FAILURE_SECONDS: Final = 2.0
 """How long to wait for this worker's own failure, when another has heard of the same one first."""
@@ -56,8 +51,7 @@ class JointGuard(Guard):
             config: As there.
             keep: As there.
         """
-        self._landing = Landing(manager, keep)
-        super().__init__(manager, config, self._landing.keep)
+        super().__init__(manager, config, keep)
         self._peers = company.peers
         self._accord = Accord(company.peers, self.hearing.hear, self.hearing.ring)
         self._mishaps = self._accord.mishaps
@@ -68,8 +62,10 @@ class JointGuard(Guard):
         # Whether all are about to leave together, and it is not known yet what comes of it.
         self._is_leaving_together = False
         self._is_over = False
-        # What the training thread had begun before it rested.
-        self._begun_before = 0
+        # What the training thread had begun before it rested, and at which step nothing could be lost.
+        self._begun_before = self._safe_step = 0
+        # Whether the training thread cannot go on before something is done in its stead.
+        self._is_awaited = False
 
     def open(self) -> None:
         """See `Guard`."""
@@ -98,13 +94,17 @@ class JointGuard(Guard):
                 assert rest is not None, "this thread alone ends it"
                 step = max(self._begun_before, rest.step or 0)
                 if self._mishaps.error is not None or rest.is_refused or self._accord.try_begin(step):
-                    self._rest, self._passed_at = None, None
+                    self._rest, self._passed_at, self._is_awaited = None, None, False
                     return rest.saved
+                self._is_awaited = True
             changed.wait(_LOOK_SECONDS)
 
     def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
         """See `Guard`."""
-        self._begun_before = self._accord.begun
+        if self._rest is None:
+            self._begun_before = self._accord.begun
+        if mark is None and saved is None:
+            self._safe_step = step or 0
         self._accord.begun = step or 0
         self._mishaps.certain = max(self._mishaps.certain, step or 0)
         super().rest(step, mark=mark, saved=saved)
@@ -232,9 +232,7 @@ class JointGuard(Guard):
 
     def _outlook(self, *, is_resting: bool = False) -> Outlook:
         outlook = super()._outlook(is_resting=is_resting)
-        if is_resting or outlook.step_seconds is None:
-            return outlook
-        return replace(outlook, step_seconds=2 * outlook.step_seconds + _AGREE_SECONDS)
+        return outlook if is_resting else allow_for_others(outlook)
 
     def _is_to_leave(self) -> bool:
         """Whether it is known that this worker is to leave."""
@@ -266,7 +264,6 @@ class JointGuard(Guard):
         outlook = self._outlook()
         end_at = end_at_of(outlook)
         self.leaving = self._is_leaving_together = True
-        self._landing.begin()
         try:
             if stop.absent:
                 self._raise_cause()
@@ -274,8 +271,9 @@ class JointGuard(Guard):
                 return self._leave_alone(step, f"{who} did not answer any more")
             error = ""
             if step is not None and step > stop.step:
-                # A first step of which nobody knew that it had begun: the others have nothing to save.
+                # If nothing could be lost, it is a first step of which nobody knew that it had begun.
                 step = stop.step
+                error = "" if step == self._safe_step else f"the loop had gone on when step {step} was to be saved"
             elif call.saves or self._early is None:
                 error = save(end_at)
             else:
@@ -283,14 +281,16 @@ class JointGuard(Guard):
                 step = self._early_step if self._early_step is not None else step
             if error:
                 self._raise_cause()
+            changed = "" if self._rest is None else self._rest.changed
+            cause = self._departure.mistake or (changed and f"ChangedError: {changed}")
             outcome = Outcome(
-                self._mishaps.name(self._departure.mistake) or error,
+                make_brief(self._mishaps.name(cause) or error),
                 self.hearing.is_by_hand(),
                 is_proof=not error and self._save_fn is None,
-                is_cause=bool(self._departure.mistake),
+                is_cause=bool(cause),
             )
             # The others may be in a save of theirs that this worker takes no part in.
-            told = self._manager.abandon if error and self._save_fn is not None else None
+            told = self._manager.abandon if error and (changed or self._save_fn is not None) else None
             together = self._accord.conclude(outcome, end_at, told)
         except PeerError:
             # The error of another worker ends this one, as it would in a step.
@@ -320,13 +320,13 @@ class JointGuard(Guard):
     def _leave(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
-        met, error = error, self._landing.check(step, error, self._early, self._rest)
+        met, error = error, self._departure.check_landed(step, error, self._find_saves())
         if error or (met and not self._has_exit_fn):
             # It is told, and nobody waits for the others any more.
             self._manager.abandon()
         left_seconds = self.hearing.demand()[1]
         try:
-            super()._leave(step, reason, error, blocked_seconds, by_hand=by_hand)
+            self._depart(step, reason, error, blocked_seconds, by_hand=by_hand)
         except BaseException as failure:
             if error and self._accord.verdict is None and self._mishaps.error is None:
                 # One that does not come to the end of its step would never hear of it.
@@ -365,9 +365,10 @@ class JointGuard(Guard):
             else:
                 turn = self._accord.arrive(rest.step or 0, holds=holds, ends=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
-            if turn is not Turn.GO and self._is_to_leave() and self.hearing.is_by_hand():
+            if turn is not Turn.GO and self._is_to_leave() and self.hearing.is_by_hand() and not self._is_awaited:
                 return
-            objection = self._patience.find_objection(turn, self.hearing.demand()[1])
+            is_behind = not self._is_over and self._accord.is_ahead(rest.step or 0)
+            objection = self._patience.find_objection(turn, self.hearing.demand()[1], is_behind=is_behind)
             if turn is Turn.STOP:
                 self._stop_behind(rest)
             elif objection and self._is_to_leave():
@@ -377,11 +378,10 @@ class JointGuard(Guard):
         call, stop = self._accord.call, self._accord.stop
         if call is None or stop is None:
             return
-        is_safe = call.wanted == Wanted.LEAVE and (bool(stop.absent) or not call.saves)
-        if not is_safe and rest.find_change():
-            self._tell_changed(rest)
-            return
         if call.wanted == Wanted.SAVE:
+            if rest.find_change():
+                self._tell_changed(rest)
+                return
             count = self.hearing.count
             rest.save()
             self._note_early(rest.step, self._outlook(is_resting=True).demand, rest.saved, count)

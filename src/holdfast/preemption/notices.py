@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
+from msgspec.structs import force_setattr
+
+from holdfast.errors import UsageError
 
 
 class Demand(enum.IntEnum):
@@ -27,10 +32,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
         source: The name of the source that heard it.
         text: What was heard, for people.
         demand: What it asks for.
-        left_seconds: The time from when it was heard until the process must be gone; None if that is not known.
+        left_seconds: The time from when it was heard until the process must be gone, at least 0; None if that is not
+            known.
         insists: Whether a second one of this kind means more than the first: signals do.
         by_hand: Whether a person at a terminal asked, who does not want the job to be started again by itself.
         advice: How the job is started again where this source speaks, for people; or an empty string.
+
+    Raises:
+        UsageError: If one of them is not what it has to be: `left_seconds` no real number, say.
     """
 
     source: str
@@ -41,8 +50,24 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     by_hand: bool = False
     advice: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("source", "text"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name}={getattr(self, name)!r} is no text", hint="Give a str.")
+        if not isinstance(self.demand, Demand):
+            raise UsageError(f"demand={self.demand!r} is no Demand", hint="Give Demand.LEAVE, say.")
+        left: object = self.left_seconds
+        if left is None:
+            return
+        # Compared with anything NaN is false: such a notice would be heard, and nothing done.
+        if isinstance(left, bool) or not isinstance(left, Real) or math.isnan(left):
+            raise UsageError(
+                f"left_seconds={left!r} is no time", hint="Give a number of seconds, or None if it is not known."
+            )
+        force_setattr(self, "left_seconds", max(float(left), 0.0))
+
     def __str__(self) -> str:
-        left = "" if self.left_seconds is None else f", {max(self.left_seconds, 0.0):.3g} s left"
+        left = "" if self.left_seconds is None else f", {self.left_seconds:.3g} s left"
         return f"{self.text}{left}"
 
 

@@ -33,14 +33,15 @@ class Patience:
         self._waiting_since: float | None = None
         self._is_told = False
 
-    def find_objection(self, turn: Turn, left_seconds: float | None) -> str:
+    def find_objection(self, turn: Turn, left_seconds: float | None, *, is_behind: bool = False) -> str:
         """Why the others are not waited for any longer; an empty string if they are, or need not be: that ends a wait.
 
         Args:
             turn: What this worker is to do.
             left_seconds: The time that is left; None if that is not known.
+            is_behind: Whether all stop at a step that this worker has not begun, and does not begin as it rests.
         """
-        if turn is Turn.GO or turn is Turn.STOP:
+        if turn is Turn.STOP or (turn is Turn.GO and not is_behind):
             self._waiting_since, self._is_told = None, False
             return ""
         now = time.monotonic()
@@ -51,10 +52,12 @@ class Patience:
         if self._herald.trouble:
             return self._herald.trouble
         is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
+        what = "not all workers have said {} {:.0f} s at which step they can stop"
+        if is_behind:
+            what = "the loop has not gone on {} {:.0f} s to the step at which all stop, which others have begun"
         if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
-            return f"not all workers have said within {waited_seconds:.0f} s at which step they can stop"
+            return what.format("within", waited_seconds)
         if waited_seconds > _WARN_SECONDS and not self._is_told:
             self._is_told = True
-            text = f"for {waited_seconds:.0f} s, not all workers have said at which step they can stop"
-            self._emit(Warned(text=text))
+            self._emit(Warned(text=what.format("for", waited_seconds)))
         return ""

@@ -4,22 +4,63 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from holdfast.errors import UsageError
 
 
-class Post:
-    """Where a guard stands that listens for notices."""
+class Duty:
+    """What the guards of one manager share: one of them at a time acts behind the training thread's back."""
 
-    def __init__(self, taken: list[Post], manager: object) -> None:
+    def __init__(self) -> None:
+        # Guards what the training thread rests in, for all of them.
+        self.lock = threading.Lock()
+        self.post: Post | None = None
+
+
+class Post:
+    """Where a guard stands. Of several on one manager that one is on duty whose loop has moved last."""
+
+    def __init__(
+        self,
+        taken: list[Post],
+        manager: object,
+        duty: Duty,
+        *,
+        listens: bool,
+        rests: Callable[[], bool],
+        relieve: Callable[[], object],
+    ) -> None:
         """Made by `take_post`."""
         self.manager = manager
+        self.duty = duty
+        self.listens = listens
         self.process = os.getpid()
+        self._rests = rests
+        self._relieve = relieve
         self._taken = taken
         taken.append(self)
 
+    @property
+    def is_on_duty(self) -> bool:
+        """Whether this guard acts, and no other one of the same manager."""
+        return self.duty.post is self
+
+    @property
+    def is_beside_training(self) -> bool:
+        """Whether another guard is on duty, and its loop takes steps."""
+        other = self.duty.post
+        return other is not None and other is not self and other in self._taken and not other._rests()
+
+    def go_on_duty(self) -> None:
+        """The others act no more: what they rest in is not the state any more. Called with the duty's lock held."""
+        self.duty.post = self
+        for post in tuple(self._taken):
+            if post is not self and post.duty is self.duty:
+                post._relieve()
+
     def leave(self) -> None:
-        """Nobody listens there any more; harmless twice, and in any thread."""
+        """Nobody stands there any more; harmless twice, and in any thread."""
         if self in self._taken:
             self._taken.remove(self)
 
@@ -32,19 +73,30 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def take_post(manager: object) -> Post:
-    """One more guard begins to listen in this thread.
+def take_post(manager: object, *, listens: bool, rests: Callable[[], bool], relieve: Callable[[], object]) -> Post:
+    """One more guard begins its work in this thread.
+
+    Args:
+        manager: Whose loop it guards.
+        listens: Whether it can hear anything but Ctrl-C.
+        rests: Whether its loop takes no steps.
+        relieve: Called with the duty's lock held when another guard of that manager goes on duty.
 
     Raises:
-        UsageError: If there is one for another manager.
+        UsageError: If it listens, and so does one for another manager.
     """
+    duty = Duty()
     for post in _thread.taken:
         # Those of a process from which this one was forked are its own.
-        if post.manager is not manager and post.process == os.getpid():
+        if post.process != os.getpid():
+            continue
+        if post.manager is manager:
+            duty = post.duty
+        elif listens and post.listens:
             raise UsageError(
                 "another run or handler listens for notices in this thread already: the first of both to leave would "
                 "end the process, and what the other one keeps would not be saved",
                 hint="Keep all that belongs together in one Checkpoint; or close the other one first; or let one of "
                 'them hear nothing: preemption="off", or TerminationConfig(sources=[]).',
             )
-    return Post(_thread.taken, manager)
+    return Post(_thread.taken, manager, duty, listens=listens, rests=rests, relieve=relieve)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StepExistsError
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -56,6 +56,8 @@ class Rest(msgspec.Struct):
             if self.find_change():
                 return self.changed
             self.saved = self.mark.save(self.step)
+        except StepExistsError:
+            return ""  # The user has saved it, and it is committed.
         except HoldfastError as failure:
             return failure.message
         return ""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from holdfast.errors import UsageError
 from holdfast.preemption.notices import Demand, Hear, Notice
 
 _WAY_OUT_SECONDS: Final = 60.0
+_MOST_CHAINED: Final = 100
+_STATUS: Final = Path("/proc/self/status")
 
 DEFAULT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -53,6 +56,7 @@ class Signals:
         self._process = 0
         self._absorbed: frozenset[int] = frozenset()
         self._absorbed_until = 0.0
+        self._foreign: tuple[signal.Signals, ...] = ()
 
     def open(self, hear: Hear) -> None:
         """Puts its handlers in place.
@@ -68,18 +72,44 @@ class Signals:
         self._process = os.getpid()
         self._hear = hear
         self._absorbed = frozenset()
+        caught = _find_caught()
+        foreign = []
         for number in self.numbers:
             before = signal.getsignal(number)
             if before == self._handle:
                 continue  # It has stayed, since the program has caught the exit and goes on.
-            # None is a handler that was not made by Python, and could not be put back.
-            if before is not signal.SIG_IGN and before is not None:
+            # Python could neither call nor put back a handler that it has not set. But SIGTERM is what machines are
+            # taken away with, and frameworks have handlers for it that only take note.
+            is_hidden = before is signal.SIG_DFL and number in caught and number != signal.SIGTERM
+            if before is None or is_hidden:
+                foreign.append(number)
+            elif before is not signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._handle)
+        self._foreign = tuple(foreign)
+
+    @property
+    def foreign(self) -> tuple[signal.Signals, ...]:
+        """Those that it does not hear, since they had a handler that was not set by Python."""
+        return self._foreign
 
     def handles(self, number: int) -> bool:
-        """**Thread-safe.** Whether the handler that Python would call now is its own."""
-        return number in self.numbers and signal.getsignal(number) == self._handle
+        """**Thread-safe.** Whether the handler that Python would call now is its own, or one that passes on to it."""
+        handler = signal.getsignal(number)
+        for _ in range(_MOST_CHAINED):
+            if handler == self._handle:
+                return True
+            owner = getattr(handler, "__self__", None)
+            if not isinstance(owner, Signals):
+                break
+            handler = owner._before.get(number)
+        return False
+
+    def foretell(self, number: int, hear: Hear) -> Notice | None:
+        """**Thread-safe.** What `hear` is told when Python runs the handler of that signal; None if nothing."""
+        if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
+            return None
+        return self._make_notice(number)
 
     def look(self) -> Iterable[Notice]:
         """Signals tell by themselves."""
@@ -124,27 +154,31 @@ class Signals:
             if number == signal.SIGTERM:
                 self._act_as_before(number, frame)
             return
-        if number in self._absorbed and time.monotonic() < self._absorbed_until:
+        if self._is_absorbed(number):
             return
         hear = self._hear
         if hear is None:
             self._act_as_before(number, frame)
             return
-        is_taken = hear(
-            Notice(
-                source=self.name,
-                text=f"{signal.Signals(number).name} was sent to process {self._process}",
-                demand=Demand.LEAVE,
-                left_seconds=self._left_seconds if number == signal.SIGTERM else None,
-                insists=True,
-                by_hand=number == signal.SIGINT,
-            )
-        )
+        is_taken = hear(self._make_notice(number))
         before = self._before.get(number)
         if not is_taken:
             self._act_as_before(number, frame)
         elif callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+
+    def _is_absorbed(self, number: int) -> bool:
+        return number in self._absorbed and time.monotonic() < self._absorbed_until
+
+    def _make_notice(self, number: int) -> Notice:
+        return Notice(
+            source=self.name,
+            text=f"{signal.Signals(number).name} was sent to process {self._process}",
+            demand=Demand.LEAVE,
+            left_seconds=self._left_seconds if number == signal.SIGTERM else None,
+            insists=True,
+            by_hand=number == signal.SIGINT,
+        )
 
     def _act_as_before(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number, signal.SIG_DFL)
@@ -153,3 +187,13 @@ class Signals:
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _find_caught() -> frozenset[int]:
+    """Signals for which the process has a handler, also one unknown to Python; none if nothing says so."""
+    try:
+        (mask,) = [line.split()[1] for line in _STATUS.read_bytes().splitlines() if line.startswith(b"SigCgt:")]
+        bits = int(mask, 16)
+    except (OSError, ValueError, IndexError):
+        return frozenset()
+    return frozenset(number for number in range(1, bits.bit_length() + 1) if bits >> (number - 1) & 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -63,13 +63,14 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 hint=f"Take one from 1 to {_MAX_EXIT_CODE}: 0 says that the job is done, and shells use those above.",
             )
         if self.sources != "auto":
+            hint = 'It is "auto", or a list of sources of holdfast.preemption, such as [Signals()].'
+            if not isinstance(self.sources, Iterable):
+                raise UsageError(f"sources={self.sources!r} is no list", hint=hint)
             sources = tuple(self.sources)
             for source in sources:
-                if not isinstance(source, NoticeSource):
-                    raise UsageError(
-                        f"sources={self.sources!r}: {source!r} is no source of notices",
-                        hint='It is "auto", or a list of sources of holdfast.preemption.',
-                    )
+                # A class has all the methods of its objects.
+                if isinstance(source, type) or not isinstance(source, NoticeSource):
+                    raise UsageError(f"sources={self.sources!r}: {source!r} is no source of notices", hint=hint)
             msgspec.structs.force_setattr(self, "sources", sources)
 
     def make_sources(self) -> list[NoticeSource]:
@@ -79,12 +80,22 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sources if watcher is None else [*sources, Watcher(watcher)]
 
 
-def make_termination(preemption: object) -> TerminationConfig:
+def make_termination(preemption: object, objects: Mapping[str, object] | None = None) -> TerminationConfig:
     """What the argument of that name stands for.
 
+    Args:
+        preemption: The argument.
+        objects: What stands beside it, and is to be kept.
+
     Raises:
-        UsageError: If it stands for nothing.
+        UsageError: If it stands for nothing, or was meant to be this argument and has the name of an object.
     """
+    for name, value in (objects or {}).items():
+        if isinstance(value, TerminationConfig) or (isinstance(value, NoticeSource) and not isinstance(value, type)):
+            raise UsageError(
+                f"{name}={value!r} says how to leave, and is nothing to be kept",
+                hint="Give it as preemption=TerminationConfig(...); sources of notices go into its sources=[...].",
+            )
     if isinstance(preemption, TerminationConfig):
         return preemption
     if preemption == "auto":

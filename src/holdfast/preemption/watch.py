@@ -92,6 +92,9 @@ class Watch:
                 for notice in source.look():
                     self._hear(notice)
                 wait_seconds = source.interval_seconds or 0.0
+                if not wait_seconds >= 0:
+                    raise ValueError(f"interval_seconds={wait_seconds!r} is no time")
+                self._closing.wait(wait_seconds)
                 pause_seconds = self._pause_seconds
             except BaseException as error:  # noqa: BLE001  A source can be of the user's, and this thread is ours.
                 wait_seconds = pause_seconds
@@ -101,7 +104,7 @@ class Watch:
                     is_warned = True
                     text = f"{source.name} cannot be asked for notices, and is asked again later: {_say(error)}"
                     self._emit(Warned(text=text))
-            self._closing.wait(wait_seconds)
+                self._closing.wait(wait_seconds)
 
     def _is_closing(self) -> bool:
         return self._closing.is_open

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from holdfast.errors import UsageError
+from holdfast.policies.arguments import check_seconds
 from holdfast.preemption.notices import Demand, Notice, PolledSource
 
 
@@ -23,7 +24,11 @@ class FileAppears(PolledSource):
         Args:
             path: The file.
             interval_seconds: How often to look.
+
+        Raises:
+            UsageError: If that is no time.
         """
+        check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._path = os.fspath(path)
         self._seen = self._mark()
@@ -59,10 +64,11 @@ class Watcher(PolledSource):
             interval_seconds: How long to wait between two calls.
 
         Raises:
-            UsageError: If it cannot be called.
+            UsageError: If it cannot be called, or the interval is no time.
         """
         if not callable(function):
             raise UsageError(f"{function!r} cannot be called", hint="Give a function that takes no arguments.")
+        check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._function = function
         self._was_true = False

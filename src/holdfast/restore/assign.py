@@ -62,7 +62,8 @@ class Assignment:
         self._left: dict[int, int] = {}
         self._open = 0
         self._taken: dict[int, list[Box]] = {}
-        self._seen: dict[str, set[Box]] = {}
+        # Of each box the array that was offered first.
+        self._seen: dict[str, dict[Box, StoredBox]] = {}
         for target in targets:
             elements = target.box.elements
             if elements:
@@ -97,7 +98,7 @@ class Assignment:
         """What is taken of the arrays of an index.
 
         Raises:
-            DamageError: If it has other leaves of the same names.
+            DamageError: If it has other leaves of the same names, or other values for the same box.
         """
         order = Order()
         for number, stored in enumerate(index.stored_boxes()):
@@ -105,9 +106,12 @@ class Assignment:
             if not targets:
                 continue
             self._check(stored, path)
-            seen = self._seen.setdefault(stored.leaf, set())
-            if stored.box not in seen:
-                seen.add(stored.box)
+            first = self._seen.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
+            if first.record.spans != stored.record.spans:
+                # Which of them is right nobody knows, and parts of both are no state at all.
+                what = f"ranks {first.rank} and {stored.rank} have different values for {stored.box}"
+                raise self._make_damage(stored, path, f": {what}")
+            if first is stored:
                 for target in targets:
                     self._assign(order, number, stored, target)
         return order
@@ -132,13 +136,12 @@ class Assignment:
     def _check(self, stored: StoredBox, path: str) -> None:
         spec = self._leaves[stored.leaf]
         if (stored.dtype, stored.global_shape) != (spec.dtype, spec.shape):
-            raise DamageError(
-                f"{path}: {stored.leaf!r} is {stored.dtype} {list(stored.global_shape)} here, and {spec.dtype} "
-                f"{list(spec.shape)} to another worker",
-                step=self._step,
-                path=path,
-                tensor=stored.leaf,
-            )
+            here = f"{stored.dtype} {list(stored.global_shape)}"
+            there = f"{spec.dtype} {list(spec.shape)}"
+            raise self._make_damage(stored, path, f" is {here} here, and {there} to another worker")
+
+    def _make_damage(self, stored: StoredBox, path: str, what: str) -> DamageError:
+        return DamageError(f"{path}: {stored.leaf!r}{what}", step=self._step, path=path, tensor=stored.leaf)
 
     def check_complete(self) -> None:
         """Makes sure that every target is served, each of its elements once.

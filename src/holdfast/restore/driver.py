@@ -29,6 +29,7 @@ from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
+from holdfast.restore.resize import warn_if_apart
 from holdfast.restore.selection import Selection
 from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step
@@ -183,6 +184,7 @@ def restore_objects(
                     left=matching.left,
                 )
             )
+            warn_if_apart(storage, trial.opened, worker, emit)
         seconds = time.monotonic() - begun_at
         emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
         return Restoration(

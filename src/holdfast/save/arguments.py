@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ClosedError, StepExistsError, UsageError
@@ -141,9 +141,16 @@ def check_numbers(
     if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
     check_liveness(liveness_seconds)
-    is_size = isinstance(reserve_bytes, int) and not isinstance(reserve_bytes, bool) and reserve_bytes >= 0
-    if reserve_bytes not in (None, "auto") and not is_size:
+    is_word = reserve_bytes is None or (isinstance(reserve_bytes, str) and reserve_bytes == "auto")
+    if not is_word and not _is_size(reserve_bytes):
         raise UsageError(f"reserve_bytes={reserve_bytes!r} is no number of bytes", hint='Or it is "auto", or None.')
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 0
+    except TypeError:
+        return False
 
 
 def check_liveness(seconds: object) -> None:

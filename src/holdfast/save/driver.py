@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ from holdfast.save.handoffs import LeftOutError
 from holdfast.save.line import Line
 from holdfast.save.order import SaveOrder
 from holdfast.save.overlap import StepHold, keep_steady
-from holdfast.save.prepare import Preparation
+from holdfast.save.prepare import Preparation, try_prepare
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
 from holdfast.state import Captured, Captures, capture_objects
@@ -135,12 +135,14 @@ class Saver:
         """What the newest committed save cost: seconds of training held up, and seconds until it was durable."""
         return self._blocked_seconds, self._durable_seconds
 
-    def prepare(self, size_bytes: int) -> None:
-        """Makes memory for a state of that size ready, behind the calling thread."""
-        try:
-            self._preparation = Preparation(self._buffer, size_bytes)
-        except OutOfMemoryError as error:
-            self._emit(Warned(text=f"memory could not be made ready beforehand: {error.message}"))
+    def prepare(self, size_bytes: int | Literal["auto"]) -> None:
+        """Makes memory for a state of that size ready, behind the calling thread, if it can."""
+        self._preparation = try_prepare(self._buffer, size_bytes, self._objects, self._emit)
+
+    def give_sign(self) -> None:
+        """Called when the program asks something of the manager: no save need wait for it to leave another call."""
+        if self._hold is not None:
+            self._hold.give_sign()
 
     def capture(self, objects: Mapping[str, object]) -> Captured:
         """Takes the state of the live objects, all but the arrays' values; see `capture_objects`.
@@ -150,7 +152,7 @@ class Saver:
         """
         hold = None if self._hold is None else self._hold.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
-        return captured if self._hold is None else keep_steady(captured, self._hold.unsteady)
+        return captured if self._hold is None else keep_steady(captured, self._hold)
 
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.
@@ -182,7 +184,8 @@ class Saver:
         except BaseException:
             if work is None or handle.try_cancel():
                 inbox.put(None)
-                self._let_go([])
+                if self._hold is not None:
+                    self._hold.forget()
                 self._reports.mark_cancelled(handle)
                 crew.close()
             raise
@@ -199,7 +202,7 @@ class Saver:
         if not captured.has_held:
             handle.mark_staged()
         elif self._hold is not None:
-            self._hold.begin(order.step, staging.check_unchanged)
+            handle.sign = self._hold.begin(order.step, staging.check_unchanged)
         return staging
 
     def start_from(self, step: int) -> None:
@@ -263,6 +266,8 @@ class Saver:
             try:
                 self._end_joint()
             finally:
+                if self._hold is not None:
+                    self._hold.forget()
                 work.crew.close()
                 self._flush_events()
                 # Not before: from here on the program may end, or the next save begin.

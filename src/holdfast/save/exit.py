@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Final, NoReturn, Protocol
 
+from holdfast.cluster.lanes import close_all
 from holdfast.errors import HoldfastError
 from holdfast.save.say import say
 
@@ -61,6 +62,7 @@ def drain_all() -> None:
     owners = [owner for owner, process in list(_held.items()) if process == os.getpid()]
     failures = [failure for owner in owners for failure in owner.drain()]
     if not failures:
+        close_all()
         return
     for failure in failures:
         say(f"holdfast: {type(failure).__name__}: {failure}")

@@ -10,10 +10,16 @@ from holdfast.errors import DeadlineError, HoldfastError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
 from holdfast.gate import Gate
+from holdfast.save.progress import Sign
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
 """How much longer than the save waits for the other workers one waits for the save: that knows who is missing."""
+
+
+def find_limit(timeout_seconds: float, worker: Worker) -> float:
+    """**Pure.** How long to wait for a save; longer with other workers, for whom the save itself waits that long."""
+    return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
 class SaveHandle:
@@ -21,6 +27,7 @@ class SaveHandle:
 
     Attributes:
         step: The step that is being saved.
+        sign: Given whenever something is asked of this; None if nobody waits for it.
     """
 
     def __init__(
@@ -36,17 +43,15 @@ class SaveHandle:
         Args:
             step: The step.
             url: Where the run lies.
-            timeout_seconds: How long a wait may take when it names no time of its own; a little longer where there are
-                other workers, since the save itself waits that long for them.
+            timeout_seconds: How long a wait may take when it names no time of its own; see `find_limit`.
             delivered: Told of an error when a wait on this handle has raised it.
             worker: Which worker saves.
         """
         self.step = step
+        self.sign: Sign | None = None
         self._url = url
         self._is_alone = worker.is_alone
-        self._timeout_seconds = timeout_seconds
-        if not worker.is_alone:
-            self._timeout_seconds += _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
+        self._timeout_seconds = find_limit(timeout_seconds, worker)
         self._delivered = delivered
         # Guards whether the save goes on or is called off, whichever comes first.
         self._lock = threading.Lock()
@@ -91,6 +96,7 @@ class SaveHandle:
     @property
     def skipped(self) -> bool:
         """True if this save was left out because the one before was still in flight."""
+        self._give_sign()
         return bool(self._skipped)
 
     @property
@@ -101,11 +107,13 @@ class SaveHandle:
     @property
     def failed(self) -> bool:
         """True once the save has failed or was left out."""
+        self._give_sign()
         return self._error is not None
 
     @property
     def ended(self) -> bool:
         """True once the save has failed, or is committed and what it replaces has been removed."""
+        self._give_sign()
         return self._ended.is_open
 
     @property
@@ -116,6 +124,7 @@ class SaveHandle:
     @property
     def committed(self) -> bool:
         """True once the checkpoint exists."""
+        self._give_sign()
         return self._is_committed
 
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
@@ -202,6 +211,10 @@ class SaveHandle:
         self._skipped = reason
         self.mark_failed(UsageError(f"step {self.step} was not saved: {reason}"))
 
+    def _give_sign(self) -> None:
+        if self.sign is not None:
+            self.sign.give()
+
     def _raise_failure(self) -> None:
         """Raises the failure if there is one; who sees it here need not be told again."""
         error = self._error
@@ -210,6 +223,7 @@ class SaveHandle:
             raise error
 
     def _wait_for(self, gate: Gate, timeout_seconds: float | None, miss: str) -> None:
+        self._give_sign()
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if not gate.wait(limit_seconds):
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"

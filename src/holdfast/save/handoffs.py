@@ -23,7 +23,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
-        by_hand: The leaves whose boxes are what a user has said of them.
+        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
     """
 
     layout: Layout
@@ -34,7 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
     witnesses: Snapshot | None = None
-    by_hand: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
 
 
 class Receipts(msgspec.Struct, frozen=True):
@@ -44,11 +44,13 @@ class Receipts(msgspec.Struct, frozen=True):
         workers: What each worker wrote, in order of rank.
         references: The earlier steps whose bytes were not written again, in order.
         has_boxes: Whether leaves are put together from boxes.
+        values: What one worker says of the values of its loose leaves; see `save/coverage.py`.
     """
 
     workers: tuple[WorkerRecord, ...]
     references: tuple[Reference, ...] = ()
     has_boxes: bool = False
+    values: str = ""
 
     @property
     def size_bytes(self) -> int:

@@ -81,7 +81,7 @@ class Incremental:
         index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
         sources, referred = make_references(kept)
         index = msgspec.structs.replace(index, sources=sources, referred=referred)
-        receipts = conclude(index, self._storage)
+        receipts = conclude(index, self._storage, snapshot.loose)
         self._written = msgspec.structs.replace(index, objects={})
         return receipts
 

@@ -22,7 +22,7 @@ from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.company import Company
-from holdfast.save.coverage import COVER_HINT, Coverage, digest_shards
+from holdfast.save.coverage import Coverage, digest_shards
 from holdfast.save.exchange import Exchange, heed
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
@@ -30,6 +30,7 @@ from holdfast.save.order import Origin
 from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.replicas import Holding, make_holding
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
+from holdfast.state.apart import PositionRecord, find_apart, list_positions
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 
@@ -78,6 +79,8 @@ class JointLine:
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
         self._shards = ""
+        self._positions: list[PositionRecord] = []
+        self._are_apart = False
         self._coverage = Coverage()
         self._base: StepName | None = None
         self._name: StepName | None = None
@@ -140,6 +143,7 @@ class JointLine:
             raise
         self._holding = make_holding(snapshot, crew, self._holding)
         self._shards = digest_shards(snapshot)
+        self._positions = list_positions(snapshot.objects)
         return receipts
 
     def commit(
@@ -153,7 +157,14 @@ class JointLine:
         if not self._peers.is_leader:
             own = receipts.workers[0]
             part = PartRecord(
-                own, receipts.references, receipts.has_boxes, holding.groups, self._shards, self._checks_replicas
+                own,
+                receipts.references,
+                receipts.has_boxes,
+                holding.groups,
+                self._shards,
+                receipts.values,
+                self._checks_replicas,
+                self._positions,
             )
             exchange.hand_in(part, holding)
             self._line.note_committed()
@@ -165,13 +176,13 @@ class JointLine:
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             raise self._peers.make_error(unseen)
-        uncovered = self._coverage.find_problem(self._storage, name, [self._shards, *(part.shards for part in parts)])
-        if uncovered:
-            raise UsageError(uncovered, hint=COVER_HINT)
+        shards = [self._shards, *(part.shards for part in parts)]
+        self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])
         # Who has given up by now has said so, and who has not will wait for the result.
         exchange.agree()
         self._line.commit(together, name, metrics, metadata)
         exchange.tell_committed()
+        self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
         for leaf, ranks in divergences[:_MOST_TOLD]:
             self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
         if len(divergences) > _MOST_TOLD:
@@ -259,6 +270,13 @@ class JointLine:
                     f"and rank 0 check_replicas={self._checks_replicas}"
                 )
                 raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
+
+    def _tell_apart(self, name: StepName, positions: list[list[PositionRecord]]) -> None:
+        """Warns once if workers part in the data that they divide. The same number of them can still go on from it."""
+        text = find_apart(positions)
+        if text and not self._are_apart:
+            self._emit(Warned(step=name.step, text=text))
+        self._are_apart = bool(text)
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""

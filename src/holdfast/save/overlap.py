@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import ChangedError, DeadlineError
 from holdfast.gate import Gate
+from holdfast.save.progress import CallWatch, Place, Sign, trace_places
 from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import WITNESS, Captured, Transfer
 
@@ -31,20 +32,24 @@ class _Copying:
     Attributes:
         step: The step that is being saved.
         check: Raises a `ChangedError` if something has changed since it was captured.
+        places: Where in its program training was then.
         trainer: The thread that had the step saved.
         gate: Opens when `transfers` are all that is left of the copy.
         transfers: What devices are still copying.
-        moved: Whether the trainer has left the call that it was in when the copy had ended; None before that.
+        watch: Tells when the trainer has left the call that it was in when the copy had ended; None before that.
+        sign: What training gives by itself when it has left that call.
         settled: Opens when it is known whether something had changed.
         error: What had changed, or None.
     """
 
     step: int
     check: Callable[[], None]
+    places: list[Place]
     trainer: int = field(default_factory=threading.get_ident)
     gate: Gate = field(default_factory=Gate)
     transfers: list[Transfer] = field(default_factory=list)
-    moved: Callable[[], bool] | None = None
+    watch: CallWatch | None = None
+    sign: Sign = field(default_factory=Sign)
     settled: Gate = field(default_factory=Gate)
     error: ChangedError | None = None
     # Guards that it is settled once.
@@ -59,18 +64,23 @@ class _Copying:
                     self.error = error
                 self.settled.open()
 
+    def forget(self) -> None:
+        self.check, self.transfers, self.error = _ask_nothing, [], None
+
 
 class StepHold:
     """Holds up the steps of optimizers while what they change is being copied, and finds what else has changed it.
 
     A change is counted when the call that makes it ends. One that has begun before the copy ended may count after that,
-    so the counts say enough only when the training thread has been seen outside of the call that it was in by then: in
-    the hook before the next step, in a wait for the save, or at another place in its program.
+    so the counts say enough only when the training thread is known to be outside of the call that it was in by then: in
+    the hook before the next step, in a wait for the save or a question about it, or elsewhere in the function that
+    asked for the save.
 
     `try_hold`, `begin` and the steps themselves belong to the training thread, all else to the thread that copies.
 
     Attributes:
         unsteady: Leaves that have changed although they were held: from then on they are copied at once.
+        gives_up: Whether that has come twice: from then on everything is.
     """
 
     def __init__(self, timeout_seconds: float, report: Callable[[int, float], None]) -> None:
@@ -84,6 +94,7 @@ class StepHold:
         self._report = report
         self._process = os.getpid()
         self.unsteady: set[str] = set()
+        self.gives_up = False
         # What the next step waits for, and what the thread that copies is about.
         self._copying: _Copying | None = None
         self._newest: _Copying | None = None
@@ -98,14 +109,23 @@ class StepHold:
             self._hooks[obj] = adapter.before_step(obj, lambda: _call(wait))
         return self._hooks[obj] is not None
 
-    def begin(self, step: int, check: Callable[[], None]) -> None:
+    def begin(self, step: int, check: Callable[[], None]) -> Sign:
         """From now on steps wait, until `release`.
 
         Args:
             step: The step that is being saved.
             check: Raises a `ChangedError` if something has changed since it was captured.
+
+        Returns:
+            What is to be given whenever the training thread asks something of holdfast.
         """
-        self._copying = self._newest = _Copying(step, check)
+        copying = self._copying = self._newest = _Copying(step, check, trace_places(sys._getframe()))
+        return copying.sign
+
+    def give_sign(self) -> None:
+        """Called when a program asks something."""
+        if self._newest is not None:
+            self._newest.sign.give()
 
     def release(self, transfers: list[Transfer]) -> None:
         """Lets steps go on, behind what devices are still copying; harmless twice."""
@@ -124,7 +144,8 @@ class StepHold:
         assert copying is not None
         with self._noting_unsteady():
             make()
-            copying.moved = where_moved(copying.trainer)
+            copying.watch = CallWatch(copying.trainer, copying.places)
+            copying.sign.expect()
             # As a rule it is certain at once, and not asked again: changes that come later are no harm.
             self._try_settle(copying, _SOON_SECONDS)
 
@@ -141,15 +162,15 @@ class StepHold:
             if not self._try_settle(copying, self._timeout_seconds):
                 raise DeadlineError(
                     f"for {self._timeout_seconds:g} s after the copy of step {copying.step}, training was in one call",
-                    hint="It may be changing what was copied. Find out where it hangs, or use overlap_copy=False.",
+                    hint="It may be changing what was copied. A loop that sleeps in one line looks the same: wait for "
+                    "the save there (wait_committed), or ask its handle. Else find out where training hangs, or use "
+                    "overlap_copy=False.",
                 )
 
     def _try_settle(self, copying: _Copying, timeout_seconds: float) -> bool:
         end_at = time.monotonic() + timeout_seconds
         while not copying.settled.is_open:
-            if copying.moved is not None and copying.moved():
-                # A call that runs Python code within itself counts its change a moment after that code.
-                copying.settled.wait(_LOOK_SECONDS)
+            if copying.sign.given or (copying.watch is not None and copying.watch.look()):
                 copying.settle()
             elif time.monotonic() >= end_at:
                 return False
@@ -164,8 +185,17 @@ class StepHold:
         try:
             yield
         except ChangedError as error:
+            self.gives_up = bool(self.unsteady)
             self.unsteady.update(error.leaves)
             raise
+
+    def forget(self) -> None:
+        """Lets go of all that was captured: the save has ended, so that no step waits for it, and nobody asks."""
+        self.release([])
+        copying, self._newest = self._newest, None
+        if copying is not None:
+            # A step that comes after this may still look at it.
+            copying.forget()
 
     def wait(self) -> None:
         """**Blocks.** Called before each step.
@@ -197,38 +227,26 @@ class StepHold:
         self._hooks.clear()
 
 
-def keep_steady(captured: Captured, unsteady: Collection[str]) -> Captured:
+def keep_steady(captured: Captured, hold: StepHold) -> Captured:
     """Holds no more than what is known to change by a step alone.
 
     Args:
         captured: What was captured.
-        unsteady: The names of leaves that have changed otherwise.
+        hold: Knows what has changed otherwise.
     """
     steady = (
         place
         for place in captured.held
-        if captured.names[place].partition(WITNESS)[0] not in unsteady
+        if not hold.gives_up
+        and captured.names[place].partition(WITNESS)[0] not in hold.unsteady
         and captured.backends[place].version(captured.arrays[place]) is not None
     )
-    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, unsteady)
+    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, hold)
     return replace(captured, held=frozenset(steady), witnesses=witnesses)
 
 
-def where_moved(thread: int) -> Callable[[], bool]:
-    """Notes where in its program another thread is, and gives what tells whether it is elsewhere by now.
-
-    A thread that waits for a save, or has ended, counts as elsewhere. One that has come back to the same place does
-    not, since it cannot be told from one that is there still.
-    """
-    begin = _where(thread)
-    return lambda: begin is None or _where(thread) != begin
-
-
-def _where(thread: int) -> tuple[int, int] | None:
-    frame = sys._current_frames().get(thread)
-    if frame is None or frame.f_code is Gate.wait.__code__:
-        return None
-    return id(frame), frame.f_lasti
+def _ask_nothing() -> None:
+    pass
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

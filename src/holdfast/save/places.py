@@ -25,6 +25,7 @@ from holdfast.cluster.peers import Failure
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
 from holdfast.save.replicas import Group
+from holdfast.state.apart import PositionRecord
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -135,8 +136,10 @@ class PartRecord(msgspec.Struct, frozen=True):
         references: The earlier steps that it refers to.
         has_boxes: Whether leaves are put together from boxes.
         groups: What it says of what it holds together with others.
-        shards: What it says of the shards that were made by hand; see `save/coverage.py`.
+        shards: What it says of the boxes of its loose leaves; see `save/coverage.py`.
+        values: What it says of their values.
         checks_replicas: Whether it is to compare what workers hold alike.
+        positions: How far it has got in its data.
     """
 
     worker: WorkerRecord
@@ -144,7 +147,9 @@ class PartRecord(msgspec.Struct, frozen=True):
     has_boxes: bool
     groups: list[Group]
     shards: str = ""
+    values: str = ""
     checks_replicas: bool = False
+    positions: list[PositionRecord] = []
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

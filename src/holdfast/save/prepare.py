@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, Literal
 
+from holdfast.errors import HoldfastError
+from holdfast.events import Sink, Warned
 from holdfast.save.buffer import HostBuffer
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
@@ -41,6 +44,25 @@ class Preparation:
             if not self._wanted:
                 return
             yield job
+
+
+def try_prepare(
+    buffer: HostBuffer, size_bytes: int | Literal["auto"], objects: Mapping[str, object], emit: Sink
+) -> Preparation | None:
+    """Begins, or warns that it cannot: then the first save takes what memory it needs.
+
+    Args:
+        buffer: What is made ready.
+        size_bytes: For how large a state; "auto" for that of the objects.
+        objects: The objects to be saved. They need not be such as can be saved yet, like a module without its shapes.
+        emit: Told of the warning.
+    """
+    try:
+        return Preparation(buffer, reckon_bytes(objects) if size_bytes == "auto" else operator.index(size_bytes))
+    except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
+        reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    emit(Warned(text=f"memory could not be made ready beforehand: {reason}"))
+    return None
 
 
 def reckon_bytes(objects: Mapping[str, object]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from holdfast.errors import DeadlineError, FencedError, HoldfastError, SaveFailedError
+from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.save.exit import hold, release
 from holdfast.save.handle import SaveHandle
 
@@ -18,12 +18,16 @@ class SaveReports:
     """
 
     def __init__(self, failures_allowed: int) -> None:
-        """Failures are tolerated until more than `failures_allowed` come in a row."""
+        """Failures are tolerated until more than `failures_allowed` come in a row.
+
+        A save under which state has changed does not count: as a rule there is one such, and two at the most.
+        """
         self._failures_allowed = failures_allowed
         self._lock = threading.Lock()
-        # The lock guards these three.
+        # The lock guards these four.
         self._untold: list[HoldfastError] = []
         self._failures_in_a_row = 0
+        self._changes_in_a_row = 0
         self._in_flight: SaveHandle | None = None
 
     def mark_begun(self, handle: SaveHandle) -> None:
@@ -43,7 +47,7 @@ class SaveReports:
         with self._lock:
             if self._failures_in_a_row <= self._failures_allowed:
                 self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
-            self._failures_in_a_row = 0
+            self._failures_in_a_row = self._changes_in_a_row = 0
 
     def mark_ended(self, handle: SaveHandle) -> None:
         """Nothing of the save goes on any more."""
@@ -57,7 +61,11 @@ class SaveReports:
         with self._lock:
             self._untold.append(error)
             if isinstance(error, SaveFailedError):
-                self._failures_in_a_row += 1
+                if _is_changed(error.__cause__):
+                    # What has changed is copied at once from now on: no reason to end a job for, but by its last save.
+                    self._changes_in_a_row += 1
+                else:
+                    self._failures_in_a_row += 1
 
     def take(self, *, last: bool) -> list[HoldfastError]:
         """The failures to raise now, oldest first; they count as told.
@@ -67,7 +75,8 @@ class SaveReports:
         """
         with self._lock:
             fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
-            tolerated = not last and not fenced and 0 < self._failures_in_a_row <= self._failures_allowed
+            counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0
+            tolerated = not last and not fenced and any_lost and counted <= self._failures_allowed
             taken = [error for error in self._untold if not (tolerated and isinstance(error, SaveFailedError))]
             self._untold = [error for error in self._untold if error not in taken]
             self._release_if_done()
@@ -122,6 +131,13 @@ class SaveReports:
     def _release_if_done(self) -> None:
         if self._in_flight is None and not self._untold:
             release(self)
+
+
+def _is_changed(error: BaseException | None) -> bool:
+    """Whether state has changed under an overlapped copy, here or with another worker."""
+    if isinstance(error, PeerError):
+        return error.kind == ChangedError.__name__
+    return isinstance(error, ChangedError)
 
 
 def raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:

@@ -84,7 +84,7 @@ class Stager:
             captured.worker,
             captured.replicas,
             None if witnesses is None else witnesses.snapshot,
-            captured.by_hand,
+            captured.loose,
         )
         staging = Staging(snapshot, captured, witnesses)
         staging.now += moves.now

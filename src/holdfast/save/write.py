@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -11,6 +11,7 @@ from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName, data_name, index_name
+from holdfast.save.coverage import digest_values
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter, Storage
@@ -33,11 +34,16 @@ def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> R
     data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
     digests = _write_data(snapshot, storage.open_writer(data_path, snapshot.layout.size_bytes), crew)
     leaves = ("".join(spans) for spans in digests)
-    return conclude(make_index(snapshot, snapshot.layout, name, leaves), storage)
+    return conclude(make_index(snapshot, snapshot.layout, name, leaves), storage, snapshot.loose)
 
 
-def conclude(index: Index, storage: Storage) -> Receipts:
+def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Receipts:
     """**Blocks.** Writes the index of a data file that is whole, and makes both last.
+
+    Args:
+        index: The index.
+        storage: Where the run lies.
+        loose: The leaves of which others may have the same boxes.
 
     Raises:
         StorageError: If the place fails.
@@ -50,7 +56,8 @@ def conclude(index: Index, storage: Storage) -> Receipts:
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
     )
-    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references, index.is_shared)
+    values = digest_values(index, loose)
+    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references, index.is_shared, values)
 
 
 def take_digests(snapshot: Snapshot, crew: Crew) -> list[str]:

@@ -10,9 +10,10 @@ import msgspec
 class Batches(msgspec.Struct, frozen=True):
     """One way to cut an epoch.
 
-    All workers cut alike, and each takes its own part of every batch. No sample is left out, none comes twice, and as
-    long as there are as many samples as workers, every worker has a part of each batch: what is left at the end and is
-    too little for that goes with the batch before.
+    All workers cut alike, so that each has as many batches, and each takes its own part of every batch: at least one
+    sample. No sample is left out, none comes twice. What is left at the end and is too little for all workers goes with
+    the batch before. Where that one has been taken already, by fewer workers, it is filled up to a sample for each with
+    the first ones of the next epoch, which then goes on behind them.
 
     Attributes:
         length: The samples of an epoch.
@@ -29,42 +30,53 @@ class Batches(msgspec.Struct, frozen=True):
     world_size: int = 1
 
     def count_from(self, place: int) -> int:
-        """How many batches this worker has from a place on to the end of the epoch."""
-        count = self._cuts_from(place)
-        # So few may be left only where a job goes on with more workers, or has fewer samples than workers.
-        return 0 if count == 1 and not self._own(place, self.end_of(place)) else count
-
-    def end_of(self, place: int) -> int:
-        """Where the batch ends that begins at a place."""
-        is_last = self._cuts_from(place) == 1 and not self.drop_last
-        return self.length if is_last else min(place + self.batch_size, self.length)
-
-    def blocks_from(self, place: int, block_samples: int) -> Iterator[list[range]]:
-        """The places that this worker has in each batch, from a place on; some batches at a time.
-
-        Args:
-            place: Where the first of them begins.
-            block_samples: About how many places come at a time.
-        """
-        block: list[range] = []
-        samples = 0
-        for _ in range(self.count_from(place)):
-            end = self.end_of(place)
-            own = self._own(place, end)
-            place = end
-            block.append(own)
-            samples += len(own)
-            if samples >= block_samples:
-                yield block
-                block, samples = [], 0
-        if block:
-            yield block
-
-    def _cuts_from(self, place: int) -> int:
+        """How many batches begin from a place on to the end of the epoch."""
         full, rest = divmod(self.length - place, self.batch_size)
         if self.drop_last or not rest:
             return full
         return full if full and rest < self.world_size else full + 1
+
+    def end_of(self, place: int) -> tuple[int, int]:
+        """Where the batch ends that begins at a place: how many epochs further on, and at which place of that one."""
+        end = self._end_of(place)
+        return (0, end) if end <= self.length else divmod(end, self.length)
+
+    def blocks_from(self, place: int, block_samples: int) -> Iterator[tuple[int, list[range]]]:
+        """The places that this worker has in each batch that begins in this epoch, some batches at a time.
+
+        Args:
+            place: Where the first of them begins.
+            block_samples: About how many places come at a time.
+
+        Returns:
+            For each block how many epochs further on its places lie, and the places.
+        """
+        block: list[range] = []
+        samples = 0
+        for _ in range(self.count_from(place)):
+            end = self._end_of(place)
+            own = self._own(place, end)
+            place = end
+            if own.start >= self.length:
+                # Only the last batch goes on into the next epoch, and of that one each worker has a single sample.
+                if block:
+                    yield 0, block
+                further, first = divmod(own.start, self.length)
+                block, samples = [], 0
+                yield further, [range(first, first + 1)]
+                continue
+            block.append(own)
+            samples += len(own)
+            if samples >= block_samples:
+                yield 0, block
+                block, samples = [], 0
+        if block:
+            yield 0, block
+
+    def _end_of(self, place: int) -> int:
+        is_last = self.count_from(place) == 1 and not self.drop_last
+        end = self.length if is_last else min(place + self.batch_size, self.length)
+        return max(end, place + self.world_size)
 
     def _own(self, begin: int, end: int) -> range:
         samples = end - begin

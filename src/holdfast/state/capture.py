@@ -150,7 +150,7 @@ class _Capturing(Encoder):
             sharing.worker,
             tuple(sharing.replicas),
             witnesses,
-            frozenset(sharing.by_hand),
+            frozenset(sharing.loose),
         )
 
     def note_held(self, arrays: list[Any]) -> None:

@@ -237,7 +237,7 @@ class Captured(msgspec.Struct, frozen=True):
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, nothing but arrays; None if values are not to be compared.
-        by_hand: The leaves whose boxes are what a user has said of them.
+        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
     """
 
     names: list[str]
@@ -252,7 +252,7 @@ class Captured(msgspec.Struct, frozen=True):
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
     witnesses: Captured | None = None
-    by_hand: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
 
     @property
     def size_bytes(self) -> int:

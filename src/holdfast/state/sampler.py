@@ -30,6 +30,7 @@ _FOR_LOADERS: Final = 4
 class _Pass(msgspec.Struct):
     """One way of a loader through the rest of an epoch, the position following it."""
 
+    epoch: int
     batches: int
     handed_out: int = 0
     taken: int = 0
@@ -47,12 +48,15 @@ class ResumableSampler:
             for batch in sampler.batches(loader):
                 ...
 
-    In a job of several workers each makes one, with the same arguments but for `rank`, and gets its part of each batch.
+    In a job of several workers each makes one, with the same arguments but for `rank`, and gets its part of each batch:
+    all have as many batches, and a sample at least of each. Samples at the end of an epoch that are fewer than workers
+    go with the batch before.
 
     The position is counted in samples of the whole job, and the batch is that of the whole job, so both the batch size
-    and the number of workers may differ after a resume: each sample of the epoch still comes once in all. The order
-    follows from seed, epoch and length by the formula of `holdfast.state.permutation`, and no random generator takes
-    part.
+    and the number of workers may differ after a resume: each sample of the epoch still comes once in all. If fewer
+    samples of the epoch are left then than there are workers, the first samples of the next epoch join them, one
+    sample for each worker, and the next epoch goes on behind those. The order follows from seed, epoch and length by
+    the formula of `holdfast.state.permutation`, and no random generator takes part.
 
     A pass through a loader ends when a newer one begins, or when another position is loaded or set; taking another
     batch from it is an error. Iterating the sampler itself gives what is left of the epoch, and moves nothing.
@@ -262,8 +266,8 @@ class ResumableSampler:
             yield indices
 
     def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
-        order = permutation.Permutation(self._length, permutation.derive(self._seed, epoch))
-        for batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
+        for further, batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
+            order = permutation.Permutation(self._length, permutation.derive(self._seed, epoch + further))
             indices = order.of(batches) if self._shuffle else list(itertools.chain.from_iterable(batches))
             first = 0
             for batch in batches:
@@ -271,7 +275,7 @@ class ResumableSampler:
                 first += len(batch)
 
     def _follow(self, loader: Iterable[Batch]) -> Generator[Batch]:
-        current = self._pass = _Pass(self._cut.count_from(self._position_samples))
+        current = self._pass = _Pass(self._epoch, self._cut.count_from(self._position_samples))
         self._unfollowed_batches = 0
         try:
             # A loader with nothing left to load need not start its workers.
@@ -308,7 +312,8 @@ class ResumableSampler:
         current.taken += 1
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
-        self._position_samples = self._cut.end_of(self._position_samples)
+        further, self._position_samples = self._cut.end_of(self._position_samples)
+        self._epoch += further
 
     def _end_epoch(self, current: _Pass) -> None:
         self._check_current(current)
@@ -317,8 +322,10 @@ class ResumableSampler:
                 f"the loader ended after {current.taken} of the {current.batches} batches left in epoch {self._epoch}",
                 hint="To leave an epoch early, break out of the loop and call set_epoch, or use epochs().",
             )
-        self._epoch += 1
-        self._position_samples = 0
+        # The last batch may have gone on into the next epoch.
+        if self._epoch == current.epoch:
+            self._epoch += 1
+            self._position_samples = 0
 
     def _check_current(self, current: _Pass) -> None:
         if self._pass is not current:

@@ -42,6 +42,8 @@ class Sharding(msgspec.Struct, frozen=True):
         backend: The library of the boxes.
         boxes: What lies here; they do not overlap.
         memory: Equal for two arrays exactly when they are the same boxes of the same memory.
+        workers: How many workers hold it together, as far as is known here; 0 for those that hold a plain array in that
+            place.
         is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
         place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
     """
@@ -50,6 +52,7 @@ class Sharding(msgspec.Struct, frozen=True):
     backend: ArrayBackend
     boxes: tuple[LocalBox, ...]
     memory: Hashable
+    workers: int = 0
     is_by_hand: bool = False
     place: Hashable = None
 

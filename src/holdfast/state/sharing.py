@@ -24,7 +24,7 @@ class Sharing:
         is_own: Whether what is now met is this worker's own, and so written by it alone.
         boxes: What those arrays are that are no whole leaves.
         elsewhere: The leaves of which others write a part, or all.
-        by_hand: The leaves whose boxes are what a user has said of them.
+        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
         witnesses: What this worker does not write of them, if their values are to be compared.
         checks_replicas: Whether that is so.
@@ -37,7 +37,7 @@ class Sharing:
         self.is_own = False
         self.boxes: list[BoxRecord] = []
         self.elsewhere: list[ElsewhereRecord] = []
-        self.by_hand: set[str] = set()
+        self.loose: set[str] = set()
         self.replicas: list[Replica] = []
         self.witnesses = Captured([], [], [], [], [], {}, worker=worker)
 
@@ -54,8 +54,9 @@ class Sharing:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
         """
         spec = sharding.spec
-        if sharding.is_by_hand:
-            self.by_hand.add(leaf)
+        workers = sharding.workers or len(self.holders)
+        if sharding.is_by_hand or (not self.is_own and workers < self.worker.world_size):
+            self.loose.add(leaf)
         others: set[int] = set()
         is_complete = bool(sharding.boxes)
         written = written_elements = 0

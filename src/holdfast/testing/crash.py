@@ -91,7 +91,7 @@ class Toy:
     def manager(self, directory: Path, *, incremental: bool = False) -> CheckpointManager:
         """A manager that keeps two checkpoints."""
         checkpoint = Checkpoint(arrays=self.arrays, counter=self.counter)
-        return CheckpointManager(directory, checkpoint, keep=Latest(_KEPT), incremental=incremental)
+        return CheckpointManager(directory, checkpoint, keep=Latest(_KEPT), incremental=incremental, cluster="alone")
 
 
 def _value_of(step: int, number: int) -> int:

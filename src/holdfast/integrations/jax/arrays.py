@@ -161,7 +161,8 @@ class JaxSharder:
             if box not in boxes:
                 memory = _memory_of(shard.data)
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
-        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array))
+        workers = _count_processes(numbers.sharding) if holders else 0
+        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """What stands for a new array, divided as another one."""
@@ -201,6 +202,11 @@ def _find_holders(placing: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, 
     for device, index in placing.devices_indices_map(shape).items():
         holders.setdefault(box_of(index, shape), set()).add(device.process_index)
     return {box: tuple(sorted(ranks)) for box, ranks in holders.items()}
+
+
+@lru_cache(maxsize=1 << 12)
+def _count_processes(placing: Any) -> int:
+    return len({device.process_index for device in placing.device_set})
 
 
 @lru_cache(maxsize=1 << 12)

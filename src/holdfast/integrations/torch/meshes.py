@@ -35,8 +35,9 @@ class MeshSharder:
         spec = spec_of(own.dtype, shape)
         coordinate = mesh.get_coordinate()
         memory = (_BACKEND.alias_key(local), shape, placements, mesh)
+        workers = len(_all_ranks(mesh))
         if coordinate is None:  # This worker has no part in the mesh.
-            return Sharding(spec, _BACKEND, (), memory)
+            return Sharding(spec, _BACKEND, (), memory, workers)
         if any(placement.is_partial() for placement in placements):
             raise UnsupportedValueError(
                 f"{path}: a tensor whose values are still to be added up over the mesh ({placements}) cannot be stored",
@@ -53,9 +54,9 @@ class MeshSharder:
                 hint="It was made by DTensor.from_local, perhaps, without its shape.",
             )
         if len(boxes) == 1:
-            return Sharding(spec, _BACKEND, (LocalBox(boxes[0][0], local, holders),), memory)
+            return Sharding(spec, _BACKEND, (LocalBox(boxes[0][0], local, holders),), memory, workers)
         parts = (LocalBox(box, part_of(local, place), holders) for box, place in boxes)
-        return Sharding(spec, _BACKEND, tuple(parts), memory)
+        return Sharding(spec, _BACKEND, tuple(parts), memory, workers)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A tensor on the same mesh, placed in the same way."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
@@ -50,6 +51,7 @@ class ModuleAdapter(Adapter):
 
     def holders_of(self, obj: Any) -> Sequence[int] | None:
         """Those who have a part in the mesh of the module's parameters: others have other modules, perhaps."""
+        settle(obj)
         return holders_of(list(obj.parameters()))
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
@@ -128,7 +130,55 @@ def _same(name: str) -> str:
     return name
 
 
+def settle(module: nn.Module) -> None:
+    """Brings a module's parameters into the form that they are saved in: those of its optimizer, divided over its mesh.
+
+    FSDP2 leaves some gathered after a forward pass that no backward one follows, and those are other tensors.
+
+    Raises:
+        UsageError: If the module hides which tensors its parameters are.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    divided = getattr(fsdp, "FSDPModule", None)
+    for child in module.modules():
+        if divided is not None and isinstance(child, divided):
+            child.reshard()
+        if any(getattr(hook, "__name__", "") == "_localize_dtensor" for hook in child._forward_hooks.values()):
+            refuse_localized(child.parameters())
+            if _hides_parameters(child):
+                raise _localized()
+
+
+def refuse_localized(parameters: Iterable[Any]) -> None:
+    """**Pure.** Tells of parameters that are a worker's own parts and do not show it.
+
+    DDP with a mesh puts such parts in place of tensor-parallel parameters, and torch notes on them what they were.
+
+    Raises:
+        UsageError: If there are such.
+    """
+    if any(hasattr(one, "_st_info") for one in parameters):
+        raise _localized()
+
+
+def _localized() -> UsageError:
+    return UsageError(
+        "DistributedDataParallel(..., device_mesh=...) has put this worker's parts in place of tensor-parallel"
+        " parameters, and does not show where in these they belong",
+        hint="Divide the module over the same mesh with fully_shard(module, mesh=...) in place of it.",
+    )
+
+
+def _hides_parameters(module: nn.Module) -> bool:
+    """Whether there are attributes as such parameters are after a forward pass: whole again, and in no list."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return False
+    return any(isinstance(one, tensors.DTensor) for child in module.modules() for one in vars(child).values())
+
+
 def _read(module: nn.Module) -> dict[str, Any]:
+    settle(module)
     rename = renaming(module)
     return {rename(name): value for name, value in module.state_dict(keep_vars=True).items()}
 

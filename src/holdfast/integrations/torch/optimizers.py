@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.format.decoding import Decoder, malformed
-from holdfast.integrations.torch.modules import holders_of, renaming
+from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
 from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
@@ -187,6 +187,7 @@ def parameter_names(scene: Scene) -> dict[int, str]:
     taken: set[str] = set()
     for path, member in scene.members:
         if isinstance(member, nn.Module):
+            settle(member)
             rename = renaming(member)
             for name, parameter in member.named_parameters():
                 full = f"{path}.{rename(name)}"
@@ -206,6 +207,7 @@ def _layout_of(optimizer: torch.optim.Optimizer, scene: Scene) -> _Layout:
     for number, group in enumerate(optimizer.param_groups):
         names = given[number] if use_given else None
         layout.groups.append([])
+        refuse_localized(group["params"])
         for place, parameter in enumerate(group["params"]):
             name = names[place] if names else in_modules.get(id(parameter), f"group{number}.{place}")
             layout.groups[-1].append(name)

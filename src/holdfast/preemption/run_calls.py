@@ -1,0 +1,139 @@
+"""How many steps a handler has run, and which of them is saved: one count for all handlers of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import MismatchError, UsageError
+from holdfast.preemption.departure import Saves
+from holdfast.restore.driver import Restoration
+from holdfast.save.handle import SaveHandle
+
+RUN_CALLS: Final = "total_run_calls"
+"""The name under which the count is kept in the checkpoint."""
+
+
+class Manager(Saves, Protocol):
+    """What the handler asks of a manager: `CheckpointManager` has it."""
+
+    checkpoint: Checkpoint
+    begin_anew: bool
+    restored: Restoration | None
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle:
+        """Copies the state and returns; writing goes on in the background."""
+        ...
+
+    def save_if_due(self, step: int) -> SaveHandle | None:
+        """Saves if the manager's policy says so."""
+        ...
+
+    def restore(self, step: int | None = None, *, only: str | None = None, strict: bool = True) -> Restoration | None:
+        """Gives the live objects the state of a checkpoint."""
+        ...
+
+
+class RunCalls:
+    """How many steps were run, over all restarts; it is saved with everything else.
+
+    Attributes:
+        count: How many are complete.
+        amid: The handlers that are amid a step of a loop of theirs, which does not count yet.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.amid: set[object] = set()
+        self._manager: Manager | None = None
+        self._restored: Restoration | None = None
+        # The step that was saved last, by whichever handler; without a save it is the one that was restored.
+        self._saved: tuple[int, SaveHandle | None] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """The count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the count of a checkpoint."""
+        self.count = int(state["count"])
+
+    def join(self, manager: Manager) -> None:
+        """Another handler begins to count, after it has restored what was to be restored.
+
+        Args:
+            manager: The one that saves. What another one has saved does not lie where this one's checkpoints do.
+        """
+        if manager is not self._manager or manager.restored is not self._restored:
+            self._manager, self._restored = manager, manager.restored
+            self._saved = None if manager.restored is None else (self.count, None)
+
+    def note_saved(self, step: int, saved: SaveHandle) -> None:
+        """A save of that step was begun, unless it was left out."""
+        if not saved.skipped:
+            self._saved = (step, saved)
+
+    def is_safe(self, step: int) -> bool:
+        """Whether the step is committed or on its way, or nothing was trained."""
+        manager = self._manager
+        if manager is not None and manager.restored is not self._restored:
+            # The user has gone back: what was saved under a number since then is of another line.
+            self._restored = manager.restored
+            self._saved = None if manager.restored is None else (manager.restored.step, None)
+        if self._saved is None or self._saved[0] != step:
+            return step == 0
+        handle = self._saved[1]
+        return handle is None or not handle.failed
+
+    def find_save(self, step: int) -> SaveHandle | None:
+        """The save of a step that is safe, if one was begun."""
+        return self._saved[1] if self.is_safe(step) and self._saved is not None and self._saved[0] == step else None
+
+
+def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:
+    """**Blocks.** Adds the count to what is kept, and restores what has not been restored.
+
+    Returns:
+        The count, and what was restored; None if nothing was.
+
+    Raises:
+        UsageError: If an object of the user's has the name of the count.
+        MismatchError: If checkpoint and objects differ.
+        NoWholeCheckpointError: If checkpoints are there but none is whole.
+        StorageError: If the place fails.
+    """
+    checkpoint = manager.checkpoint
+    if RUN_CALLS in checkpoint:
+        calls = checkpoint[RUN_CALLS]
+        if not isinstance(calls, RunCalls):
+            raise UsageError(
+                f"{RUN_CALLS!r} is the handler's name for its count", hint="Give that object another name."
+            )
+        if manager.restored is not None:
+            # Another handler of the same checkpoint has seen to it.
+            return calls, manager.restored
+    else:
+        calls = RunCalls()
+    earlier = manager.restored
+    if earlier is not None:
+        checkpoint[RUN_CALLS] = calls
+        if manager.restore(earlier.step, only=RUN_CALLS, strict=False) is None or not calls.count:
+            calls.count = earlier.step
+        return calls, earlier
+    checkpoint[RUN_CALLS] = calls
+    if manager.begin_anew:
+        return calls, None
+    try:
+        return calls, manager.restore(strict=strict)
+    except MismatchError as mismatch:
+        differences = mismatch.differences
+        others = (differences.extra, differences.wrong_shape, differences.wrong_dtype, differences.wrong_kind)
+        if any(others) or any(not name.startswith(RUN_CALLS) for name in differences.missing):
+            raise
+        # A run that was begun without a handler: its steps are what was counted.
+        restoration = manager.restore(strict=False)
+        calls.count = 0 if restoration is None else restoration.step
+        return calls, restoration

@@ -1,0 +1,73 @@
+"""Whether the workers of a job stand at the same place in the data that they divide. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from holdfast.format.digests import digest
+from holdfast.state.leaves import Skeleton
+
+_POSITION: Final = "data_position"
+_ORDER: Final = ("seed", "length", "shuffle")
+
+
+class PositionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """How far one worker has got in its data.
+
+    Attributes:
+        name: What the object is called that says so.
+        order: The digest of which order of which samples it is.
+        epoch: The epoch.
+        samples: The samples of it that all workers have taken together.
+    """
+
+    name: str
+    order: str
+    epoch: int
+    samples: int
+
+
+def list_positions(objects: Mapping[str, Skeleton]) -> list[PositionRecord]:
+    """**Pure.** The positions among a worker's objects, without those that are declared its own."""
+    found = []
+    for name, skeleton in objects.items():
+        if isinstance(skeleton, dict) and skeleton.get("$") == "object" and skeleton.get("k") == _POSITION:
+            state = skeleton.get("v")
+            if not isinstance(state, dict):
+                continue
+            epoch, samples = state.get("epoch"), state.get("position_samples")
+            # What is beyond 64 bits is stored in another form, and no job gets there.
+            if isinstance(epoch, int) and isinstance(samples, int):
+                order = digest(repr([state.get(part) for part in _ORDER]).encode(errors="replace"))
+                found.append(PositionRecord(name.encode(errors="replace").decode(), order, epoch, samples))
+    return found
+
+
+def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
+    """**Pure.** Which workers are at different places of the same order; empty if none are.
+
+    Args:
+        positions: Those of each worker, in order of rank.
+    """
+    # Not needed by a program of one worker.
+    from holdfast.cluster.joining import name_ranks
+
+    orders: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
+    for rank, own in enumerate(positions):
+        for one in own:
+            orders.setdefault((one.name, one.order), {}).setdefault((one.epoch, one.samples), []).append(rank)
+    for (name, _), places in orders.items():
+        if len(places) > 1:
+            told = "; ".join(
+                f"{name_ranks(ranks)} at {samples} samples of epoch {epoch}"
+                for (epoch, samples), ranks in sorted(places.items())[:3]
+            )
+            return (
+                f"the workers are at different places of the same data in {name}: {told}. Another number of workers "
+                "cannot go on from there without losing or repeating samples. All workers have to take as many "
+                "batches between saves; data that are each worker's own are given as hf.PerWorker"
+            )
+    return ""
