@@ -81,6 +81,18 @@ def check_values(cluster: Cluster) -> None:
     assert cluster.try_get(own) is None
 
 
+def check_deleted(cluster: Cluster) -> None:
+    """A value that is deleted while others read it is there whole, or not at all."""
+    value = b"a value"
+    if cluster.rank == 0:
+        for _ in range(500):
+            cluster.set("deleted", value)
+            cluster.delete("deleted")
+        cluster.set("deleted-enough", b"")
+    while cluster.try_get("deleted-enough") is None:
+        assert cluster.try_get("deleted") in (None, value)
+
+
 def check_set_once(cluster: Cluster) -> None:
     """Of all that set a key once, one does, and all learn of its value."""
     mine = b"" if cluster.rank == 0 else str(cluster.rank).encode()
@@ -322,6 +334,7 @@ def _expect(kind: type[HoldfastError], call: Callable[[], object]) -> HoldfastEr
 SCENARIOS: Final[dict[str, Callable[[Cluster], None]]] = {
     "members": check_members,
     "values": check_values,
+    "deleted": check_deleted,
     "set_once": check_set_once,
     "counters": check_counters,
     "limits": check_limits,

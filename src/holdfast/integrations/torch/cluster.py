@@ -94,11 +94,10 @@ class TorchStore:
 
     def try_get(self, key: str) -> bytes | None:
         """See `EngineStore`."""
-        try:
-            # `get` would wait for it.
-            return _value_of(self._store.get(key)) if self._store.check([key]) else None
-        except dist.DistStoreError:
-            return None  # It was deleted between the two.
+        # `get` would wait for a key that is not there, and gives an empty value for one that is deleted at that moment.
+        # This is one request, sets nothing, and gives what was expected where there is no value.
+        found = self._store.compare_set(key, _NEVER, _NEVER)
+        return None if found == _NEVER.encode() else _value_of(found)
 
     def add(self, key: str, amount: int) -> int:
         """See `EngineStore`."""
@@ -111,6 +110,9 @@ class TorchStore:
 
 _FILLED: Final = b"="
 """Before each value: to torch, an empty one is none."""
+
+_NEVER: Final = "-"
+"""What no key holds: neither a value nor a counter."""
 
 
 def _value_of(data: bytes) -> bytes:
