@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from holdfast.format.codecs import is_plain_dataclass
@@ -23,23 +23,24 @@ _Trail: TypeAlias = tuple[Any, Hashable, int] | None
 
 def find_stateful(root: object, path: str) -> Iterator[tuple[str, object, Adapter | None]]:
     """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
-    for trail, value, handler in _walk(root, arrays=False):
+    for trail, value, handler in _walk(root, is_sought=lambda _: False):
         yield _path(path, trail), value, cast("Adapter | None", handler)
 
 
 def state_paths(live: object, path: str) -> list[str]:
     """Where in a live value arrays and objects with state stand."""
-    return [_path(path, trail) for trail, _, handler in _walk(live, arrays=True) if handler is not None]
+    return [_path(path, trail) for trail, _, handler in _walk(live) if handler is not None]
 
 
 def holds_state(live: object) -> bool:
     """Whether there are arrays or objects with state in a live value, or it is one."""
-    return any(handler is not None for _, _, handler in _walk(live, arrays=True))
+    return any(handler is not None for _, _, handler in _walk(live))
 
 
-def arrays_in(root: object) -> Iterator[object]:
-    """The arrays in a tree of values; not those within objects with state."""
-    return (value for _, value, handler in _walk(root, arrays=True) if not isinstance(handler, Adapter | None))
+def fixed_arrays_in(root: object) -> list[object]:
+    """The arrays in a tree of values that cannot be changed, each once; not those within objects with state."""
+    found = (value for _, value, handler in _walk(root, is_sought=_is_fixed) if not isinstance(handler, Adapter | None))
+    return list({id(value): value for value in found}.values())
 
 
 def parts_of(value: object) -> list[tuple[Hashable, Any]]:
@@ -55,10 +56,16 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
     return []
 
 
-def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | Sharder | None]]:
-    """Objects with state, those that want to be prepared (these with None), and arrays if asked for, in their order.
+def _walk(
+    root: object, *, is_sought: Callable[[ArrayBackend | Sharder], bool] = lambda _: True
+) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | Sharder | None]]:
+    """Objects with state, those that want to be prepared (these with None), and arrays, in their order.
 
     Each container is looked into once, at the first place where it stands.
+
+    Args:
+        root: Where to begin.
+        is_sought: Whether the arrays of a library are asked for.
     """
     # By identity. The containers are kept, or another one might get the identity of one that is gone.
     seen: dict[int, object] = {}
@@ -70,7 +77,7 @@ def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapt
             continue
         library = backend_of_type(cls) or sharder_of_type(cls)
         if library is not None:
-            if arrays:
+            if is_sought(library):
                 yield trail, value, library
             continue
         adapter = adapter_of(value)
@@ -82,10 +89,18 @@ def _walk(root: object, *, arrays: bool) -> Iterator[tuple[_Trail, object, Adapt
             yield trail, value, None
         # Most parts are values or arrays, of which there may be very many.
         types = _types_of_parts(value)
-        others = {cls for cls in types if cls not in ENCODERS and (arrays or not backend_of_type(cls))}
+        others = {
+            cls
+            for cls in types
+            if cls not in ENCODERS and ((library := backend_of_type(cls)) is None or is_sought(library))
+        }
         if others:
             parts = enumerate(parts_of(value))
             ahead += reversed([((trail, key, i), part) for i, (key, part) in parts if type(part) in others])
+
+
+def _is_fixed(library: ArrayBackend | Sharder) -> bool:
+    return getattr(library, "is_fixed", False)
 
 
 def _types_of_parts(value: Any) -> set[type]:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.state.finding import arrays_in
+from holdfast.state.finding import fixed_arrays_in
 from holdfast.state.registry import fixed_types
 
 
@@ -22,7 +22,7 @@ class FixedArrays:
         """Notes what stands there before anything is trained beyond a step."""
         self._step = step
         # Not by `fixed_types` first: a library may be met here for the first time.
-        self._seen = {name: list(map(weakref.ref, _find(root))) for name, root in objects.items()}
+        self._seen = {name: list(map(weakref.ref, fixed_arrays_in(root))) for name, root in objects.items()}
 
     def look(self, objects: Mapping[str, object], step: int) -> list[str]:
         """The objects that hold the very arrays of an earlier step, and such as cannot change; each is named once."""
@@ -33,17 +33,12 @@ class FixedArrays:
         self._step, self._seen = step, {}
         same: list[str] = []
         for name, root in objects.items():
-            found, seen = _find(root), earlier.get(name, [])
+            found, seen = fixed_arrays_in(root), earlier.get(name, [])
             if found and len(found) == len(seen) and all(map(_is_seen, seen, found)) and name not in self._told:
                 same.append(name)
             self._seen[name] = list(map(weakref.ref, found))
         self._told.update(same)
         return same
-
-
-def _find(root: object) -> list[object]:
-    unique = {id(array): array for array in arrays_in(root)}
-    return [array for array in unique.values() if isinstance(array, fixed_types())]
 
 
 def _is_seen(seen: weakref.ref[Any], array: object) -> bool:
