@@ -23,7 +23,7 @@ MAX_RESIDENT = 0.01
 _PATIENCE_SECONDS = 60.0
 """One whose round takes longer is not so close to the others that its median would need more rounds."""
 _INTERVAL_STEPS = 10
-_SAVES = 2
+_SAVES = 3
 
 
 def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], rounds: int) -> None:

@@ -6,6 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -25,9 +27,9 @@ class Lost:
     """What was measured in one stretch of training.
 
     Attributes:
-        step_seconds: The mean of a step while nothing was saved, before and after the saves.
-        lost_seconds: Training time that one save has cost, its work in the background included.
-        stall_seconds: The mean time in the call that saves.
+        step_seconds: The mean of a step while nothing was saved, before, between and after the saves.
+        lost_seconds: Training time that a save has cost, its work in the background included; of several, the median.
+        stall_seconds: The time in the call that saves; of several, the median.
         wait_seconds: How much longer the first change of the state after a save took than others; None where the
             change is not a part of the step that can be told from the rest.
     """
@@ -61,29 +63,37 @@ class Training(ABC, Generic[S]):
         """
 
     def measure(self, peer: Peer[Any], first_step: int, saves: int, interval_steps: int) -> Lost:
-        """Trains half an interval, then `saves` intervals that begin with a save each, then half an interval."""
+        """Trains `saves` intervals that begin with a save each, and half an interval before, between and behind them.
+
+        What a step takes without a save drifts with the machine, so that each interval is held against those steps
+        that are next to it.
+        """
         plain_steps = max(1, interval_steps // 2)
-        before, updates = self._stretch(peer, plain_steps)
-        stall_seconds = 0.0
+        seconds, updates = self._stretch(peer, plain_steps)
+        plain = [seconds / plain_steps]
+        intervals: list[float] = []
+        stalls: list[float] = []
         waits: list[float] = []
-        begun_at = time.perf_counter()
         for number in range(saves):
             asked_at = time.perf_counter()
             peer.save(first_step + number)
-            stall_seconds += time.perf_counter() - asked_at
-            waits += self._stretch(peer, interval_steps)[1][:1]
-        saving_seconds = time.perf_counter() - begun_at
-        peer.wait_durable()
-        after, more = self._stretch(peer, plain_steps)
+            stalls.append(time.perf_counter() - asked_at)
+            seconds, changes = self._stretch(peer, interval_steps)
+            intervals.append(stalls[-1] + seconds)
+            waits += changes[:1]
+            # What is not over by then would be counted as training's own.
+            peer.wait_durable()
+            seconds, changes = self._stretch(peer, plain_steps)
+            plain.append(seconds / plain_steps)
+            updates += changes
         for number in range(saves):
             peer.remove(first_step + number)
-        updates += more
-        step_seconds = (before + after) / (2 * plain_steps)
+        beside = [fmean(pair) for pair in pairwise(plain)]
         return Lost(
-            step_seconds,
-            (saving_seconds - saves * interval_steps * step_seconds) / saves,
-            stall_seconds / saves,
-            sum(waits) / saves - sum(updates) / len(updates) if updates else None,
+            fmean(plain),
+            median(taken - interval_steps * step for taken, step in zip(intervals, beside, strict=True)),
+            median(stalls),
+            median(waits) - median(updates) if updates else None,
         )
 
     def _stretch(self, peer: Peer[Any], steps: int) -> tuple[float, list[float]]:
