@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
+from reference_page import PAGE, make_page
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -158,6 +159,10 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         paths = [target.partition("#")[0] for target in links(page) if "://" not in target]
         ahead += [(page.parent / path).resolve() for path in paths if path]
     assert seen == set(PAGES)
+
+
+def test_the_page_of_the_interface_is_made_of_its_docstrings() -> None:
+    assert PAGE.read_text() == make_page(), "write it anew: python tests/reference_page.py"
 
 
 def test_the_readme_fits_a_screen() -> None:

@@ -1,0 +1,195 @@
+"""Makes `docs/reference/python.md` of the docstrings, without importing what they stand in.
+
+python tests/reference_page.py writes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import holdfast as hf
+
+ROOT: Final = Path(__file__).parent.parent
+PAGE: Final = ROOT / "docs" / "reference" / "python.md"
+
+_INTRODUCTION: Final = """# Python
+
+Everything that `import holdfast as hf` gives, made of the docstrings. The guides show how it is used; this page says
+what each part takes, does and raises. **Collective** is what all workers of a job have to call; what **blocks** may
+wait for a disk or for other workers. What is not on this page is no part of the interface, and may change.
+
+[`hf.errors`](errors.md) and [`hf.events`](events.md) have pages of their own.
+"""
+
+_GROUPS: Final = {
+    "A run": ["resumable", "Run"],
+    "Saving and restoring": ["CheckpointManager", "Checkpoint", "SaveHandle", "Restoration"],
+    "When to save, and what to keep": ["Steps", "Seconds", "Auto", "All", "Latest", "Newer", "EveryN", "Best"],
+    "State": [
+        "PerWorker",
+        "Shard",
+        "RNG",
+        "ResumableSampler",
+        "ResumableDataLoader",
+        "register_type",
+        "register_codec",
+    ],
+    "Leaving in time": ["PreemptionCheckpointHandler", "TerminationConfig"],
+    "Process groups": ["init_process_group"],
+    "Files of other programs": ["export_checkpoint", "import_checkpoint"],
+    "Epochs and worker state": ["WorkerTrainingState", "Backup"],
+    "Jobs of several nodes": [
+        "Job",
+        "JobRunner",
+        "MultiNodeCheckpointManager",
+        "UploadTaskGroupBuilder",
+        "epoch_limiter",
+        "LocalSession",
+        "TorchrunSession",
+        "RaySession",
+    ],
+}
+
+_SECTION: Final = re.compile(r"^(Example|Args|Attributes|Returns|Raises|Yields):$", re.MULTILINE)
+_WIDTH: Final = 100
+
+_CONSTANTS: Final = {
+    ast.unparse(node.target): node.value
+    for file in (ROOT / "src" / "holdfast").rglob("*.py")
+    for node in ast.parse(file.read_text()).body
+    if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target).isupper()
+}
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def make_page() -> str:
+    """The page, as Markdown."""
+    named = {name for names in _GROUPS.values() for name in names}
+    modules = {"errors", "events", "jobs", "preemption", "__version__"}
+    missing = set(hf.__all__) - named - modules
+    assert not missing, f"in no group of the page: {missing}"
+    return "\n".join([_INTRODUCTION, *(line for group in _GROUPS for line in _group(group))])
+
+
+def _group(title: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    for name in _GROUPS[title]:
+        node = _find(name)
+        yield f"### {name}\n"
+        if isinstance(node, ast.ClassDef):
+            yield from _class(node)
+        else:
+            yield from _described(node, node.name)
+
+
+def _class(node: ast.ClassDef) -> Iterator[str]:
+    methods = [part for part in node.body if isinstance(part, _Function)]
+    begin = next((part for part in methods if part.name == "__init__"), None)
+    if begin is not None:
+        yield from _fenced(_signature(begin, node.name))
+    elif fields := [part for part in node.body if isinstance(part, ast.AnnAssign) and not _is_private(part)]:
+        yield from _fenced(_call(node.name, [_parameter(part, part.value) for part in fields], ""))
+    yield from _text(ast.get_docstring(node))
+    if begin is not None:
+        yield from _text(ast.get_docstring(begin), without_first=True)
+    for method in methods:
+        if not method.name.startswith("_") and ast.get_docstring(method):
+            yield f"#### {node.name}.{method.name}\n"
+            yield from _described(method, f".{method.name}")
+
+
+def _described(node: _Function, name: str) -> Iterator[str]:
+    if not any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list):
+        yield from _fenced(_signature(node, name))
+    yield from _text(ast.get_docstring(node))
+
+
+def _signature(node: _Function, name: str) -> str:
+    given = node.args
+    begin = 1 if given.args and given.args[0].arg in ("self", "cls") else 0
+    plain = [*given.posonlyargs, *given.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + [*given.defaults]
+    parts = [_parameter(one, default) for one, default in zip(plain, defaults, strict=True)][begin:]
+    if given.vararg:
+        parts.append(f"*{ast.unparse(given.vararg)}")
+    elif given.kwonlyargs:
+        parts.append("*")
+    parts += [_parameter(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    if given.kwarg:
+        parts.append(f"**{ast.unparse(given.kwarg)}")
+    ends = f" -> {ast.unparse(node.returns)}" if node.returns and name != "__init__" else ""
+    return _call(name, parts, "" if node.name == "__init__" else ends)
+
+
+def _parameter(one: ast.arg | ast.AnnAssign, default: ast.expr | None) -> str:
+    name = one.arg if isinstance(one, ast.arg) else ast.unparse(one.target)
+    kind = f": {ast.unparse(one.annotation)}" if one.annotation else ""
+    if default is None:
+        return name + kind
+    # Whoever reads the page wants to know how long that is.
+    shown = ast.unparse(_CONSTANTS.get(ast.unparse(default), default))
+    return f"{name}{kind} = {shown}" if kind else f"{name}={shown}"
+
+
+def _call(name: str, parts: list[str], ends: str) -> str:
+    line = f"{name}({', '.join(parts)}){ends}"
+    return line if len(line) <= _WIDTH else "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){ends}"])
+
+
+def _fenced(text: str) -> Iterator[str]:
+    yield f"```text\n{text}\n```\n"
+
+
+def _text(docstring: str | None, *, without_first: bool = False) -> Iterator[str]:
+    """A docstring's paragraphs, and its sections as lists."""
+    pieces = _SECTION.split(docstring or "")
+    if not without_first and pieces[0].strip():
+        yield pieces[0].strip() + "\n"
+    for title, body in zip(pieces[1::2], pieces[2::2], strict=True):
+        body, *behind = re.split(r"\n(?=\S)", body, maxsplit=1)
+        if title == "Example":
+            yield textwrap.dedent(body).strip() + "\n"
+            yield from (text.strip() + "\n" for text in behind)
+            continue
+        yield f"{title}:\n"
+        # An entry begins where the section's own indentation does; what is indented more goes on with it.
+        for entry in re.split(r"\n    (?=\S)", body.rstrip()):
+            words = " ".join(entry.split())
+            named = re.match(r"(\*{0,2}\w+): (.*)", words)
+            if words:
+                yield f"- `{named[1]}`: {named[2]}" if named and title != "Returns" else f"- {words}"
+        yield ""
+
+
+def _find(name: str) -> ast.ClassDef | _Function:
+    home = hf._HOMES.get(name) or {"Checkpoint": "holdfast.checkpoint"}.get(name)
+    if home is None:
+        home = "holdfast.resumable" if name in ("Run", "resumable") else "holdfast.policies"
+    return _find_in(home, name)
+
+
+def _find_in(module: str, name: str) -> ast.ClassDef | _Function:
+    """A definition, also where a package only hands it on."""
+    path = ROOT / "src" / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module and any(one.name == name for one in node.names):
+            return _find_in(node.module, name)
+    raise AssertionError(f"{module} has no {name}")
+
+
+def _is_private(part: ast.AnnAssign) -> bool:
+    return ast.unparse(part.target).startswith("_") or "ClassVar" in ast.unparse(part.annotation)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page())
