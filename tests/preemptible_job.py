@@ -140,6 +140,11 @@ class SilentStorage(LocalStorage):
 
 
 def tell(event: Event) -> None:
+    # A disk that is full until something has happened, or from then on.
+    if OPTIONS.get("file_bytes_until") == type(event).__name__:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if OPTIONS.get("file_bytes_from") == type(event).__name__:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
     say("event", type(event).__name__, getattr(event, "step", ""))
 
 
@@ -157,9 +162,15 @@ def evaluate(learned: Learned, block: contextlib.AbstractContextManager[Any]) ->
 
 
 SAVE: list[Callable[[], Any]] = []
+SAVED: list[int] = []
 
 
 def save_or_raise() -> Any:
+    SAVED.append(1)
+    if len(SAVED) not in OPTIONS.get("failing_saves", [len(SAVED)]):
+        return SAVE[0]()
+    if OPTIONS["save_fn"] in ERRORS:
+        raise ERRORS[OPTIONS["save_fn"]]()
     if OPTIONS["save_fn"] == "raises":
         raise ZeroDivisionError("of the user's")
     if OPTIONS["save_fn"] == "exits":
@@ -243,7 +254,12 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
         liveness_seconds=OPTIONS.get("liveness", 15.0),
         timeout_seconds=OPTIONS.get("timeout", 1800.0),
     ) as manager:
-        with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
+        with contextlib.ExitStack() as stack:
+            # The outer ones take no steps.
+            for _ in range(OPTIONS.get("handlers", 1)):
+                handler = stack.enter_context(
+                    hf.PreemptionCheckpointHandler(manager, termination_config=make_termination())
+                )
             say("calls", handler.total_run_calls)
             SAVE.append(lambda: manager.save(handler.total_run_calls))
             pause("before")
@@ -309,7 +325,7 @@ def main() -> None:
     if {"publishing", "published"} & set(OPTIONS.get("pause", [])):
         storage = SilentStorage(storage)
     learned = Learned(cluster)
-    if "file_bytes" in OPTIONS:
+    if "file_bytes" in OPTIONS and "file_bytes_from" not in OPTIONS:
         resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
     if OPTIONS.get("loop", "resumable") == "resumable":
         with_resumable(storage, learned, cluster)

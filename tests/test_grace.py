@@ -99,6 +99,7 @@ def test_there_is_time_for_a_save_or_there_is_not() -> None:
     assert not has_time_to_save(outlook(left=5, save_seconds=20, is_saved=True))
     assert has_time_to_save(outlook(left=50, save_seconds=20, is_saved=True))
     assert has_time_to_save(outlook(left=None, is_saved=True))
+    assert has_time_to_save(outlook(left=5, save_seconds=20, is_saved=True, has_failed=True)), "that one is of no use"
 
 
 times = st.floats(0, 1e6)

@@ -329,10 +329,14 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_an_interrupted_import_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(KeyboardInterrupt):
-        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "run", watcher=Interrupting())
-    assert [one.name for one in (tmp_path / "run").iterdir()] == ["generations"]
+    (tmp_path / "old").mkdir()
+    for run in ("run", "old"):
+        with pytest.raises(KeyboardInterrupt):
+            hf.import_checkpoint(tmp_path / "a.pt", tmp_path / run, watcher=Interrupting())
+    assert not (tmp_path / "run").exists()
+    # What it has not made stays.
+    assert [*(tmp_path / "old").iterdir()] == []
     hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "run")
     assert call("verify", tmp_path / "run").exit_code == 0

@@ -202,6 +202,61 @@ def test_a_save_fn_that_fails_on_one_worker_is_a_failed_save_on_all(
         assert check_whole(tmp_path / "run") == []
 
 
+def test_a_save_fn_that_is_interrupted_on_one_worker_ends_all_with_its_error(tmp_path: Path) -> None:
+    each = {0: {"save_fn": "saves", "pause": [3]}, 1: {"save_fn": "KeyboardInterrupt"}}
+    with Jobs(tmp_path / "run", each=each, loop="run", **LOCKSTEP) as jobs:
+        jobs.workers[0].wait_for("paused")
+        jobs.workers[0].send(signal.SIGTERM)
+        jobs.workers[1].wait_for("event NoticeHeard")
+        jobs.workers[0].go_on()
+        assert jobs.end() == [1, -signal.SIGINT], jobs.report()
+        assert re.search(r"PeerError: rank 1 on \S+: KeyboardInterrupt", jobs.workers[0].errors), jobs.report()
+        assert check_whole(tmp_path / "run") == []
+
+
+def test_a_save_fn_that_fails_on_one_worker_in_a_grace_period_ends_that_save_on_all(tmp_path: Path) -> None:
+    """Nobody waits for its part until the last save, which would have to make up for it."""
+    options: dict[str, Any] = {"loop": "run", "grace": 600, "total": 100_000, "step_seconds": 0.01, **LOCKSTEP}
+    each = {0: {"save_fn": "saves"}, 1: {"save_fn": "raises", "failing_saves": [1], "pause": [3]}}
+    with Jobs(tmp_path / "run", each=each, **options) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        # They train on.
+        jobs.workers[0].wait_for("event Failed 4")
+        jobs.workers[0].wait_for("step")
+        jobs.workers[1].send(signal.SIGTERM)
+        assert jobs.end() == [42, 42], jobs.report()
+        assert len(check_whole(tmp_path / "run")) == 1
+        for worker in jobs.workers:
+            assert sum(line.startswith("event Failed") for line in worker.said) <= 1, jobs.report()
+
+
+def test_the_last_of_several_handlers_leaves_and_the_others_take_part_in_its_exit(tmp_path: Path) -> None:
+    """One worker takes its time for that."""
+    each = {0: {"finally_seconds": 3.0}, 1: {"pause": [3]}}
+    with Jobs(tmp_path / "run", each=each, loop="run", handlers=2, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        check_left(jobs, [4])
+
+
+def test_what_one_of_several_handlers_has_dealt_with_is_dealt_with_for_all(tmp_path: Path) -> None:
+    """An outer one would say at its end that nothing was trained, and leave."""
+    each = {1: {"pause": [3]}}
+    with Jobs(tmp_path / "run", each=each, loop="run", handlers=2, returns=1, **LOCKSTEP) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        assert jobs.end() == [0, 0], jobs.report()
+        assert check_whole(tmp_path / "run") == [4, TOTAL]
+        assert [worker.said.count("exit_fn") for worker in jobs.workers] == [1, 1]
+
+
 def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tmp_path: Path) -> None:
     each = {0: {"pause": [2]}, 1: {"pause": [5]}}
     with Jobs(tmp_path / "run", returns=1, each=each, **LOCKSTEP) as jobs:
@@ -491,6 +546,23 @@ def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Pat
             assert "EFBIG" in worker.errors
         assert check_whole(tmp_path / "run") == []
         check_the_rest(jobs, uninterrupted)
+
+
+def test_a_disk_that_becomes_full_on_one_worker_in_a_grace_period_is_a_failed_last_save_on_all(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"grace": 600, "total": 100_000, "step_seconds": 0.01, **LOCKSTEP}
+    each = {1: {"pause": [4], "file_bytes": 4000, "file_bytes_from": "Committed"}}
+    with Jobs(tmp_path / "run", each=each, **options) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[0].wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        jobs.workers[1].wait_for("event Committed 5")
+        jobs.workers[1].send(signal.SIGTERM)
+        assert jobs.end() == [74, 74], jobs.report()
+        assert check_whole(tmp_path / "run") == [5]
+        assert re.search(r"could NOT be saved: .*: rank 1 on \S+: StorageFullError", jobs.workers[0].errors)
+        for worker in jobs.workers:
+            assert "the newest checkpoint is step 5; leaving with exit code 74" in worker.errors
 
 
 # Errors of one are errors of all.

@@ -712,6 +712,31 @@ def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: li
     assert steps_of(tmp_path) == [5, TOTAL]
 
 
+def test_steps_with_a_block_in_each_are_timed(tmp_path: Path, jobs: list[Job]) -> None:
+    """Without a time of theirs, nobody would know whether another one fits into what is left."""
+    job = Job(tmp_path, pause=[3], evaluate=list(range(1000)), checkpointable=True, total=10**9, grace=3600)
+    notify(job, jobs)
+    job.go_on()
+    job.wait_for("step 20")
+    job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path)[0] == 4
+
+
+def test_what_is_saved_in_a_block_is_saved_although_a_save_before_has_failed(tmp_path: Path, jobs: list[Job]) -> None:
+    options: dict[str, Any] = {"evaluate": [2], "checkpointable": True, "pause": [2, "evaluation"]}
+    job = Job(tmp_path, every=2, file_bytes=5000, file_bytes_until="Failed", **options)
+    jobs.append(job)
+    job.wait_for("event Failed")
+    if "paused" not in job.said:
+        job.wait_for("paused")
+    job.go_on()
+    job.wait_for("paused")
+    job.send(signal.SIGTERM)
+    assert job.end() == 42, job.errors
+    assert steps_of(tmp_path) == [3]
+
+
 def test_should_stop_is_true_when_the_job_is_to_leave(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=[4])
     notify(job, jobs)

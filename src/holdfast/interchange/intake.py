@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import read_catalog, read_generations
 from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.layout import Layout, plan_layout
-from holdfast.format.names import MAX_STEP, StepName, data_name
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MAX_STEP,
+    StepName,
+    base_path,
+    data_name,
+    generation_path,
+)
 from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.interchange.export import Watcher
 from holdfast.interchange.incoming import IncomingArray, read_spans, whole_array
@@ -31,7 +39,7 @@ from holdfast.restore.selection import Selection, make_selection
 from holdfast.save.line import Line
 from holdfast.save.order import Origin
 from holdfast.save.write import PIECE_BYTES, conclude
-from holdfast.storage import Storage, open_storage
+from holdfast.storage import LocalStorage, Storage, open_storage
 from holdfast.storage.scratch import take_pages
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")
@@ -285,7 +293,7 @@ def _commit(
     source: str,
     watcher: Watcher | None,
 ) -> StepName:
-    """Writes the checkpoint of a new generation. Whatever ends it before it is committed leaves no checkpoint."""
+    """Writes the checkpoint of a new generation. Whatever ends it before it is committed leaves nothing behind."""
     layout = plan_layout(
         [(name, array.dtype, array.shape) for name, array in arrays.items()],
         {"format": "holdfast", "step": str(step)},
@@ -293,6 +301,8 @@ def _commit(
     if watcher is not None:
         watcher.expect(layout.size_bytes)
     line = Line(storage, All(), reuse_space=False)
+    root = Path(storage.url) if isinstance(storage, LocalStorage) else None
+    is_new = root is not None and not root.exists()
     line.open(Origin(seen_generation=read_catalog(storage).generation))
     name = line.name(step)
     try:
@@ -303,10 +313,24 @@ def _commit(
     except BaseException as error:
         try:
             line.give_up(name)
+            _take_back(storage, name.generation)
+            if root is not None and is_new:
+                # Something may lie in it, or somebody else have removed it.
+                with suppress(OSError):
+                    root.rmdir()
         except HoldfastError as left:
             error.add_note(f"What was written is still there, and is no checkpoint: {left}")
         raise
     return name
+
+
+def _take_back(storage: Storage, generation: int) -> None:
+    """**Blocks.** Removes the records of a generation in which nothing was saved, unless somebody has begun since."""
+    if max(read_generations(storage), default=0) == generation:
+        # In this order: a crash in between leaves a generation that saved nothing.
+        storage.remove(base_path(generation))
+        storage.remove(generation_path(generation))
+        storage.remove_directory(GENERATIONS_DIRECTORY)
 
 
 def _write(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
-from holdfast.events import Event, Leaving
+from holdfast.events import Event, Leaving, Warned
 from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.termination import TerminationConfig
@@ -89,6 +89,32 @@ class Departure:
         self._config = config
         self._keep = keep
         self._told = told
+
+    def save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
+        """Saves, to train on. A failure is told, and does not end training: the last save is to come.
+
+        Args:
+            step: How many steps are complete.
+            arguments: For `save_fn`.
+            options: For `save_fn`.
+
+        Returns:
+            The save, if it can be waited for; None as well if it has failed.
+        """
+        company, save_fn = self._manager.company, self._config.save_fn
+        come_to = 0 if company is None else company.saves
+        try:
+            saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
+        except PeerError:
+            raise  # As below.
+        except (Exception, SystemExit) as error:  # noqa: BLE001  It may be the user's function that raises.
+            text = f"the save after a notice failed: {type(error).__name__}: {error}"
+            self._manager.emit(Warned(text=text, step=step))
+            if company is not None and company.saves == come_to:
+                # What the others save waits for a part of this worker, and has to end before their next one.
+                company.tell(company.begin(step), error)
+            return None
+        return saved if isinstance(saved, SaveHandle) else None
 
     def save_last(self, step: int, end_at: float | None, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
         """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.

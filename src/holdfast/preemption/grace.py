@@ -58,6 +58,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         save_seconds: How long the newest save took until it was durable; None if none was measured.
         saving_seconds: How long the save in flight has been going on; None if none is.
         is_saved: Whether a save was begun since the notice.
+        has_failed: Whether that one has failed.
     """
 
     demand: Demand
@@ -66,6 +67,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     save_seconds: float | None = None
     saving_seconds: float | None = None
     is_saved: bool = False
+    has_failed: bool = False
 
     @property
     def next_save_seconds(self) -> float:
@@ -146,7 +148,9 @@ def has_time_to_save(outlook: Outlook) -> bool:
 
     If it cannot, what was trained since that one is given up rather than that the process is killed.
     """
-    return not outlook.is_saved or outlook.left_seconds is None or outlook.left_seconds > outlook.next_save_seconds
+    if not outlook.is_saved or outlook.has_failed or outlook.left_seconds is None:
+        return True
+    return outlook.left_seconds > outlook.next_save_seconds
 
 
 def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:

@@ -87,7 +87,11 @@ class Guard:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
         self._post = take_post(
-            self._manager, listens=self.hearing.listens, rests=lambda: self._rest is not None, relieve=self._relieve
+            self._manager,
+            listens=self.hearing.listens,
+            rests=lambda: self._rest is not None,
+            relieve=self._relieve,
+            forget=lambda: self._forget(self.hearing.count),
         )
         self._lock = self._post.duty.lock
         with self._lock:
@@ -127,7 +131,6 @@ class Guard:
         self.hearing.patient = True
         if self._rest is None:
             return None
-        self._passed_at = None
         with self._lock:
             rest, self._rest = self._rest, None
         return rest.saved
@@ -255,20 +258,10 @@ class Guard:
     def _save_and_go_on(
         self, step: int, demand: Demand, count: int, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        saved = self._save_early(step, arguments, options)
+        saved = self._departure.save_early(step, arguments, options)
         # One that was left out, since another is in flight, is tried again after the next step.
         if saved is None or not saved.skipped:
             self._note_early(step, demand, saved, count)
-
-    def _save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
-        """Saves at once; training goes on. A failure is told, and does not end training: the last save is to come."""
-        try:
-            saved = self._keep(step) if self._save_fn is None else self._save_fn(*arguments, **options)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  It may be the user's function that raises.
-            text = f"the save after a notice failed: {type(error).__name__}: {error}"
-            self._manager.emit(Warned(text=text, step=step))
-            return None
-        return saved if isinstance(saved, SaveHandle) else None
 
     def _note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None, count: int) -> None:
         if demand is Demand.SAVE:
@@ -302,9 +295,13 @@ class Guard:
             self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
         except SystemExit:
             self.hearing.take_no_more()
+            if self._post is not None:
+                self._post.duty.has_left = True
             raise
         self.leaving = False
         self._forget(count)
+        if self._post is not None:
+            self._post.settle_all()
 
     def _forget(self, count: int) -> None:
         self._early = self._early_demand = None
@@ -322,6 +319,7 @@ class Guard:
             save_seconds=self._manager.save_seconds,
             saving_seconds=time.monotonic() - self._early_at if is_under_way else None,
             is_saved=self._early_demand is not None and self._early_demand >= demand,
+            has_failed=early is not None and early.failed,
         )
 
     def _wait_for(self, saved: SaveHandle, outlook: Outlook) -> str:

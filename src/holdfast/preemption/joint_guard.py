@@ -94,7 +94,7 @@ class JointGuard(Guard):
                 assert rest is not None, "this thread alone ends it"
                 step = max(self._begun_before, rest.step or 0)
                 if self._mishaps.error is not None or rest.is_refused or self._accord.try_begin(step):
-                    self._rest, self._passed_at, self._is_awaited = None, None, False
+                    self._rest, self._is_awaited = None, False
                     return rest.saved
                 self._is_awaited = True
             changed.wait(_LOOK_SECONDS)
@@ -158,7 +158,8 @@ class JointGuard(Guard):
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """See `Guard`. **Blocks** for a moment: others are told, or have told. Leaves if one did with nothing saved."""
-        if self._is_told or self.leaving or os.getpid() != self._process:
+        has_left = self.leaving or (self._post is not None and self._post.duty.has_left)
+        if self._is_told or has_left or os.getpid() != self._process:
             return None
         self._is_told = True
         cause = self._mishaps.tell(error, self._herald)
@@ -272,8 +273,8 @@ class JointGuard(Guard):
             error = ""
             if step is not None and step > stop.step:
                 # If nothing could be lost, it is a first step of which nobody knew that it had begun.
-                step = stop.step
-                error = "" if step == self._safe_step else f"the loop had gone on when step {step} was to be saved"
+                is_first, step = step == self._safe_step + 1 == stop.step + 1, stop.step
+                error = "" if is_first else f"the loop had gone on when step {step} was to be saved"
             elif call.saves or self._early is None:
                 error = save(end_at)
             else:
@@ -290,20 +291,19 @@ class JointGuard(Guard):
                 is_cause=bool(cause),
             )
             # The others may be in a save of theirs that this worker takes no part in.
-            told = self._manager.abandon if error and (changed or self._save_fn is not None) else None
+            told = self._manager.abandon if error and (changed or self._save_fn) else None
             together = self._accord.conclude(outcome, end_at, told)
-        except PeerError:
-            # The error of another worker ends this one, as it would in a step.
+        except BaseException:
+            # The error of another worker ends this one, as it would in a step, and its own one the others.
             self.leaving = False
             self._manager.abandon()
             raise
         finally:
             self._is_leaving_together = False
-        seconds = time.monotonic() - begun_at
         # What failed here says more than what the others have seen of it, unless it comes of what has failed there.
         is_theirs = not error or (together.is_cause and not outcome.is_cause)
         shown = together.error and (together.error if is_theirs else error)
-        self._leave(step, call.reason, shown, seconds, by_hand=together.by_hand)
+        self._leave(step, call.reason, shown, time.monotonic() - begun_at, by_hand=together.by_hand)
 
     def _raise_cause(self) -> None:
         """Nothing can be saved together any more: raises the error of another worker from which that comes, if any."""
@@ -349,7 +349,8 @@ class JointGuard(Guard):
                 self._rescue.press()
             return
         if not self.leaving:
-            self._wish(is_resting=self._rest is not None)
+            if self._post is not None and self._post.is_on_duty:
+                self._wish(is_resting=self._rest is not None)
             self._act_behind()
             self._tell_if_late()
 

@@ -10,12 +10,18 @@ from holdfast.errors import UsageError
 
 
 class Duty:
-    """What the guards of one manager share: one of them at a time acts behind the training thread's back."""
+    """What the guards of one manager share: one of them at a time acts behind the training thread's back.
+
+    Attributes:
+        post: Whose guard does.
+        has_left: Whether one of them ends the program: what comes out of the block of another one is its exit.
+    """
 
     def __init__(self) -> None:
         # Guards what the training thread rests in, for all of them.
         self.lock = threading.Lock()
         self.post: Post | None = None
+        self.has_left = False
 
 
 class Post:
@@ -30,6 +36,7 @@ class Post:
         listens: bool,
         rests: Callable[[], bool],
         relieve: Callable[[], object],
+        forget: Callable[[], object],
     ) -> None:
         """Made by `take_post`."""
         self.manager = manager
@@ -38,6 +45,7 @@ class Post:
         self.process = os.getpid()
         self._rests = rests
         self._relieve = relieve
+        self._forget = forget
         self._taken = taken
         taken.append(self)
 
@@ -55,14 +63,21 @@ class Post:
     def go_on_duty(self) -> None:
         """The others act no more: what they rest in is not the state any more. Called with the duty's lock held."""
         self.duty.post = self
-        for post in tuple(self._taken):
-            if post is not self and post.duty is self.duty:
-                post._relieve()
+        for post in self._find_others():
+            post._relieve()
+
+    def settle_all(self) -> None:
+        """What the others have heard by now has been dealt with here, and training goes on."""
+        for post in self._find_others():
+            post._forget()
 
     def leave(self) -> None:
         """Nobody stands there any more; harmless twice, and in any thread."""
         if self in self._taken:
             self._taken.remove(self)
+
+    def _find_others(self) -> list[Post]:
+        return [post for post in tuple(self._taken) if post is not self and post.duty is self.duty]
 
 
 class _Thread(threading.local):
@@ -73,7 +88,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def take_post(manager: object, *, listens: bool, rests: Callable[[], bool], relieve: Callable[[], object]) -> Post:
+def take_post(
+    manager: object,
+    *,
+    listens: bool,
+    rests: Callable[[], bool],
+    relieve: Callable[[], object],
+    forget: Callable[[], object],
+) -> Post:
     """One more guard begins its work in this thread.
 
     Args:
@@ -81,6 +103,7 @@ def take_post(manager: object, *, listens: bool, rests: Callable[[], bool], reli
         listens: Whether it can hear anything but Ctrl-C.
         rests: Whether its loop takes no steps.
         relieve: Called with the duty's lock held when another guard of that manager goes on duty.
+        forget: Called when another one has dealt with what was heard.
 
     Raises:
         UsageError: If it listens, and so does one for another manager.
@@ -99,4 +122,4 @@ def take_post(manager: object, *, listens: bool, rests: Callable[[], bool], reli
                 hint="Keep all that belongs together in one Checkpoint; or close the other one first; or let one of "
                 'them hear nothing: preemption="off", or TerminationConfig(sources=[]).',
             )
-    return Post(_thread.taken, manager, duty, listens=listens, rests=rests, relieve=relieve)
+    return Post(_thread.taken, manager, duty, listens=listens, rests=rests, relieve=relieve, forget=forget)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.errors import HoldfastError, StepExistsError
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -58,6 +58,10 @@ class Rest(msgspec.Struct):
             self.saved = self.mark.save(self.step)
         except StepExistsError:
             return ""  # The user has saved it, and it is committed.
+        except SaveFailedError as failure:
+            # Of an earlier step; that was an event. This one goes on.
+            self.saved = failure.next_save
+            return "" if self.saved is not None else failure.message
         except HoldfastError as failure:
             return failure.message
         return ""

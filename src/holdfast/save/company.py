@@ -81,6 +81,11 @@ class Company:
         self._watched = ""
         self._courier = Courier(self._look if not peers.is_leader else _nothing, _LOOK_SECONDS)
 
+    @property
+    def saves(self) -> int:
+        """How many saves this worker has come to."""
+        return self._places.count
+
     def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
         """Whether to save at this step, as far as it is not for each worker to decide. It does not block.
 
