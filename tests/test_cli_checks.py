@@ -268,6 +268,21 @@ def test_a_step_that_a_job_removes_meanwhile_is_not_taken_for_damage(run: Path) 
     assert judge_step(LocalStorage(run), name.directory, name).outcome is Outcome.REMOVED
 
 
+def test_an_export_takes_the_newest_step_where_a_job_removes_the_one_that_it_reads(tmp_path: Path) -> None:
+    run, to = tmp_path / "run", ("--to", "safetensors")
+    with hf.CheckpointManager(run, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1)) as trainer:
+        trainer.save(1).wait_ended()
+        with behind(choose_step, lambda: trainer.save(2).wait_ended()):
+            assert call_json("export", run, tmp_path / "first", *to)["step"] == 2
+        # Its directory is still there, as while a job is about to remove the rest of it.
+        with behind(choose_step, (run / StepName(2, 1).manifest_path).unlink):
+            code, text = complaint("export", f"{run}@2", tmp_path / "second", *to)
+    assert code == ExitCode.NOTHING_THERE
+    assert "step 2" in text
+    assert "removed while it was read" in text
+    assert not (tmp_path / "second").exists()
+
+
 @pytest.mark.parametrize("verb", ["verify", "show"])
 def test_the_newest_step_is_looked_for_again_where_a_job_removes_it_meanwhile(tmp_path: Path, verb: str) -> None:
     trainer = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1))

@@ -454,6 +454,6 @@ def test_a_step_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) ->
         done = export_checkpoint(Beside(tmp_path / "run"), tmp_path / "out", to="safetensors")
         assert done.step == 3
         ahead.put(4)
-        with pytest.raises(NoCheckpointError):
+        with pytest.raises(NoCheckpointError, match="removed while it was read"):
             export_checkpoint(Beside(tmp_path / "run"), tmp_path / "other", to="safetensors", step=3)
     assert not (tmp_path / "other").exists()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast as hf
+from command_line import flip_bit
+from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.errors import DamageError
+from holdfast.interchange.export import export_checkpoint
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES, address_of
 from holdfast.storage.parts import fill_parts, parts_beyond
@@ -80,3 +87,43 @@ def test_what_was_just_read_is_in_memory(tmp_path: Path) -> None:
         assert all(residency.holds(begin, begin + 1) for begin in range(0, size_bytes, 1 << 20))
         assert residency.holds(size_bytes - 1, size_bytes)
         assert residency.holds(0, size_bytes)
+        residency.close()
+        assert residency.holds(0, size_bytes)
+
+
+def held_below(directory: Path) -> list[str]:
+    """The files in a directory that this process has open or mapped."""
+    files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [path for path in [*files, *lines] if str(directory) in path]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="it looks into /proc")
+def test_no_file_is_held_once_it_has_been_read_however_long_python_collects_no_cycles(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    state = {"array": np.ones(3 << 20, np.uint8)}
+    with hf.CheckpointManager(run, hf.Checkpoint(state=state)) as manager:
+        for step in (1, 2):
+            manager.save(step).wait_ended()
+    directories = sorted(run.glob("step-*"))
+    for file in (next(directory.glob("data-*")) for directory in directories):
+        with file.open("rb+") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    gc.disable()
+    try:
+        with hf.CheckpointManager(run, hf.Checkpoint(state=state)) as manager:
+            for _ in range(2):  # From the disk, and from the page cache.
+                manager.restore()
+            assert judge_step(LocalStorage(run), directories[0].name, None).outcome is Outcome.WHOLE
+            export_checkpoint(run, tmp_path / "out", to="safetensors")
+            flip_bit(next(directories[1].glob("data-*")), 2 << 20)
+            restored = manager.restore()
+            assert restored is not None
+            assert restored.step == 1
+            assert judge_step(LocalStorage(run), directories[1].name, None).outcome is Outcome.DAMAGED
+            with pytest.raises(DamageError):
+                export_checkpoint(run, tmp_path / "other", to="safetensors", step=2)
+            assert held_below(run) == []
+    finally:
+        gc.enable()

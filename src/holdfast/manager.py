@@ -93,8 +93,8 @@ class CheckpointManager:
             timeout_seconds: The deadline of every wait that names none of its own.
             threads: How many threads write; twice as many read at a restore, when nothing else goes on.
             overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
-                waits for it. Only for programs that change these by `step()` alone; other changes meanwhile fail the
-                save, but for those that autograd does not see (`.data`, NumPy).
+                waits for it. Only for programs that change these by `step()` alone; another change meanwhile fails the
+                save and ends this, but autograd does not see all (`.data`, NumPy, fused kernels called by hand).
             reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,8 @@ def drop(paths: Iterable[Path]) -> bool:
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             size_bytes = os.fstat(descriptor).st_size
-            dropped = dropped and not (size_bytes and Residency(descriptor, size_bytes).holds(0, size_bytes))
+            with closing(Residency(descriptor, size_bytes)) as residency:
+                dropped = dropped and not (size_bytes and residency.holds(0, size_bytes))
         finally:
             os.close(descriptor)
     return dropped

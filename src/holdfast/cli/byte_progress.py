@@ -40,7 +40,8 @@ class _Bar:
         self._task = task
 
     def expect(self, total_bytes: int) -> None:
-        self._progress.update(self._task, total=total_bytes)
+        # It may be told anew, when what was begun has to begin again with something else.
+        self._progress.reset(self._task, total=total_bytes)
 
     def advance(self, moved_bytes: int) -> None:
         self._progress.advance(self._task, moved_bytes)

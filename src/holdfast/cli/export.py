@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def command(
     from holdfast.cli.survey import name_fields
     from holdfast.cli.target import choose_step, find_target
     from holdfast.errors import UsageError
-    from holdfast.interchange.export import FILE_BYTES, Wanted, export_step
+    from holdfast.interchange.export import FILE_BYTES, Wanted, export_chosen, export_step
 
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
         raise UsageError(
@@ -69,21 +70,13 @@ def command(
     if repeat_shared and to != "safetensors":
         raise UsageError("--repeat-shared is for safetensors", hint="The other formats keep what is shared as it is.")
     target = find_target(run)
-    name = None
-    if not target.is_step:
-        from holdfast.catalog import read_catalog
-
-        name = choose_step(read_catalog(target.storage), target)
+    wanted = Wanted(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
     with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
-        export = export_step(
-            target.storage,
-            name.directory if name else "",
-            name,
-            target.beside,
-            out,
-            Wanted(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES),
-            watcher=progress,
-        )
+        if target.is_step:
+            export = export_step(target.storage, "", None, target.beside, out, wanted, watcher=progress)
+        else:
+            choose = partial(choose_step, target=target)
+            export = export_chosen(target.storage, choose, out, wanted, watcher=progress)
     if not as_json:
         _show(Screen(sys.stdout), Screen(sys.stderr), export)
         return

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from holdfast.catalog import is_committed, read_catalog
+from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
@@ -129,21 +128,62 @@ def export_checkpoint(
         StorageError: If a place fails.
     """
     storage = open_storage(run)
-    wanted = Wanted(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
-    for looks in itertools.count(1):
-        catalog = read_catalog(storage)
+
+    def choose(catalog: Catalog) -> StepName:
         name = catalog.newest if step is None else catalog.find(step)
         if name is None:
-            break
-        try:
-            return export_step(
-                storage, name.directory, name, storage, Path(out), wanted, threads=threads, watcher=watcher
+            raise NoCheckpointError(
+                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there."
             )
+        return name
+
+    wanted = Wanted(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
+    return export_chosen(storage, choose, Path(out), wanted, threads=threads, watcher=watcher)
+
+
+def export_chosen(
+    storage: Storage,
+    choose: Callable[[Catalog], StepName],
+    out: Path,
+    wanted: Wanted,
+    *,
+    threads: int = 3,
+    watcher: Watcher | None = None,
+) -> Export:
+    """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
+
+    Args:
+        storage: Where the run lies.
+        choose: Says which step of the run it is. Asked again if that has gone while it was read.
+        out: Where to write.
+        wanted: What.
+        threads: How many threads read.
+        watcher: Told how far it has come.
+
+    Raises:
+        UsageError: If what is wanted cannot be, or something is there already.
+        NoCheckpointError: If there is no such checkpoint, or no longer.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    looks, gone = 0, None
+    while True:
+        try:
+            name = choose(read_catalog(storage))
+        except NoCheckpointError as error:
+            if gone is None:
+                raise
+            raise NoCheckpointError(
+                f"step {gone.step} of {storage.url} was removed while it was read",
+                hint="Export one that a running job keeps for longer; `holdfast list` shows what is there.",
+            ) from error
+        try:
+            return export_step(storage, name.directory, name, storage, out, wanted, threads=threads, watcher=watcher)
         except (StorageError, DamageError, NoCheckpointError):
             # A job that goes on has removed it, and committed a newer one before: that is no damage.
-            if looks > _MOST_LOOKS or is_committed(storage, name):
+            if looks == _MOST_LOOKS or is_committed(storage, name):
                 raise
-    raise NoCheckpointError(f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there.")
+        looks, gone = looks + 1, name
 
 
 def export_step(

@@ -261,6 +261,8 @@ class _Trial:
         """**Blocks.** Restores the checkpoint, or gives the damage that was found in it."""
         agreement.see(self._storage, self._name)
         with self._files:
+            # That knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
+            self._files.callback(self.__dict__.pop, "_read", None)
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:

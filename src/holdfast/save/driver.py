@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from holdfast.errors import HoldfastError, OutOfMemoryError, SaveFailedError
-from holdfast.events import (
-    Committed,
-    Event,
-    Failed,
-    GenerationOpened,
-    Held,
-    Sink,
-    Skipped,
-    Staged,
-    Warned,
-    Written,
-)
+from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, SaveFailedError
+from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Sink, Skipped, Staged, Warned, Written
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
@@ -33,7 +22,7 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.handoffs import LeftOutError
 from holdfast.save.line import Line
 from holdfast.save.order import SaveOrder
-from holdfast.save.overlap import StepHold, keep_steady
+from holdfast.save.overlap import GIVING_UP, StepHold, keep_steady
 from holdfast.save.prepare import Preparation, try_prepare
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
@@ -393,6 +382,8 @@ class Saver:
                 background_seconds=seconds,
             )
         )
+        if isinstance(error, ChangedError):
+            self._emit(Warned(text=GIVING_UP))
 
     def _flush_events(self) -> None:
         while not self._pending_events.empty():

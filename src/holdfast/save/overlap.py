@@ -18,7 +18,12 @@ from holdfast.errors import ChangedError, DeadlineError
 from holdfast.gate import Gate
 from holdfast.save.progress import CallWatch, Place, Sign, trace_places
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import WITNESS, Captured, Transfer
+from holdfast.state.leaves import Captured, Transfer
+
+GIVING_UP: Final = (
+    "From now on everything is copied before save() returns, as with overlap_copy=False, since something other than an "
+    "optimizer's step changes what is saved."
+)
 
 _LOOK_SECONDS: Final = 0.005
 _SOON_SECONDS: Final = 0.02
@@ -79,8 +84,8 @@ class StepHold:
     `try_hold`, `begin` and the steps themselves belong to the training thread, all else to the thread that copies.
 
     Attributes:
-        unsteady: Leaves that have changed although they were held: from then on they are copied at once.
-        gives_up: Whether that has come twice: from then on everything is.
+        gives_up: Whether something has changed although it was held: from then on nothing is. What was seen to change
+            may be the smaller part, since not all changes can be seen.
     """
 
     def __init__(self, timeout_seconds: float, report: Callable[[int, float], None]) -> None:
@@ -93,7 +98,6 @@ class StepHold:
         self._timeout_seconds = timeout_seconds
         self._report = report
         self._process = os.getpid()
-        self.unsteady: set[str] = set()
         self.gives_up = False
         # What the next step waits for, and what the thread that copies is about.
         self._copying: _Copying | None = None
@@ -142,7 +146,7 @@ class StepHold:
         """
         copying = self._newest
         assert copying is not None
-        with self._noting_unsteady():
+        with self._giving_up():
             make()
             copying.watch = CallWatch(copying.trainer, copying.places)
             copying.sign.expect()
@@ -158,7 +162,7 @@ class StepHold:
         """
         copying = self._newest
         assert copying is not None
-        with self._noting_unsteady():
+        with self._giving_up():
             if not self._try_settle(copying, self._timeout_seconds):
                 raise DeadlineError(
                     f"for {self._timeout_seconds:g} s after the copy of step {copying.step}, training was in one call",
@@ -181,12 +185,12 @@ class StepHold:
         return True
 
     @contextmanager
-    def _noting_unsteady(self) -> Iterator[None]:
+    def _giving_up(self) -> Iterator[None]:
         try:
             yield
         except ChangedError as error:
-            self.gives_up = bool(self.unsteady)
-            self.unsteady.update(error.leaves)
+            self.gives_up = True
+            error.hint = GIVING_UP
             raise
 
     def forget(self) -> None:
@@ -228,18 +232,16 @@ class StepHold:
 
 
 def keep_steady(captured: Captured, hold: StepHold) -> Captured:
-    """Holds no more than what is known to change by a step alone.
+    """Holds no more than what would be seen to change otherwise than by a step.
 
     Args:
         captured: What was captured.
-        hold: Knows what has changed otherwise.
+        hold: Knows whether something has.
     """
     steady = (
         place
         for place in captured.held
-        if not hold.gives_up
-        and captured.names[place].partition(WITNESS)[0] not in hold.unsteady
-        and captured.backends[place].version(captured.arrays[place]) is not None
+        if not hold.gives_up and captured.backends[place].version(captured.arrays[place]) is not None
     )
     witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, hold)
     return replace(captured, held=frozenset(steady), witnesses=witnesses)

@@ -44,6 +44,7 @@ class LocalReader:
         self._root = root
         self._bounce = Scratch()
         self._direct: SharedDescriptor | None = None
+        self._residency: Residency | None = None
         if direct and size_bytes >= _SMALLEST_DIRECT_BYTES:
             second = try_direct_reads(descriptor)
             if second is not None:
@@ -73,7 +74,7 @@ class LocalReader:
         size_bytes = sum(map(len, parts))
         end_bytes = offset_bytes + size_bytes
         is_large = size_bytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
-        if self._direct is not None and is_large and not self._residency.holds(offset_bytes, end_bytes):
+        if is_large and self._direct and self._residency and not self._residency.holds(offset_bytes, end_bytes):
             with self._direct.use() as descriptor, self._errors():
                 self._read_direct(descriptor, offset_bytes, size_bytes, parts)
         else:
@@ -83,6 +84,8 @@ class LocalReader:
 
     def close(self) -> None:
         """Closes, once reads in flight have come back; harmless twice."""
+        if self._residency is not None:
+            self._residency.close()
         # Nothing was written through it, so there is nothing that a failure could mean.
         for shared in (self._shared, self._direct):
             if shared is not None:

@@ -18,14 +18,14 @@ _LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
 
 
 class Residency:
-    """Tells of ranges of one open file whether the page cache holds them.
+    """Tells of ranges of one open file whether the page cache holds them; `close` lets go of the file.
 
-    It asks the kernel once for each region of the file, without reading anything. Where that is not possible, every
-    range counts as held, and is read through the page cache as usual.
+    It asks the kernel once for each region of the file, without reading anything. Where that is not possible, or once
+    it is closed, every range counts as held, and is read through the page cache as usual.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Maps the file; a mapping costs nothing until it is touched, and nobody touches it."""
+        """Maps the file; a mapping costs nothing until it is touched, and nobody touches it. It keeps the file open."""
         self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None) if size_bytes else None
         self._map: mmap.mmap | None = None
         self._size_bytes = size_bytes
@@ -50,6 +50,15 @@ class Residency:
         if held is None:
             held = self._regions[region] = self._look(self._mincore, region * _REGION_BYTES)
         return held
+
+    def close(self) -> None:
+        """**Thread-safe.** Ends the mapping; harmless twice.
+
+        A thread that asks the kernel meanwhile is told of no mapping, or of another one: then it reads the other way.
+        """
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            mapped.close()
 
     def _look(self, mincore: Callable[..., int], begin: int) -> bool:
         """Looks at places of a region. To ask for every page takes a tenth of the time in which they are read."""
