@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -193,8 +194,12 @@ def test_two_workers_stop_at_one_step_and_end_bit_identical(tmp_path: Path, scra
     done = run_demo(scratch, "--quick", "--directory", str(place), part="workers")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "VERDICT: yes" in done.stdout
+    assert "rank 0, which got no signal, has heard of it" in done.stdout
     assert done.stdout.count("saved, and leaves with 42") == 2
     assert done.stdout.count("started again, rank") == 2
+    for rank in range(2):
+        for item in ("weights", "optimizer state", "random generator", "loss of every step"):
+            assert re.search(rf"rank {rank}: {item} +[0-9a-f]{{16}} +[0-9a-f]{{16}} +identical", done.stdout)
 
 
 def test_workers_that_part_are_found_out() -> None:
@@ -205,14 +210,21 @@ def test_workers_that_part_are_found_out() -> None:
         return run
 
     steps = [PairStep(rank=rank, process=rank, step=1, loss="0x1p+0") for rank in (0, 1)]
-    ends = [PairEnded(rank=rank, digest=f"{rank}") for rank in (0, 1)]
+    ends = [PairEnded(rank=rank, digests={"weights": f"{rank}"}) for rank in (0, 1)]
     left = [PairLeft(rank=rank, step=1, exit_code=42) for rank in (0, 1)]
     untouched = make_run(*steps, *ends)
-    assert find_objections(untouched, make_run(*steps, *left, *ends)) == []
-    elsewhere = PairLeft(rank=1, step=2, exit_code=42)
-    assert len(find_objections(untouched, make_run(*steps, left[0], elsewhere, *ends))) == 1
-    assert len(find_objections(untouched, make_run(*steps, *left, ends[0]))) == 1
-    assert len(find_objections(untouched, make_run(*steps, steps[0], *left, *ends))) == 1
+
+    def objections(*reports: PairReport) -> list[str]:
+        asked = make_run(*reports)
+        return find_objections(asked, compare_evidence(untouched.evidence, asked.evidence))
+
+    assert objections(*steps, *left, *ends) == []
+    assert len(objections(*steps, left[0], PairLeft(rank=1, step=2, exit_code=42), *ends)) == 1
+    assert objections(*steps, *left, ends[0], PairEnded(rank=1, digests={"weights": "2"})) == [
+        "rank 1: weights: 1 of 1 differ, weights"
+    ]
+    assert len(objections(*steps, *left, ends[0])) == 2
+    assert objections(*steps, steps[0], *left, *ends) == ["rank 0: loss of every step: 1 of 1 differ, step 1"]
 
 
 def test_training_within_a_job_is_alone(tmp_path: Path) -> None:

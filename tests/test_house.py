@@ -80,7 +80,7 @@ IMPORT_BY_NAME = {
     "cli/main.py",
     "cluster/opening.py",
     "preemption/__init__.py",
-    "preemption/rescue.py",
+    "preemption/collectives.py",
     "state/comparing.py",
     "state/registry.py",
 }

@@ -634,6 +634,17 @@ def test_a_worker_that_returns_early_ends_all(tmp_path: Path) -> None:
         assert "its training has ended after step 4" in jobs.workers[0].errors
 
 
+def test_a_worker_that_evaluates_behind_its_last_step_is_no_step_ahead_of_one_that_has_ended(tmp_path: Path) -> None:
+    """In a loop of one's own nobody knows whether another step comes."""
+    behind = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"], "finally_seconds": 2.0}
+    with Jobs(tmp_path / "run", loop="own", each={0: behind}) as jobs:
+        jobs.workers[0].wait_for("paused")
+        # Behind the block of its handler.
+        jobs.workers[1].wait_for(f"event Staged {TOTAL}")
+        jobs.workers[0].go_on()
+        assert jobs.end() == [0, 0], jobs.report()
+
+
 def test_a_worker_that_vanishes_is_found_in_a_settable_time(tmp_path: Path) -> None:
     with Jobs(tmp_path / "run", liveness=3.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
         jobs.workers[0].wait_for("paused")

@@ -279,6 +279,27 @@ for life in range(2):
 """
 
 
+def test_a_program_that_catches_the_exit_within_the_block_leaves_with_the_block_and_says_so_once(
+    tmp_path: Path,
+) -> None:
+    done = run_python(
+        """
+        import os, signal, sys, numpy as np, holdfast as hf
+
+        with hf.resumable(sys.argv[1], w=np.zeros(3), save_every=hf.Steps(100)) as run:
+            try:
+                for step in run.steps(10):
+                    if step == 4:
+                        os.kill(os.getpid(), signal.SIGTERM)
+            except SystemExit:
+                print("caught")
+        """,
+        str(tmp_path),
+    )
+    assert (done.returncode, done.stdout) == (42, "caught\n"), done.stderr
+    assert done.stderr.count("step 5 is saved; leaving with exit code 42") == 1
+
+
 def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> None:
     # With the same sources, and with others.
     for number, config in enumerate(("hf.TerminationConfig()", "'auto'")):
@@ -515,6 +536,34 @@ def test_it_saves_and_leaves_without_a_stream_for_errors(tmp_path: Path, number:
     )
     assert done.returncode == (130 if number == signal.SIGINT else 42), done.stderr
     assert steps_of(tmp_path) == [5]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("code", [42, 74])
+@pytest.mark.parametrize("stream", [1, 2])
+def test_it_leaves_with_its_code_though_the_disk_of_its_log_is_full(tmp_path: Path, stream: int, code: int) -> None:
+    done = run_python(
+        f"""
+        import os, signal, sys, numpy as np, holdfast as hf
+
+        def fail():
+            raise OSError("no room")
+
+        os.dup2(os.open("/dev/full", os.O_WRONLY), {stream})
+        config = hf.TerminationConfig(save_fn={"None" if code == 42 else "fail"})
+        with hf.resumable(sys.argv[1], w=np.zeros(10), save_every=hf.Steps(100), preemption=config) as run:
+            for step in run.steps(10):
+                print("of the user's")
+                if step == 4:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == code, done.stderr
+    assert steps_of(tmp_path) == ([5] if code == 42 else [])
+    if stream == 1:
+        assert all(line.startswith("holdfast: ") for line in done.stderr.splitlines()), done.stderr
+        assert "holdfast: SIGTERM was sent to process" in done.stderr
 
 
 # Time that is left.

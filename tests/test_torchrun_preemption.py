@@ -88,3 +88,22 @@ def test_a_worker_that_waits_in_a_collective_is_freed_and_told_the_cause(tmp_pat
             # The other one's connections are still there, and Gloo waits for them whatever is aborted.
             assert "This worker was in:" in workers.errors(0)
             assert "dist.all_reduce(gradient)" in workers.errors(0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_in_a_collective_for_one_that_has_left_its_loop_is_ended(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        start_pair(workers, tmp_path / "run", "breaks")
+        assert workers.wait(PATIENCE_SECONDS, [0]) == [1]
+        text = "its training has ended after step 6, without a collective in which another worker is"
+        assert text in workers.errors(0), workers.report(0)
+        assert "This worker was in:" in workers.errors(0)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_worker_that_leaves_the_same_step_much_later_is_waited_for(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        start_pair(workers, tmp_path / "run", "stops")
+        assert workers.wait(PATIENCE_SECONDS, [0, 1]) == [0, 0], workers.report(0)
+        assert steps_of(tmp_path / "run") == [6]

@@ -18,14 +18,17 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.demo.pair_reports import PAIR_REPORTS, PairEnded, PairLeft, PairReport, PairStep
+from holdfast.demo.pair_reports import PAIR_REPORTS, PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from holdfast.demo.process import DemoError
+from holdfast.demo.reports import Evidence
+from holdfast.demo.summary import make_comparison_table
+from holdfast.demo.verdict import Comparison, compare_evidence
+from holdfast.events.event import time_text
 
 WORKERS: Final = 2
 _SILENCE_SECONDS: Final = 120.0
 _END_SECONDS: Final = 10.0
 _LOG_LINES: Final = 15
-_DIGEST_CELLS: Final = 16
 
 
 @dataclass
@@ -36,13 +39,13 @@ class PairRun:
         losses: The loss of each step, by rank; of one that was done twice, all.
         first_steps: The first step of each process.
         left: How workers have left.
-        digests: What they have ended with, by rank.
+        digests: What they have ended with, by rank and item.
     """
 
     losses: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     first_steps: dict[int, int] = field(default_factory=dict)
     left: list[PairLeft] = field(default_factory=list)
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def note(self, report: PairReport) -> None:
         """Takes note of what a worker tells."""
@@ -53,7 +56,19 @@ class PairRun:
             case PairLeft():
                 self.left.append(report)
             case PairEnded():
-                self.digests[report.rank] = report.digest
+                self.digests[report.rank] = report.digests
+
+    @property
+    def evidence(self) -> Evidence:
+        """What is compared: what each worker has ended with, and the loss of each step on the way."""
+        found: Evidence = {}
+        for item in next(iter(self.digests.values()), {}):
+            for rank in sorted(self.digests):
+                found[f"rank {rank}: {item}"] = {item: self.digests[rank][item]}
+        for rank, step in sorted(self.losses):
+            losses = found.setdefault(f"rank {rank}: loss of every step", {})
+            losses[f"step {step}"] = ", ".join(self.losses[rank, step])
+        return found
 
 
 def run_pair(steps: int, seed: int, files: Path, console: Console) -> bool:
@@ -77,17 +92,20 @@ def run_pair(steps: int, seed: int, files: Path, console: Console) -> bool:
     for report in _run(steps, seed, files, None):
         untouched.note(report)
     moment = steps // 2
-    is_sent = False
+    sent_at: float | None = None
     restarted: set[int] = set()
     # The second start is what a scheduler would do, or a shell's loop.
     starts = (_run(steps, seed, files, files / "pair", is_asked=number == 0) for number in range(2))
     for report in chain.from_iterable(starts):
         asked.note(report)
         match report:
-            case PairStep(rank=1) if report.step >= moment and not is_sent:
-                is_sent = True
+            case PairStep(rank=1) if report.step >= moment and sent_at is None:
+                sent_at = time.time()
                 os.kill(report.process, signal.SIGTERM)
                 _say(console, f"SIGTERM to rank 1 alone, which has done step {report.step}", "red")
+            case PairHeard(rank=0) if sent_at is not None:
+                later = time_text(max(report.at_unix_seconds - sent_at, 0.0))
+                _say(console, f"rank 0, which got no signal, has heard of it {later} later", "green")
             case PairLeft():
                 text = (
                     f"rank {report.rank} has stopped at step {report.step}, saved, and leaves with {report.exit_code}"
@@ -100,32 +118,30 @@ def run_pair(steps: int, seed: int, files: Path, console: Console) -> bool:
                     f"started again, rank {report.rank} goes on with step {report.step}",
                     "green",
                 )
-    objections = find_objections(untouched, asked)
-    _show_verdict(console, untouched, asked, objections, time.monotonic() - begun_at)
+    comparisons = compare_evidence(untouched.evidence, asked.evidence)
+    objections = find_objections(asked, comparisons)
+    console.print()
+    console.print(make_comparison_table(comparisons, "asked"))
+    console.print()
+    _show_verdict(console, objections, time.monotonic() - begun_at)
     return not objections
 
 
-def find_objections(untouched: PairRun, asked: PairRun) -> list[str]:
-    """**Pure.** What is not as it should be."""
+def find_objections(asked: PairRun, comparisons: list[Comparison]) -> list[str]:
+    """**Pure.** What is not as it should be, in the run that was asked to leave and against the untouched one."""
     objections = []
     left = {(one.step, one.exit_code) for one in asked.left}
     if len(asked.left) != WORKERS or len(left) != 1 or {code for _, code in left} != {42}:
         objections.append(f"the workers have not left together: {asked.left}")
     elif any(first not in (1, (asked.left[0].step or 0) + 1) for first in asked.first_steps.values()):
         objections.append(f"they have not gone on where they stopped: {sorted(asked.first_steps.values())}")
-    if set(untouched.digests) != set(range(WORKERS)) or untouched.digests != asked.digests:
-        objections.append("what they have ended with is not the same")
-    if untouched.losses != asked.losses:
-        objections.append("not every step on the way was the same, or was done once")
+    if set(asked.digests) != set(range(WORKERS)):
+        objections.append(f"not all workers have come to the end: {sorted(asked.digests)}")
+    objections += [str(comparison) for comparison in comparisons if not comparison.identical]
     return objections
 
 
-def _show_verdict(console: Console, untouched: PairRun, asked: PairRun, objections: list[str], seconds: float) -> None:
-    for rank in sorted(asked.digests):
-        pair = (untouched.digests.get(rank, ""), asked.digests[rank])
-        word, style = ("identical", "green") if pair[0] == pair[1] else ("DIFFERS", "bold red")
-        line = Text(f"rank {rank}: {pair[0][:_DIGEST_CELLS]}  {pair[1][:_DIGEST_CELLS]}  ")
-        console.print(line.append(word, style), soft_wrap=True)
+def _show_verdict(console: Console, objections: list[str], seconds: float) -> None:
     if objections:
         _say(console, "VERDICT: no", "bold red")
         for objection in objections:

@@ -23,6 +23,18 @@ class PairStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     loss: str
 
 
+class PairHeard(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="heard"):
+    """A worker has heard that it is to leave.
+
+    Attributes:
+        rank: Which.
+        at_unix_seconds: When, by the wall clock.
+    """
+
+    rank: int
+    at_unix_seconds: float
+
+
 class PairLeft(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="left"):
     """A worker that was asked to leave does.
 
@@ -42,13 +54,13 @@ class PairEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     Attributes:
         rank: Which.
-        digest: The SHA-256 of its weights, its optimizer's state and its random generator.
+        digests: The SHA-256 of its weights, of its optimizer's state and of its random generator.
     """
 
     rank: int
-    digest: str
+    digests: dict[str, str]
 
 
-PairReport: TypeAlias = PairStep | PairLeft | PairEnded
+PairReport: TypeAlias = PairStep | PairHeard | PairLeft | PairEnded
 
 PAIR_REPORTS: Final[msgspec.json.Decoder[PairReport]] = msgspec.json.Decoder(PairReport)

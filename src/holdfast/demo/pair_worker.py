@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,8 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast as hf
-from holdfast.demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
-from holdfast.events import Event, Leaving
+from holdfast.demo.pair_reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
+from holdfast.events import Event, Leaving, NoticeHeard
 
 _WIDTH = 256
 _SAMPLES = 4800
@@ -38,8 +39,10 @@ def main(steps: int, seed: int, directory: str | None) -> None:
         # One call: both workers write to the same pipe.
         os.write(1, msgspec.json.encode(report) + b"\n")
 
-    def tell_leaving(event: Event) -> None:
-        if isinstance(event, Leaving):
+    def tell_event(event: Event) -> None:
+        if isinstance(event, NoticeHeard):
+            tell(PairHeard(rank=rank, at_unix_seconds=event.at_unix_seconds))
+        elif isinstance(event, Leaving):
             tell(PairLeft(rank=rank, step=event.step, exit_code=event.exit_code))
 
     points = torch.rand(_SAMPLES, 2) * 2 - 1
@@ -67,17 +70,24 @@ def main(steps: int, seed: int, directory: str | None) -> None:
             learn(step)
     else:
         kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "rng": hf.RNG()}
-        with hf.resumable(directory, save_every=hf.Steps(10 * steps), sinks=[tell_leaving], **kept) as run:
+        with hf.resumable(directory, save_every=hf.Steps(10 * steps), sinks=[tell_event], **kept) as run:
             for step in run.steps(steps):
                 learn(step)
-    digest = hashlib.sha256()
-    for tensor in (*model.state_dict().values(), torch.get_rng_state()):
-        digest.update(tensor.numpy().tobytes())
-    for state in optimizer.state_dict()["state"].values():
-        for value in state.values():
-            digest.update(value.numpy().tobytes())
-    tell(PairEnded(rank=rank, digest=digest.hexdigest()))
+    moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    digests = {
+        "weights": _digest(model.state_dict().values()),
+        "optimizer state": _digest(moments),
+        "random generator": _digest([torch.get_rng_state()]),
+    }
+    tell(PairEnded(rank=rank, digests=digests))
     dist.barrier()
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -9,6 +11,7 @@ from rich.text import Text
 
 from holdfast.demo.figures import Figures
 from holdfast.demo.outcome import Outcome
+from holdfast.demo.verdict import Comparison
 
 _DIGEST_CELLS = 16
 
@@ -18,7 +21,7 @@ def show_summary(console: Console, outcome: Outcome, figures: Figures) -> None:
     console.print()
     console.print(_cost_table(figures))
     console.print()
-    console.print(_comparison_table(outcome))
+    console.print(make_comparison_table(outcome.comparisons, "under fire"))
     console.print()
     objections = outcome.objections
     if objections:
@@ -57,11 +60,17 @@ def _cost_table(figures: Figures) -> Table:
     return table
 
 
-def _comparison_table(outcome: Outcome) -> Table:
+def make_comparison_table(comparisons: Iterable[Comparison], other: str) -> Table:
+    """What was compared, with the digests of both runs.
+
+    Args:
+        comparisons: Each item.
+        other: What became of the run that is held against the untouched one.
+    """
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for heading in ("", "untouched (SHA-256)", "under fire (SHA-256)", ""):
+    for heading in ("", "untouched (SHA-256)", f"{other} (SHA-256)", ""):
         table.add_column(heading, no_wrap=True)
-    for comparison in outcome.comparisons:
+    for comparison in comparisons:
         mark = Text("identical", "green") if comparison.identical else Text("DIFFERS", "bold red")
         digests = (comparison.untouched[:_DIGEST_CELLS], comparison.killed[:_DIGEST_CELLS])
         table.add_row(comparison.item, *digests, mark)

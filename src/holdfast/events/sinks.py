@@ -35,6 +35,16 @@ thread among them, so it should be quick."""
 
 logger = logging.getLogger("holdfast")
 
+
+def _name_where_nothing_does(record: logging.LogRecord) -> bool:
+    """Where no handler is set up, Python prints the bare text of warnings and errors."""
+    if not logger.hasHandlers():
+        record.msg = f"holdfast: {record.msg}"
+    return True
+
+
+logger.addFilter(_name_where_nothing_does)
+
 _LEVELS: dict[type[Event], int] = {
     GenerationOpened: logging.INFO,
     Staged: logging.DEBUG,

@@ -123,7 +123,7 @@ class Accord:
             pledge, stop = self._agreement.pledge, self._agreement.stop
             may = pledge is None or step <= (pledge.step or 0) or (stop is not None and step <= stop)
             if may:
-                self.begun = self.mishaps.certain = step
+                self.begun = step
             return may
 
     def is_ahead(self, step: int) -> bool:

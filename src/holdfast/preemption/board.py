@@ -87,10 +87,12 @@ class EndRecord(msgspec.Struct, frozen=True):
     Attributes:
         rank: Which worker.
         step: How many steps it has completed.
+        collectives: How many collectives among all workers it has begun; None if that is not known.
     """
 
     rank: int
     step: int
+    collectives: int | None = None
 
 
 class Board:

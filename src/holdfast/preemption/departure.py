@@ -16,7 +16,7 @@ from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.exit import end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
-from holdfast.save.say import say
+from holdfast.save.say import keep_exit_code, say
 
 if TYPE_CHECKING:
     from holdfast.save.company import Company
@@ -89,6 +89,8 @@ class Departure:
         self._config = config
         self._keep = keep
         self._told = told
+        # What was said last: which step is saved, with which code it leaves, and what went wrong.
+        self._end: tuple[int | None, int, str] | None = None
 
     def save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
         """Saves, to train on. A failure is told, and does not end training: the last save is to come.
@@ -215,6 +217,20 @@ class Departure:
         code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
         if error:
             code = EXIT_SAVE_FAILED
+        exit_fn = None if error else self._config.exit_fn
+        end = None if exit_fn else (step, code, error)
+        # A program that catches the exit within the block comes here again at its end.
+        if end is None or end != self._end:
+            self._end = end
+            self._tell(step, code, reason, error, blocked_seconds, advice)
+        if not error:
+            self._told()
+        if exit_fn is None:
+            keep_exit_code()
+            raise SystemExit(code)
+        exit_fn()
+
+    def _tell(self, step: int | None, code: int, reason: str, error: str, blocked_seconds: float, advice: str) -> None:
         self._manager.emit(
             Leaving(
                 step=self._newest() if error else step,
@@ -224,16 +240,11 @@ class Departure:
                 blocked_seconds=blocked_seconds,
             )
         )
-        exit_fn = None if error else self._config.exit_fn
         worker = self._manager.worker
         who = "" if worker.is_alone else f"rank {worker.rank}: "
-        then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
+        calls_exit_fn = not error and self._config.exit_fn
+        then = "calling exit_fn" if calls_exit_fn else f"leaving with exit code {code}"
         say(f"holdfast: {who}{self._line(step, error, then, advice)}")
-        if not error:
-            self._told()
-        if exit_fn is None:
-            raise SystemExit(code)
-        exit_fn()
 
     def _settle(self, end_at: float | None) -> None:
         """Waits for a save in flight. Its failure was told of as an event, and must not keep the last save back."""

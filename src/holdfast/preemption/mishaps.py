@@ -13,6 +13,7 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 from holdfast.gate import Gate
 from holdfast.preemption.board import Board, EndRecord
+from holdfast.preemption.collectives import count_begun
 from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
 from holdfast.preemption.herald import Herald
 
@@ -23,6 +24,9 @@ _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
+
+_VAIN_SECONDS: Final = 5.0
+"""How long a worker waits in a collective which one that has ended its training never began."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
@@ -61,6 +65,7 @@ class Mishaps:
         self._asked: set[int] = set()
         self._end: EndRecord | None = None
         self._failure: Failure | None = None
+        self._waits_since: float | None = None
 
     def look(self, *, is_new: bool, is_settling: bool) -> bool:
         """Looks whether there is something to be heard; in the thread that speaks with the others.
@@ -79,6 +84,8 @@ class Mishaps:
             self._end = self._board.read(EndRecord, "end")
         if self._end is not None and self._end.step < self.certain:
             self._err(_fail_early(self._end, self.certain))
+        elif self._end is not None:
+            self._look_for_vain_wait(self._end)
         self._look_for_explanation()
         if self.error is None and (self._is_holding or not is_settling):
             for rank in sorted(self._peers.lost - self._done):
@@ -123,7 +130,7 @@ class Mishaps:
             An error if another worker's training has ended at another step.
         """
         self._is_over = True
-        end = EndRecord(self._peers.rank, step)
+        end = EndRecord(self._peers.rank, step, count_begun())
         found: list[EndRecord] = []
 
         def write() -> None:
@@ -233,6 +240,16 @@ class Mishaps:
             if self._failure is not None:
                 self._board.count("failure-heard", 1)
                 self._err(self._failure)
+
+    def _look_for_vain_wait(self, end: EndRecord) -> None:
+        """Whether this worker is in a collective of the step amid which another one has left its loop."""
+        begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
+        if begun is None or end.collectives is None or begun <= end.collectives:
+            return
+        self._waits_since = self._waits_since or time.monotonic()
+        if time.monotonic() - self._waits_since >= _VAIN_SECONDS:
+            text = f"its training has ended after step {end.step}, without a collective in which another worker is"
+            self._err(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT))
 
     def _look_for_explanation(self) -> None:
         """Whoever could not even begin has told of it where it said goodbye; in the thread that speaks with others."""

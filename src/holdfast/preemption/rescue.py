@@ -9,12 +9,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from types import FrameType
 from typing import Any, Final
 
 from holdfast.preemption.background import start_thread
+from holdfast.preemption.collectives import find_collectives
 from holdfast.preemption.mishaps import Mishaps
 from holdfast.save.exit import drain_all
 from holdfast.save.say import say
@@ -39,9 +38,6 @@ _DRAIN_SECONDS: Final = 10.0
 
 _SIGNAL: Final = signal.SIGURG
 """One that does nothing where nobody handles it, and that nobody uses."""
-
-_COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.collectives"}
-"""By framework, where its collectives are aborted; imported by name, and only where the framework is in use."""
 
 _FRAMES: Final = 3
 _MOST_CONTEXTS: Final = 100
@@ -104,10 +100,9 @@ class Rescue:
             signal.pthread_kill(self._thread, _SIGNAL)
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True
-            for framework, module in _COLLECTIVES.items():
-                if framework in sys.modules:
-                    # It may hang as well.
-                    start_thread(partial(_abort, module), "holdfast-abort")
+            # It may hang as well.
+            for collectives in find_collectives():
+                start_thread(collectives.abort, "holdfast-abort")
         if waited_seconds >= _END_SECONDS and self._loose_looks >= _LOOKS:
             self._end("does not come back from what it is in" if thrown_at is None else "goes on all the same")
 
@@ -154,7 +149,3 @@ class Rescue:
             # What all have written can still be committed.
             start_thread(drain_all, "holdfast-drain").wait(_DRAIN_SECONDS)
             os._exit(_EXIT_FAILED)
-
-
-def _abort(module: str) -> None:
-    import_module(module).abort()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import errno
 import os
 import sys
 from typing import TextIO
@@ -19,10 +19,24 @@ def say(text: str) -> None:
         try:
             stream.write(f"{text}\n")
             stream.flush()
-        except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EBADF) and stream is sys.__stderr__:
+        except OSError:
+            if stream is sys.__stderr__:
                 _lead_nowhere(sys.stderr)
             raise
+
+
+def keep_exit_code() -> None:
+    """**Thread-safe.** The program ends with its own code, also if what it has printed can no longer be written."""
+    atexit.register(_lead_full_streams_nowhere)
+
+
+def _lead_full_streams_nowhere() -> None:
+    for stream in {sys.stdout, sys.stderr} & {sys.__stdout__, sys.__stderr__} - {None}:
+        with contextlib.suppress(Exception):
+            try:
+                stream.flush()
+            except OSError:
+                _lead_nowhere(stream)
 
 
 def _lead_nowhere(stream: TextIO) -> None:
