@@ -28,9 +28,10 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.cluster import AloneCluster, Cluster
+from holdfast.errors import StorageError
 from holdfast.events import Event
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.storage import LocalStorage
+from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.local_writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
 
@@ -128,7 +129,15 @@ class SlowStorage(LocalStorage):
 
 
 class SilentStorage(LocalStorage):
-    """Storage that does not answer any more when a step is to be committed, or has been."""
+    """Storage that does not answer any more when it is first looked at, or a step is to be committed, or has been."""
+
+    def list(self, path: str) -> list[Entry]:
+        if "looking" in OPTIONS.get("pause", []):
+            pause("looking")
+            OPTIONS["pause"].remove("looking")
+            if OPTIONS.get("look_fails"):
+                raise StorageError("it is gone", path=path)
+        return super().list(path)
 
     def publish(self, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST_NAME):
@@ -322,7 +331,7 @@ def main() -> None:
     storage: Any = OPTIONS["directory"]
     if "disk_seconds" in OPTIONS:
         storage = SlowStorage(storage)
-    if {"publishing", "published"} & set(OPTIONS.get("pause", [])):
+    if {"looking", "publishing", "published"} & set(OPTIONS.get("pause", [])):
         storage = SilentStorage(storage)
     learned = Learned(cluster)
     if "file_bytes" in OPTIONS and "file_bytes_from" not in OPTIONS:

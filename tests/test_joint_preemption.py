@@ -155,6 +155,16 @@ def test_a_signal_outside_of_the_loop(tmp_path: Path, uninterrupted: list[str], 
         check_the_rest(jobs, uninterrupted)
 
 
+def test_a_signal_while_one_worker_makes_its_run_lets_all_leave(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", each={1: {"pause": ["looking"]}}) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        jobs.workers[1].go_on()
+        assert jobs.end() == [42, 42], jobs.report()
+        # The first worker may have taken a step before it heard.
+        assert len(check_whole(jobs.directory)) <= 1
+
+
 def test_a_worker_that_has_not_begun_is_waited_for(tmp_path: Path, uninterrupted: list[str]) -> None:
     with Jobs(tmp_path / "run", each={0: {"pause": ["before"]}, 1: {"pause": [0]}}) as jobs:
         ask_where_all_pause(jobs, 0)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import holdfast as hf
 from holdfast.errors import UsageError
 from holdfast.events import Event
 from holdfast.preemption import (
@@ -127,7 +128,8 @@ def test_gcp_hears_of_maintenance(value: str, demand: Demand, left: float | None
 
 
 def test_gcp_takes_no_other_server_for_googles() -> None:
-    with serving(lambda request: Reply(200, "TRUE")) as cloud, pytest.raises(OSError, match="answered 200"):
+    missing = "answered 200: 'TRUE', without the header 'Metadata-Flavor: Google'"
+    with serving(lambda request: Reply(200, "TRUE")) as cloud, pytest.raises(OSError, match=missing):
         GCP(base_url=cloud.url).look()
 
 
@@ -415,6 +417,25 @@ def test_azure_without_a_time(kind: str, status: str, not_before: str, left: flo
         assert [notice.left_seconds for notice in Azure(base_url=cloud.url).look()] == [left]
 
 
+def test_azure_hears_again_of_an_event_that_begins_early_or_is_moved() -> None:
+    microsoft = Microsoft()
+    later = scheduled("Reboot", ["SCALESET_7"], NotBefore=format_datetime(utc(900), usegmt=True))
+    freeze = scheduled("Freeze", ["scaleset_7"])
+    with serving(microsoft) as cloud:
+        source = Azure(base_url=cloud.url, acknowledge=True)
+        microsoft.events = [later, freeze]
+        assert len(heard(source)) == 2, "names of machines are the same in capitals"
+        assert heard(source) == []
+        microsoft.events = [{**later, "NotBefore": format_datetime(utc(60), usegmt=True)}, freeze]
+        (moved,) = source.look()
+        assert moved.left_seconds is not None
+        assert moved.left_seconds <= 61
+        microsoft.events = [{**later, "EventStatus": "Started", "NotBefore": ""}, {**freeze, "EventStatus": "Started"}]
+        assert [notice.left_seconds for notice in source.look()] == [0.0], "what was saved for is no reason to save"
+        source.note_leaving()
+        assert microsoft.started == [{"EventId": later["EventId"]}]
+
+
 MALFORMED = [
     {"EventId": "b", "EventType": "Preempt", "Resources": 5},
     {"EventId": "b", "EventType": "Preempt", "Resources": "vm12"},
@@ -443,7 +464,7 @@ def test_azure_a_malformed_event_is_told_once_and_hides_no_other(malformed: obje
         assert [notice.demand for notice in source.look()] == [Demand.SAVE]
 
 
-@pytest.mark.parametrize("name", ["", "\n", "<html>busy</html>", "try again", "x" * 5000])
+@pytest.mark.parametrize("name", ["", "<html>busy</html>", "try again", "x" * 5000, "null", "[1]", "\ufffd"])
 def test_azure_asks_again_for_a_name_that_is_none(name: str) -> None:
     microsoft = Microsoft()
     microsoft.name = name
@@ -591,6 +612,28 @@ def test_a_function_of_the_users() -> None:
     ]
     with pytest.raises(UsageError):
         Watcher("no function")  # type: ignore[arg-type]
+
+
+async def later() -> bool:
+    return False
+
+
+def one_by_one() -> Iterator[bool]:
+    yield False
+
+
+class Later:
+    async def __call__(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("function", [later, one_by_one, partial(later), Later()])
+def test_what_runs_nothing_when_it_is_called_is_no_answer(function: Any) -> None:
+    for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+        with pytest.raises(UsageError, match=f"{name}=.* runs nothing of it"):
+            hf.TerminationConfig(**{name: function})
+    with pytest.raises(TypeError, match="always true"):
+        Watcher(lambda: function()).look()  # noqa: PLW0108  Nothing shows what it returns.
 
 
 # All at once.
@@ -899,6 +942,29 @@ def test_a_forked_child_is_left_alone() -> None:
         """
     )
     assert ended.stdout.split() == ["15", "[]", "[]"], ended.stderr
+
+
+def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_parent() -> None:
+    ended = run(
+        """
+        import os, signal
+        is_forking = []
+        # Before those of the library, which come in the order in which they were registered.
+        os.register_at_fork(after_in_child=lambda: is_forking and os.kill(os.getpid(), signal.SIGTERM))
+        from holdfast.preemption import Signals
+        from holdfast.preemption.wakeup import Wakeup
+        Signals().open(lambda notice: True)
+        bell = Wakeup()
+        bell.take_signals()
+        is_forking.append(True)
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, bell.listen(0.2), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        """
+    )
+    assert ended.stdout.strip() == "-15 [] set()", ended.stderr
 
 
 # The bell.

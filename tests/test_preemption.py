@@ -136,6 +136,36 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     assert steps_of(tmp_path) == []
 
 
+def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=["looking"])
+    notify(job, jobs)
+    job.go_on()
+    assert job.end() == 42, job.errors
+    assert "nothing was trained that could be lost" in job.errors
+
+
+def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path) -> None:
+    state = {"values": np.zeros(10)}
+    termination = hf.TerminationConfig(sources=[Signals()])
+    with (
+        pytest.raises(SystemExit) as leaving,
+        hf.resumable(tmp_path / "outer", state=state, preemption=termination) as run,
+    ):
+        for _ in run.steps(2):
+            hf.resumable(tmp_path / "inner", state=state, preemption=termination)
+            signal.raise_signal(signal.SIGTERM)
+    assert leaving.value.code == 42
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_while_the_making_of_a_run_fails(tmp_path: Path, jobs: list[Job], number: int, code: int) -> None:
+    job = Job(tmp_path, pause=["looking"], look_fails=True)
+    notify(job, jobs, number)
+    job.go_on()
+    assert job.end() == code, job.errors
+    assert ("the run was made, and that has failed: StorageError: it is gone" in job.errors) == (code == 42)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_signal_amid_the_restore_loses_nothing(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str

@@ -80,8 +80,7 @@ def resumable(
         check_replicas: True to compare, at each save, what several workers hold alike; a difference is an event.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
             place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
-        **objects: What is to be kept, by name. A name that is an argument's cannot be used here; a `Checkpoint` and a
-            `CheckpointManager` take any.
+        **objects: What is to be kept, by name. Names of arguments can be given to a `Checkpoint` only.
 
     Raises:
         UsageError: If an argument is wrong, or nothing is to be kept.
@@ -90,7 +89,7 @@ def resumable(
         ClusterError: If the job's store does not answer.
     """
     # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
-    from holdfast.manager import CheckpointManager
+    from holdfast.preemption.early import EarlyNotices
     from holdfast.preemption.termination import make_termination
     from holdfast.save import arguments
 
@@ -100,26 +99,31 @@ def resumable(
         raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
         raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
-    manager = CheckpointManager(
-        directory,
-        Checkpoint(**objects),
-        save_every=save_every or Auto(),
-        keep=keep or Latest(3),
-        when_busy=when_busy,
-        failures_allowed=failures_allowed,
-        begin_anew=begin_anew,
-        incremental=incremental,
-        reuse_space=reuse_space,
-        sinks=sinks,
-        timeout_seconds=timeout_seconds,
-        threads=threads,
-        overlap_copy=overlap_copy,
-        reserve_bytes=reserve_bytes,
-        cluster=cluster,
-        liveness_seconds=liveness_seconds,
-        check_replicas=check_replicas,
-    )
-    return Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
+    with EarlyNotices(termination) as early:
+        from holdfast.manager import CheckpointManager
+
+        manager = CheckpointManager(
+            directory,
+            Checkpoint(**objects),
+            save_every=save_every or Auto(),
+            keep=keep or Latest(3),
+            when_busy=when_busy,
+            failures_allowed=failures_allowed,
+            begin_anew=begin_anew,
+            incremental=incremental,
+            reuse_space=reuse_space,
+            sinks=sinks,
+            timeout_seconds=timeout_seconds,
+            threads=threads,
+            overlap_copy=overlap_copy,
+            reserve_bytes=reserve_bytes,
+            cluster=cluster,
+            liveness_seconds=liveness_seconds,
+            check_replicas=check_replicas,
+        )
+        run = Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
+        early.hand_over(run._guard.hearing.hear)
+    return run
 
 
 class Run:
@@ -148,12 +152,10 @@ class Run:
         self.checkpoint = manager.checkpoint
         self.step = 0
         self.restored: Restoration | None = None
-        self._strict = strict
-        self._begin_anew = begin_anew
+        self._strict, self._begin_anew = strict, begin_anew
         self._metrics: dict[str, float] = {}
         self._saved: tuple[int, SaveHandle | None] | None = None
-        self._in_step = False
-        self._stop = self._entered = False
+        self._in_step = self._stop = self._entered = False
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
@@ -224,9 +226,8 @@ class Run:
 
         self._check_entered()
         step = self.step + (self._in_step and step_done)
-        is_safe = self._is_saved(step) or step == 0
         saved = self._saved[1] if self._saved is not None and self._is_saved(step) else None
-        mark = None if is_safe else self.manager.mark(self._metrics)
+        mark = None if self._is_saved(step) or step == 0 else self.manager.mark(self._metrics)
         return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_behind)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
@@ -381,8 +382,7 @@ class Run:
         """True if the step is committed, or on its way."""
         if self._saved is None or self._saved[0] != step:
             return False
-        handle = self._saved[1]
-        return handle is None or not handle.failed
+        return self._saved[1] is None or not self._saved[1].failed
 
     def _note_saved(self, step: int, handle: SaveHandle) -> None:
         if not handle.skipped:

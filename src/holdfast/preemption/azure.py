@@ -30,8 +30,8 @@ _ENDING: Final = {
     "Redeploy": "this machine is moved to another host, and its memory is lost",
 }
 
-_NAME: Final = re.compile(r"[^\s<>/\\\"]{1,256}")
-"""What a machine may be called, and no page of a proxy is."""
+_NAME: Final = re.compile(r"(?!(?:null|true|false)$)[\w.-]{1,256}")
+"""What a machine may be called, and no page of a proxy is, and no JSON."""
 
 
 class _Event(msgspec.Struct, frozen=True, rename="pascal"):
@@ -81,8 +81,9 @@ class Azure(MetadataSource):
         self._acknowledge = acknowledge
         self._is_on = False
         self._is_warned = False
-        # The events that were told of, each with whether it ends this machine.
-        self._told: dict[str, bool] = {}
+        # What was told of, as `_shown` has it, and the events in it that end this machine.
+        self._told: set[tuple[str, ...]] = set()
+        self._ending: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
         """**Blocks.** Asks for the events.
@@ -108,9 +109,10 @@ class Azure(MetadataSource):
             except msgspec.ValidationError as error:
                 failure = failure or f"{url} names an event that is none and is passed over: {error}"
                 continue
-            if machine in event.resources and event.event_id not in self._told:
+            is_here = machine.casefold() in {name.casefold() for name in event.resources}
+            if is_here and (shown := _shown(event)) not in self._told:
                 notices.append(self._notice(event))
-                self._told[event.event_id] = event.event_type in _ENDING
+                self._told.add(shown)
         if failure and not (notices or self._is_warned):
             self._is_warned = True
             raise OSError(failure)
@@ -122,9 +124,8 @@ class Azure(MetadataSource):
         Raises:
             OSError: If the server fails.
         """
-        ending = [event for event, ends in self._told.items() if ends]
-        if self._acknowledge and ending:
-            body = json.dumps({"StartRequests": [{"EventId": event} for event in ending]})
+        if self._acknowledge and self._ending:
+            body = json.dumps({"StartRequests": [{"EventId": event} for event in sorted(self._ending)]})
             answer = self._server.ask(
                 _EVENTS_PATH, {**_HEADERS, "Content-Type": "application/json"}, method="POST", body=body
             )
@@ -142,8 +143,16 @@ class Azure(MetadataSource):
         kind = event.event_type
         if kind not in _ENDING:
             return Notice(source=self.name, text=f"this machine has a {kind} ahead of it", demand=Demand.SAVE)
+        self._ending.add(event.event_id)
         left_seconds = _left_seconds(event.not_before, kind, event.event_status)
         return Notice(source=self.name, text=_ENDING[kind], demand=Demand.LEAVE_BY, left_seconds=left_seconds)
+
+
+def _shown(event: _Event) -> tuple[str, ...]:
+    """What tells an event from one that has been told of: one that ends this machine may begin early, or be moved."""
+    if event.event_type not in _ENDING:
+        return event.event_id, event.event_type
+    return event.event_id, event.event_type, str(event.event_status), str(event.not_before)
 
 
 def _left_seconds(not_before: object, kind: str, status: object) -> float | None:

@@ -75,8 +75,13 @@ class GCP(MetadataSource):
             limit_seconds += self._wait_seconds
         asked_at = time.monotonic()
         answer = self._server.ask(path, _HEADERS, timeout_seconds=limit_seconds)
-        if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
+        if answer.status != 200:
             raise unexpected(self._server.url(path), answer)
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise OSError(
+                f"{unexpected(self._server.url(path), answer)}, without the header 'Metadata-Flavor: Google': "
+                "it is not Google's metadata server that answers, but a proxy, say"
+            )
         waited_seconds = time.monotonic() - asked_at
         before, self._value = self._value, answer.body.strip()
         self._etag = answer.headers.get("etag")

@@ -93,6 +93,11 @@ class Signals:
         """Those that it does not hear, since they had a handler that was not set by Python."""
         return self._foreign
 
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody listens to it in this process."""
+        return self._hear is not None and os.getpid() == self._process
+
     def handles(self, number: int) -> bool:
         """**Thread-safe.** Whether the handler that Python would call now is its own, or one that passes on to it."""
         handler = signal.getsignal(number)

@@ -14,7 +14,7 @@ from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.preemption.notices import NoticeSource
 from holdfast.preemption.signals import Signals
 from holdfast.preemption.surroundings import choose_sources, look_around
-from holdfast.preemption.watching import Watcher
+from holdfast.preemption.watching import Watcher, check_function
 
 _MAX_EXIT_CODE: Final = 125
 """Shells use those above for purposes of their own."""
@@ -50,8 +50,8 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise UsageError(f"{name}={value!r} cannot be called", hint="Give a function, or None.")
+            if value is not None:
+                check_function(name, value)
         grace = self.grace_period
         if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0):
             raise UsageError(f"grace_period={grace!r} is no time in seconds")

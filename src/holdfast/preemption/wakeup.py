@@ -150,6 +150,21 @@ _ringing: list[Wakeup] = []
 _left_open: list[Wakeup] = []
 
 
+_fork = threading.local()
+
+
+def _hold_signals() -> None:
+    """A signal that reaches a child before that has let go would ring in its parent, and be taken for its own."""
+    if _ringing:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _let_signals_come() -> None:
+    mask = _fork.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _let_go_in_child() -> None:
     """Signals of a forked child would ring in its parent."""
     if _ringing and threading.current_thread() is threading.main_thread():
@@ -158,6 +173,7 @@ def _let_go_in_child() -> None:
         if current not in ours:
             _replace(current)
     _ringing.clear()
+    _let_signals_come()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_let_go_in_child)

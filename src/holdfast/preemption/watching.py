@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 
 from holdfast.errors import UsageError
 from holdfast.policies.arguments import check_seconds
 from holdfast.preemption.notices import Demand, Notice, PolledSource
+
+
+def check_function(what: str, function: object) -> None:
+    """**Pure.** Accepts what does its work when it is called.
+
+    Args:
+        what: What it is called, for the error.
+        function: The function.
+
+    Raises:
+        UsageError: If it cannot be called, or only returns a coroutine or a generator, which is always true.
+    """
+    if not callable(function):
+        raise UsageError(f"{what}={function!r} cannot be called", hint="Give a plain function.")
+    for each in (function, type(function).__call__):
+        is_async = inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        if is_async or inspect.isgeneratorfunction(each):
+            kind = "async" if is_async else "a generator"
+            raise UsageError(
+                f"{what}={function!r} is {kind}: to call it runs nothing of it",
+                hint="Give a plain function, without async, await and yield.",
+            )
 
 
 class FileAppears(PolledSource):
@@ -64,10 +87,9 @@ class Watcher(PolledSource):
             interval_seconds: How long to wait between two calls.
 
         Raises:
-            UsageError: If it cannot be called, or the interval is no time.
+            UsageError: If it cannot be called, or is an `async def` or a generator; or the interval is no time.
         """
-        if not callable(function):
-            raise UsageError(f"{function!r} cannot be called", hint="Give a function that takes no arguments.")
+        check_function("function", function)
         check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._function = function
@@ -76,6 +98,10 @@ class Watcher(PolledSource):
     def look(self) -> Iterable[Notice]:
         """**Blocks** as long as the function does, and raises what it raises."""
         answer = self._function()
+        if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+            if inspect.iscoroutine(answer):
+                answer.close()
+            raise TypeError(f"it returned {answer!r}, which is always true, in place of an answer")
         was_true, self._was_true = self._was_true, bool(answer)
         if not answer or was_true:
             return ()
