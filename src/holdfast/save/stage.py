@@ -193,7 +193,6 @@ class Staging:
             raise ChangedError(
                 f"{', '.join(changed[:3])}{more} changed while being copied, and not by a step of the optimizer",
                 leaves=tuple(changed),
-                hint="From now on they are copied before save() returns. With overlap_copy=False everything is.",
             )
 
 
