@@ -168,6 +168,9 @@ def evaluate(learned: Learned, block: contextlib.AbstractContextManager[Any]) ->
             pause("evaluation")
             if OPTIONS.get("change"):
                 learned.values -= 1
+        if OPTIONS.get("change_behind"):
+            learned.values += random.random()
+            pause("behind")
 
 
 SAVE: list[Callable[[], Any]] = []

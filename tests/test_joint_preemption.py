@@ -505,6 +505,27 @@ def test_what_was_changed_behind_a_step_is_not_said_to_be_saved(tmp_path: Path, 
             assert "changed since the step ended" in worker.errors
 
 
+@pytest.mark.parametrize("loop", ["resumable", pytest.param("steps", marks=pytest.mark.long)])
+def test_what_one_worker_does_behind_a_block_in_the_last_step_is_saved_by_all(tmp_path: Path, loop: str) -> None:
+    """The other one has saved that step at its end already."""
+    block: dict[str, Any] = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"]}
+    advice = {"advice": str(tmp_path / "advice"), "change_behind": True}
+    each = {0: block | advice, 1: {"pause": [TOTAL - 1]}}
+    with Jobs(tmp_path / "run", each=each, loop=loop) as jobs:
+        for worker in jobs.workers:
+            worker.wait_for("paused")
+        (tmp_path / "advice").touch()
+        for worker in jobs.workers:
+            worker.wait_for("event NoticeHeard")
+        jobs.workers[1].go_on()
+        jobs.workers[0].wait_for(f"event Committed {TOTAL}")
+        jobs.workers[0].go_on()
+        learned = results(jobs)
+        for worker in jobs.workers:
+            assert worker.said.count(f"event Staged {TOTAL}") == 2, jobs.report()
+        check_the_rest(jobs, learned, loop=loop)
+
+
 def test_ctrl_c_in_a_block_behind_a_step_leaves_at_its_end(tmp_path: Path) -> None:
     options: dict[str, Any] = {"loop": "own", "evaluate": [5], "checkpointable": True, "pause": ["evaluation"]}
     with Jobs(tmp_path / "run", **options) as jobs:

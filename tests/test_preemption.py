@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import holdfast as hf
 from command_line import run_python
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, MismatchError, UsageError
-from holdfast.events import AnyEvent, Event, Leaving, NoticeHeard, Staged, Warned, read_events
+from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
+from holdfast.resumable import Run
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
 from patience import PATIENCE_SECONDS
@@ -781,6 +783,26 @@ def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Pat
     assert steps_of(tmp_path) == [5]
 
 
+def test_what_a_step_does_behind_a_block_is_not_said_to_be_saved_if_only_the_block_was(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    """The disk is full when the step is to be saved as it is at its end."""
+    disk: dict[str, Any] = {"file_bytes": 4000, "file_bytes_from": "Committed"}
+    options: dict[str, Any] = {"pause": ["evaluation", "behind"], "evaluate": [4], "checkpointable": True, **disk}
+    job = Job(tmp_path / "run", change_behind=True, advice=str(tmp_path / "advice"), **options)
+    jobs.append(job)
+    job.wait_for("paused")
+    (tmp_path / "advice").touch()
+    job.wait_for("event Committed 5")
+    job.go_on()
+    notify(job, jobs)
+    job.go_on()
+    assert job.end() == 74, job.errors
+    assert "step 5 could NOT be saved" in job.errors
+    assert "the newest checkpoint is step 5; leaving with exit code 74" in job.errors
+    assert steps_of(tmp_path / "run") == [5]
+
+
 def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, grace=3600)
     notify(job, jobs)
@@ -1207,7 +1229,98 @@ def test_a_handler_that_is_closed_runs_nothing(tmp_path: Path) -> None:
             handler.run(pytest.fail, "it runs")
         with pytest.raises(ClosedError):
             next(handler.steps(5))
+        with pytest.raises(ClosedError):
+            handler.save_checkpoint_if_preempted()
+        with pytest.raises(ClosedError), handler:
+            pytest.fail("it is entered")
         assert handler.total_run_calls == 1
+
+
+@pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_a_step_does_behind_blocks_in_which_it_was_saved_is_saved_as_well(
+    tmp_path: Path, loop: str, is_asked: bool
+) -> None:
+    source, committed = Spoken(), queue.Queue[int]()
+    termination = hf.TerminationConfig(sources=[source])
+    state: dict[str, Any] = {"value": np.zeros(4), "best": 0}
+    sinks = [lambda event: committed.put(event.step) if isinstance(event, Committed) else None]
+    options: dict[str, Any] = {"save_every": hf.Steps(100), "keep": hf.All(), "sinks": sinks}
+
+    def evaluate(active: hf.PreemptionCheckpointHandler | Run) -> None:
+        state["value"] += 1
+        if state["value"][0] == 3:
+            for _ in range(2):
+                with active.checkpointable():
+                    source.say(Demand.SAVE)
+                    assert committed.get(timeout=PATIENCE_SECONDS) == 3
+                state["best"] += 1
+            if is_asked:
+                source.say()
+
+    with pytest.raises(SystemExit) if is_asked else contextlib.nullcontext():
+        if loop == "resumable":
+            with hf.resumable(tmp_path, state=state, preemption=termination, **options) as run:
+                for _ in run.steps(3):
+                    evaluate(run)
+        else:
+            manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(state=state), **options)
+            with manager, hf.PreemptionCheckpointHandler(manager, termination) as handler:
+                for _ in handler.steps(3) if loop == "steps" else range(3):
+                    if loop == "run":
+                        handler.run(int)
+                    evaluate(handler)
+    assert committed.get(timeout=PATIENCE_SECONDS) == 3
+    assert committed.empty()
+    restored: dict[str, Any] = {"value": np.zeros(4), "best": 0}
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(state=restored)) as manager:
+        assert manager.restore(strict=False)
+    assert (restored["best"], restored["value"][0]) == (2, 3)
+    assert steps_of(tmp_path) == [3]
+
+
+def test_a_block_within_a_block_belongs_to_that(tmp_path: Path) -> None:
+    """Behind it the outer one goes on as before; what the inner one says of the step does not matter."""
+    source, committed = Spoken(), threading.Event()
+    state = {"value": np.zeros(4)}
+    with hf.resumable(
+        tmp_path,
+        state=state,
+        sinks=[lambda event: committed.set() if isinstance(event, Committed) else None],
+        save_every=hf.Steps(100),
+        keep=hf.All(),
+        preemption=hf.TerminationConfig(sources=[source]),
+    ) as run:
+        for step in run.steps(3):
+            state["value"] += 1
+            if step == 1:
+                with run.checkpointable():
+                    with run.checkpointable(step_done=False):
+                        pass
+                    source.say(Demand.SAVE)
+                    assert committed.wait(PATIENCE_SECONDS)
+    assert steps_of(tmp_path) == [2, 3]
+
+
+def test_a_step_is_not_counted_within_another_one(tmp_path: Path) -> None:
+    manager, state = manager_of(tmp_path)
+    with manager, hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+        for again in (
+            lambda: handler.run(pytest.fail, "it runs"),
+            handler.save_checkpoint_if_preempted,
+            lambda: next(handler.steps(9)),
+        ):
+            with pytest.raises(UsageError, match="in the midst of another"):
+                handler.run(again)
+            with pytest.raises(UsageError, match="in the midst of another"):
+                for _ in handler.steps(9):
+                    again()
+        before = handler.total_run_calls
+        for _ in handler.steps(9):
+            break
+        # A loop that is left is no step any more; what it was in counts.
+        assert handler.run(lambda: handler.total_run_calls) == before + 2
+    assert state["value"][0] == 0
 
 
 def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
         state, figures = self._saver.capture(self.checkpoint.objects), dict(metrics or {})
-        return Mark(state, trace_arrays(state), lambda step, taken: self._save(step, figures, None, captured=taken))
+        save = lambda step, taken, replace: self._save(step, figures, None, replace=replace, captured=taken)  # noqa: E731
+        return Mark(state, trace_arrays(state), save)
 
     def save(
         self,
@@ -345,7 +346,8 @@ class CheckpointManager:
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
-        handle = SaveHandle(step, self.url, self.timeout_seconds, self._reports.mark_told, self.worker)
+        told = self._reports.mark_told
+        handle = SaveHandle(step, self.url, self.timeout_seconds, told, self.worker, replaces=replace)
         exchange = None if self.company is None else self.company.begin(step)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:

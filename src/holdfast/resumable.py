@@ -145,6 +145,7 @@ class Run:
         termination: TerminationConfig | None = None,
     ) -> None:
         from holdfast.preemption.guards import make_guard
+        from holdfast.preemption.last_save import LastSave
         from holdfast.preemption.termination import TerminationConfig
         from holdfast.preemption.tolerance import Tolerance
 
@@ -154,7 +155,7 @@ class Run:
         self.restored: Restoration | None = None
         self._strict, self._begin_anew = strict, begin_anew
         self._metrics: dict[str, float] = {}
-        self._saved: tuple[int, SaveHandle | None] | None = None
+        self._last = LastSave()
         self._in_step = self._stop = self._entered = False
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
@@ -213,7 +214,8 @@ class Run:
         """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
 
         If the job is to leave while the block runs, the state with which it was entered is saved, and the process
-        ends in the middle of the block. Nothing of it is unwound. Within the block nothing is saved by hand.
+        ends in the middle of the block. Nothing of it is unwound: a restart goes on behind that step, and what
+        would have come after the block is not done. Within the block nothing is saved by hand.
 
         Args:
             step_done: Whether the step in progress counts as complete, as in evaluation at its end; False if nothing
@@ -226,9 +228,8 @@ class Run:
 
         self._check_entered()
         step = self.step + (self._in_step and step_done)
-        saved = self._saved[1] if self._saved is not None and self._is_saved(step) else None
-        mark = None if self._is_saved(step) or step == 0 else self.manager.mark(self._metrics)
-        return Checkpointable(self._guard, step, mark=mark, saved=saved, note=self._note_behind)
+        mark = None if self._guard.in_block or self._is_safe(step) or step == 0 else self.manager.mark(self._metrics)
+        return Checkpointable(self._guard, step, mark=mark, saved=self._last.find(step), note=self._note_behind)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
@@ -243,12 +244,10 @@ class Run:
         if self._guard.is_resting:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
         step = self.step + self._in_step
-        if self._is_saved(step):
+        # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
+        if self._is_safe(step) or (self._last.is_begun(step) and self.manager.company is not None):
             return None
-        with self._noting(step):
-            handle = self.manager.save(step, metrics=self._metrics, metadata=metadata)
-        self._note_saved(step, handle)
-        return handle
+        return self._begin_save(step, metadata)
 
     def __enter__(self) -> Self:
         self._guard.rest(None)
@@ -264,7 +263,7 @@ class Run:
             raise
         if self.restored is not None:
             self.step = self.restored.step
-            self._saved = (self.step, None)
+            self._last.note(self.step, None)
         self._guard.rest(self.step)
         self._entered = True
         return self
@@ -317,7 +316,7 @@ class Run:
             self._guard.pass_last(self.step)
             self._save_last()
             self._guard.hearing.patient = False
-            self._guard.rest(self.step, saved=self._saved[1] if self._saved else None)
+            self._guard.rest(self.step, saved=self._last.find(self.step))
             raise StopIteration
         self._guard.pass_boundary(self.step)
         self._save_if_due()
@@ -340,54 +339,55 @@ class Run:
         """Counts the step in progress as complete, after whatever was done while the loop rested."""
         self._note_behind(self._guard.begin_steps())
         if self._in_step:
-            self.step += 1
-            self._in_step = False
+            self.step, self._in_step = self.step + 1, False
 
     def _save_last(self) -> None:
         """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
-        if self.step > 0 and not self._is_saved(self.step):
+        if self.step > 0 and not self._is_safe(self.step):
             with self._tolerance:
                 self.manager.wait()
             try:
-                self.save()
+                self._begin_save(self.step)
             except StepExistsError:
                 # The user has saved it by the manager, and it is committed.
-                self._saved = (self.step, None)
+                self._last.note(self.step, None)
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
-        if self._is_saved(step):
-            return self._saved[1] if self._saved else None
+        if self._is_safe(step):
+            return self._last.find(step)
         if step == 0:
             return None
         try:
-            with self._noting(step):
-                handle = self.manager.save(step, metrics=self._metrics)
+            return self._begin_save(step)
         except StepExistsError:
-            self._saved = (step, None)  # As above.
+            self._last.note(step, None)  # As above.
             return None
         except SaveFailedError as failure:
             if failure.next_save is None:
                 raise
             return cast("SaveHandle", failure.next_save)
+
+    def _begin_save(self, step: int, metadata: Mapping[str, Any] | None = None) -> SaveHandle:
+        is_there = self._last.is_there(step)
+        with self._noting(step):
+            handle = self.manager.save(step, metrics=self._metrics, metadata=metadata, replace=is_there)
         self._note_saved(step, handle)
         return handle
 
     def _note_behind(self, saved: SaveHandle | None) -> None:
-        """A save was made while the loop rested."""
+        """A save was made while the loop rested; of this step more may be reported."""
         if saved is not None:
-            self._note_saved(saved.step, saved)
+            self._last.note(saved.step, saved)
 
-    def _is_saved(self, step: int) -> bool:
-        """True if the step is committed, or on its way."""
-        if self._saved is None or self._saved[0] != step:
-            return False
-        return self._saved[1] is None or not self._saved[1].failed
+    def _is_safe(self, step: int) -> bool:
+        """True if all of the step is committed, or on its way."""
+        return self._last.is_whole(step, self._guard.provisional)
 
     def _note_saved(self, step: int, handle: SaveHandle) -> None:
         if not handle.skipped:
-            self._saved = (step, handle)
-            self._metrics = {}
+            self._last.note(step, handle)
+            self._metrics, self._guard.provisional = {}, None
 
     @contextmanager
     def _noting(self, step: int) -> Iterator[None]:

@@ -176,8 +176,14 @@ class Accord:
             self.mishaps.wait_heard(f"heard/{number}", others, self.herald, time.monotonic() + _HEARD_SECONDS)
         return verdict
 
-    def end_round(self) -> None:
-        """What was called for has been done here."""
+    def end_round(self) -> int | None:
+        """What was called for has been done here.
+
+        Returns:
+            The step that was saved, if all were there. Some may have saved it in a pause that goes on, so that all have
+            to save it anew if any has to.
+        """
+        stop = self.stop
         with self._lock:
             self._agreement, deeds = self._agreement.end_round()
             self._deeds.extend(deeds)
@@ -186,6 +192,7 @@ class Accord:
             self._is_stale = True
             self.is_alarmed = False
         self.herald.wake()
+        return None if stop is None or stop.done else stop.step
 
     # The thread.
 

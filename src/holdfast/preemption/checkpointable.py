@@ -36,13 +36,21 @@ class Checkpointable:
         self._mark = mark
         self._saved = saved
         self._note = note
+        self._is_outer = True
 
     def __enter__(self) -> None:
-        self._guard.rest(self._step, mark=self._mark, saved=self._saved)
+        # Within another block that one's promise holds, for all that comes until its end.
+        self._is_outer = not self._guard.in_block
+        if self._is_outer:
+            self._guard.in_block = True
+            self._guard.rest(self._step, mark=self._mark, saved=self._saved)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._is_outer:
+            return
+        self._guard.in_block = False
         saved = self._guard.begin_steps()
         if saved is not None and saved is not self._saved:
             self._note(saved)

@@ -179,10 +179,12 @@ class Departure:
             The error; an empty string if the step is committed after all, for all workers.
         """
         of_step = [saved for saved in saves if saved.step == step]
+        # What was to be replaced is there in any case.
+        of_step = [saved for saved in of_step if saved.replaces] or of_step
         if not error or any(saved.committed for saved in of_step):
             return ""
         # Without a place, a step of that number may be one that was there before this job went back.
-        return "" if any(saved.placed for saved in of_step) and self._newest() == step else error
+        return "" if any(saved.placed and not saved.replaces for saved in of_step) and self._newest() == step else error
 
     def wait_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle], limit_seconds: float) -> str:
         """**Blocks.** The same, of a save that goes on: the end of the program waits for it in any case.

@@ -28,7 +28,6 @@ _RECENT_STEPS: Final = 16
 _CALM_SECONDS: Final = 3600.0
 _ALERT_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
-_WAIT_SECONDS: Final = 0.25
 
 
 class Guard:
@@ -41,6 +40,8 @@ class Guard:
         hearing: What was heard.
         leaving: Whether the exit has begun.
         is_tentative: Whether nobody can know between two steps that another one comes: the loop is the user's own.
+        provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
+        in_block: Whether the training thread is in a block of `checkpointable`.
         is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
     """
 
@@ -54,8 +55,8 @@ class Guard:
                 is nothing that could be lost.
         """
         self.hearing = Hearing(config, manager.emit)
-        self.leaving = False
-        self.is_tentative = False
+        self.leaving = self.is_tentative = False
+        self.provisional: int | None = None
         self._manager = manager
         self._save_fn = config.save_fn
         self._has_exit_fn = config.exit_fn is not None
@@ -78,7 +79,7 @@ class Guard:
         self._closed = False
         self._ended: Gate | None = None
         self._post: Post | None = None
-        self.is_beside_training = False
+        self.is_beside_training = self.in_block = False
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -133,6 +134,8 @@ class Guard:
             return None
         with self._lock:
             rest, self._rest = self._rest, None
+        if rest.has_saved:
+            self.provisional = rest.step
         return rest.saved
 
     def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
@@ -144,7 +147,7 @@ class Guard:
             saved: The save of that step, if one is under way or done.
         """
         with self._lock:
-            self._rest = Rest(step, mark, saved)
+            self._rest = Rest(step, mark, saved, is_anew=saved is not None and step == self.provisional)
             if self._post is not None:
                 self._post.go_on_duty()
         if self.hearing.alarmed:
@@ -194,7 +197,7 @@ class Guard:
                 hint = "It goes on. Look whether the storage still answers."
                 raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
             with suppress(DeadlineError):
-                return self._manager.wait(_WAIT_SECONDS)
+                return self._manager.wait(_ALERT_SECONDS)
 
     def pass_end(self, step: int) -> None:
         """The last step is committed, and the loop is about to be left for good.
@@ -282,7 +285,7 @@ class Guard:
     def _find_saves(self) -> list[SaveHandle]:
         """Those that may be of the last step."""
         saves = (*self._departure.tried, self._early, None if self._rest is None else self._rest.saved)
-        return [saved for saved in saves if saved is not None]
+        return [saved for saved in saves if saved is not None and (saved.replaces or saved.step != self.provisional)]
 
     def _depart(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None

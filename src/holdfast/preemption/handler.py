@@ -102,12 +102,16 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             ClosedError: If the handler is closed.
+            UsageError: If this is within a step of `run` or of the loop of `steps`.
             SaveFailedError: If saves by policy have failed.
             PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
                 `StopIteration` does so where it leaves the block.
             ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
         """
+        self._check_between_steps("run")
+        self._finish_step()
         self._pass_boundary()
+        self._calls.in_step = True
         try:
             result = fn(*args, **kwargs)
         except StopIteration:
@@ -119,6 +123,8 @@ class PreemptionCheckpointHandler:
             if cause is not None:
                 raise cause from error
             raise
+        finally:
+            self._calls.in_step = False
         self._calls.count += 1
         return result
 
@@ -126,13 +132,16 @@ class PreemptionCheckpointHandler:
         """The numbers of the steps that are still to be run, from `total_run_calls` to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete. Leaving with `break` counts the current one as
-        complete when the block of the handler is left. A last save is up to the caller.
+        complete when the block of the handler is left, and so does an error that is caught inside the block but outside
+        the loop; let errors leave the block. A last save is up to the caller. What is done in the loop is the step:
+        `run` would count it once more.
 
         Args:
             total: How many steps the job has in all, those of earlier processes included.
 
         Raises:
             SystemExit: When the job leaves.
+            UsageError: If this is within a step of `run` or of another loop.
             SaveFailedError: If saves by policy have failed.
         """
         if not hasattr(total, "__index__"):
@@ -150,8 +159,12 @@ class PreemptionCheckpointHandler:
 
         Raises:
             SystemExit: When the job leaves.
+            ClosedError: If the handler is closed.
+            UsageError: If this is within a step of `run` or of the loop of `steps`.
             SaveFailedError: If saves by policy have failed.
         """
+        self._check_between_steps("save_checkpoint_if_preempted")
+        self._finish_step()
         self._calls.count += 1
         self._guard.is_tentative = True
         self._save_options = kwargs
@@ -166,7 +179,8 @@ class PreemptionCheckpointHandler:
 
         Such is evaluation between two steps, or a wait for data. If the job is to leave while the block runs, the
         state with which it was entered is saved, and the process ends in the middle of the block. Nothing of it is
-        unwound. Within the block nothing is saved by hand.
+        unwound: a restart goes on behind that step, and what would have come after the block is not done. Within the
+        block nothing is saved by hand.
 
         Args:
             step_done: Whether the step in progress in a loop of `steps` counts as complete, as in evaluation at its
@@ -178,8 +192,8 @@ class PreemptionCheckpointHandler:
         if step_done:
             self._finish_step()
         step = self._calls.count
-        mark = None if self._calls.is_safe(step) else self._manager.mark()
-        return Checkpointable(self._guard, step, mark=mark, saved=self._calls.find_save(step), note=self._note_saved)
+        mark = None if self._guard.in_block or self._is_safe(step) else self._manager.mark()
+        return Checkpointable(self._guard, step, mark=mark, saved=self._calls.last.find(step), note=self._note_behind)
 
     def close(self) -> None:
         """**Blocks** until the save in flight has ended. Acts on a notice that came by then; harmless twice.
@@ -195,6 +209,7 @@ class PreemptionCheckpointHandler:
             self._finish_step()
             self._begin_steps()
             if not self._guard.leaving:
+                self._save_anew()
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
                 # Amid a step of another handler's loop the state is that of no step; that one hears of it too.
@@ -204,6 +219,7 @@ class PreemptionCheckpointHandler:
             self._end()
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
@@ -225,16 +241,34 @@ class PreemptionCheckpointHandler:
             raise cause from error
 
     def _steps(self, total: int) -> Iterator[int]:
+        self._check_between_steps("steps")
         while True:
             self._finish_step()
             if self._calls.count >= total:
                 self._begin_steps()
                 self._guard.pass_last(self._calls.count)
                 self._save_if_due()
+                self._save_anew()
                 return
             self._pass_boundary()
             self._calls.amid.add(self)
-            yield self._calls.count
+            self._calls.in_step = True
+            try:
+                yield self._calls.count
+            finally:
+                self._calls.in_step = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
+
+    def _check_between_steps(self, name: str) -> None:
+        self._check_open()
+        if self._calls.in_step:
+            hint = (
+                "A turn of `for step in handler.steps(...)` is one step, and so is a function that handler.run calls."
+            )
+            raise UsageError(f"{name} would count a step in the midst of another one", hint=hint)
 
     def _finish_step(self) -> None:
         if self in self._calls.amid:
@@ -244,17 +278,16 @@ class PreemptionCheckpointHandler:
     def _rest(self) -> None:
         """No step has been begun yet."""
         step = self._calls.count
-        mark = None if self._calls.is_safe(step) else self._manager.mark()
-        self._guard.rest(step, mark=mark, saved=self._calls.find_save(step))
+        mark = None if self._is_safe(step) else self._manager.mark()
+        self._guard.rest(step, mark=mark, saved=self._calls.last.find(step))
 
     def _begin_steps(self) -> None:
         saved = self._guard.begin_steps()
         if saved is not None:
-            self._note_saved(saved)
+            self._note_behind(saved)
 
     def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
-        if self._closed:
-            raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
+        self._check_open()
         self._begin_steps()
         self._guard.pass_boundary(self._calls.count, *args, **kwargs)
         self._save_if_due()
@@ -272,11 +305,12 @@ class PreemptionCheckpointHandler:
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
-        if self._calls.is_safe(step):
-            return self._calls.find_save(step)
+        if self._is_safe(step):
+            return self._calls.last.find(step)
+        is_there = self._calls.last.is_there(step)
         known = {name: self._save_options[name] for name in ("metrics", "metadata") if name in self._save_options}
         try:
-            handle = self._manager.save(step, **known)
+            handle = self._manager.save(step, replace=is_there, **known)
         except StepExistsError:
             return None  # The user has saved it, and it is committed.
         except SaveFailedError as failure:
@@ -289,11 +323,26 @@ class PreemptionCheckpointHandler:
                 raise
             # Somebody saves under larger numbers. A number of ours is no reason to lose the state.
             handle = self._manager.save(newest + 1, **known)
-        self._calls.note_saved(step, handle)
+        self._note_saved(handle, step)
         return handle
 
-    def _note_saved(self, saved: SaveHandle) -> None:
-        self._calls.note_saved(saved.step, saved)
+    def _save_anew(self) -> None:
+        """What was saved in the midst of the last step does not hold what came after that."""
+        if self._guard.provisional == self._calls.count and not self._calls.amid:
+            with self._tolerance:
+                self._keep(self._calls.count)
+
+    def _is_safe(self, step: int) -> bool:
+        return self._calls.is_safe(step, self._guard.provisional)
+
+    def _note_behind(self, saved: SaveHandle) -> None:
+        self._calls.last.note(saved.step, saved)
+
+    def _note_saved(self, saved: SaveHandle, step: int | None = None) -> None:
+        """A save was begun between steps; of which step, if another number than that was free for it."""
+        if not saved.skipped:
+            self._calls.last.note(saved.step if step is None else step, saved)
+            self._guard.provisional = None
 
     def _end(self) -> None:
         self._calls.amid.discard(self)

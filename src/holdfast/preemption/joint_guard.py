@@ -57,11 +57,10 @@ class JointGuard(Guard):
         self._mishaps = self._accord.mishaps
         self._herald = self._accord.herald
         self._rescue = Rescue(self._mishaps)
-        self._is_told = False
+        self._is_told = self._is_over = False
         self._patience = Patience(company.peers, self._herald, manager.emit)
         # Whether all are about to leave together, and it is not known yet what comes of it.
         self._is_leaving_together = False
-        self._is_over = False
         # What the training thread had begun before it rested, and at which step nothing could be lost.
         self._begun_before = self._safe_step = 0
         # Whether the training thread cannot go on before something is done in its stead.
@@ -250,7 +249,7 @@ class JointGuard(Guard):
             self._save_and_go_on(step, self._outlook().demand, count, arguments, options)
         else:
             self._leave_together(step, lambda end_at: self._departure.save_last(step, end_at, arguments, options))
-        self._accord.end_round()
+        self.provisional = self._accord.end_round()
 
     def _leave_together(self, step: int | None, save: Callable[[float | None], str]) -> None:
         """Saves, and leaves when all have; returns if `exit_fn` does.
@@ -379,6 +378,7 @@ class JointGuard(Guard):
         call, stop = self._accord.call, self._accord.stop
         if call is None or stop is None:
             return
+        rest.renew(self.provisional)
         if call.wanted == Wanted.SAVE:
             if rest.find_change():
                 self._tell_changed(rest)
@@ -389,7 +389,7 @@ class JointGuard(Guard):
         else:
             save = partial(rest.save_surely, ATTEMPTS, self._departure.wait_committed)
             self._end_behind(lambda: self._leave_together(rest.step, save))
-        self._accord.end_round()
+        self.provisional = self._accord.end_round()
 
     def _end_behind(self, leave: Callable[[], None]) -> None:
         try:

@@ -19,24 +19,32 @@ class Rest(msgspec.Struct):
         mark: Their state, to be saved if need be; None if all is saved, or nothing was trained.
         saved: The save of that step, if one is under way or done.
         changed: Why the state cannot be saved: what has changed of it.
+        is_anew: Whether it is to be saved although that step was: that save may not hold all of it.
+        has_saved: Whether it was saved in this pause.
     """
 
     step: int | None
     mark: Mark | None = None
     saved: SaveHandle | None = None
     changed: str = ""
+    is_anew: bool = False
+    has_saved: bool = False
 
     @property
     def is_refused(self) -> bool:
         """Whether the state was found changed."""
         return bool(self.changed)
 
+    def renew(self, provisional: int | None) -> None:
+        """The state is saved anew if a save of that step was made and does not count."""
+        self.is_anew |= self.saved is not None and self.step == provisional
+
     def find_change(self) -> str:
         """**Blocks** as long as a look at all arrays takes. What keeps the state from being saved, noted in `changed`.
 
         An empty string if nothing does, or it is saved already.
         """
-        if self.mark is None or (self.saved is not None and not self.saved.failed):
+        if self.mark is None or self._is_safe():
             return ""
         changed = self.mark.changed
         if changed:
@@ -50,20 +58,22 @@ class Rest(msgspec.Struct):
         Returns:
             What went wrong; an empty string if nothing did.
         """
-        if self.mark is None or self.step is None or (self.saved is not None and not self.saved.failed):
+        if self.mark is None or self.step is None or self._is_safe():
             return ""
         try:
             if self.find_change():
                 return self.changed
-            self.saved = self.mark.save(self.step)
+            self.saved = self.mark.save(self.step, replace=self.saved is not None and self.saved.stands)
         except StepExistsError:
             return ""  # The user has saved it, and it is committed.
         except SaveFailedError as failure:
             # Of an earlier step; that was an event. This one goes on.
+            if failure.next_save is None:
+                return failure.message
             self.saved = failure.next_save
-            return "" if self.saved is not None else failure.message
         except HoldfastError as failure:
             return failure.message
+        self.is_anew, self.has_saved = False, True
         return ""
 
     def save_surely(self, attempts: int, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
@@ -88,3 +98,6 @@ class Rest(msgspec.Struct):
             if not error:
                 break
         return error
+
+    def _is_safe(self) -> bool:
+        return self.saved is not None and not self.saved.failed and not self.is_anew

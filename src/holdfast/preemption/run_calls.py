@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import MismatchError, UsageError
 from holdfast.preemption.departure import Saves
+from holdfast.preemption.last_save import LastSave
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 
@@ -23,7 +24,12 @@ class Manager(Saves, Protocol):
     restored: Restoration | None
 
     def save(
-        self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
     ) -> SaveHandle:
         """Copies the state and returns; writing goes on in the background."""
         ...
@@ -42,16 +48,18 @@ class RunCalls:
 
     Attributes:
         count: How many are complete.
+        last: The step that was saved last, by whichever handler.
         amid: The handlers that are amid a step of a loop of theirs, which does not count yet.
+        in_step: Whether one of them runs a step now.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.in_step = False
+        self.last = LastSave()
         self.amid: set[object] = set()
         self._manager: Manager | None = None
         self._restored: Restoration | None = None
-        # The step that was saved last, by whichever handler; without a save it is the one that was restored.
-        self._saved: tuple[int, SaveHandle | None] | None = None
 
     def state_dict(self) -> dict[str, int]:
         """The count."""
@@ -69,28 +77,21 @@ class RunCalls:
         """
         if manager is not self._manager or manager.restored is not self._restored:
             self._manager, self._restored = manager, manager.restored
-            self._saved = None if manager.restored is None else (self.count, None)
+            self.last.note(None if manager.restored is None else self.count, None)
 
-    def note_saved(self, step: int, saved: SaveHandle) -> None:
-        """A save of that step was begun, unless it was left out."""
-        if not saved.skipped:
-            self._saved = (step, saved)
+    def is_safe(self, step: int, provisional: int | None = None) -> bool:
+        """Whether the step is committed or on its way, or nothing was trained.
 
-    def is_safe(self, step: int) -> bool:
-        """Whether the step is committed or on its way, or nothing was trained."""
+        Args:
+            step: The step.
+            provisional: The one that was saved in the midst of it; None if there is none.
+        """
         manager = self._manager
         if manager is not None and manager.restored is not self._restored:
             # The user has gone back: what was saved under a number since then is of another line.
             self._restored = manager.restored
-            self._saved = None if manager.restored is None else (manager.restored.step, None)
-        if self._saved is None or self._saved[0] != step:
-            return step == 0
-        handle = self._saved[1]
-        return handle is None or not handle.failed
-
-    def find_save(self, step: int) -> SaveHandle | None:
-        """The save of a step that is safe, if one was begun."""
-        return self._saved[1] if self.is_safe(step) and self._saved is not None and self._saved[0] == step else None
+            self.last.note(None if manager.restored is None else manager.restored.step, None)
+        return step == 0 or self.last.is_whole(step, provisional)
 
 
 def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:

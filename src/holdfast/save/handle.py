@@ -27,6 +27,7 @@ class SaveHandle:
 
     Attributes:
         step: The step that is being saved.
+        replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
         sign: Given whenever something is asked of this; None if nobody waits for it.
     """
 
@@ -37,6 +38,8 @@ class SaveHandle:
         timeout_seconds: float,
         delivered: Callable[[HoldfastError], None],
         worker: Worker = ALONE,
+        *,
+        replaces: bool = False,
     ) -> None:
         """Made by the manager.
 
@@ -46,8 +49,10 @@ class SaveHandle:
             timeout_seconds: How long a wait may take when it names no time of its own; see `find_limit`.
             delivered: Told of an error when a wait on this handle has raised it.
             worker: Which worker saves.
+            replaces: Whether it may take the place of a checkpoint of that step.
         """
         self.step = step
+        self.replaces = replaces
         self.sign: Sign | None = None
         self._url = url
         self._is_alone = worker.is_alone
@@ -109,6 +114,11 @@ class SaveHandle:
         """True once the save has failed or was left out."""
         self._give_sign()
         return self._error is not None
+
+    @property
+    def stands(self) -> bool:
+        """True if a save of that step has to replace a checkpoint: this one, or the one that it was to replace."""
+        return self.replaces or not self.failed
 
     @property
     def ended(self) -> bool:

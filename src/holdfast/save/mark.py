@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_fields
 
 from holdfast.save.handle import SaveHandle
 from holdfast.state.leaves import Captured
@@ -26,7 +26,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     _captured: Captured
     _traces: list[_Trace]
-    _save: Callable[[int, Captured], SaveHandle]
+    _save: Callable[[int, Captured, bool], SaveHandle]
 
     @property
     def changed(self) -> list[str]:
@@ -38,14 +38,18 @@ class Mark(msgspec.Struct, frozen=True):
             if before != now or now == _UNKNOWN
         ]
 
-    def save(self, step: int) -> SaveHandle:
+    def save(self, step: int, *, replace: bool = False) -> SaveHandle:
         """**Blocks** while the state is copied. Look at `changed` first.
+
+        Args:
+            step: How many steps were complete then.
+            replace: As for the manager's `save`.
 
         Raises:
             HoldfastError: As the manager's `save`.
         """
         # What others write is not traced, so that it cannot be compared any more.
-        return self._save(step, replace(self._captured, witnesses=None))
+        return self._save(step, replace_fields(self._captured, witnesses=None), replace)
 
 
 _UNKNOWN: _Trace = (None, None, b"")
