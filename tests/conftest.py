@@ -19,6 +19,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("holdfast")
 
+# Threads that compute wait for each other without taking a core: on a machine with other work, as this one is during the
+# tests, they take it from the thread that they wait for, and one step of a small model takes seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

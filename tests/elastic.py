@@ -24,7 +24,10 @@ def main(program: str, workers: int, restarts: int, *arguments: str) -> None:
         monitor_interval=0.05,
         start_method="fork",
     )
-    elastic_launch(config, import_module(program).main)(*arguments)
+    train = import_module(program).main
+    # An optimizer imports it with its first step, and each worker would anew.
+    import_module("torch._dynamo")
+    elastic_launch(config, train)(*arguments)
 
 
 if __name__ == "__main__":

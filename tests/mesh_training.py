@@ -101,6 +101,8 @@ def run_job(layout: str, directory: Path, death: str) -> dict[str, Any]:
     objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "own": hf.PerWorker({"rank": rank})}
     # Without buffers that each worker counts up by itself, all replicas are alike.
     options: dict[str, Any] = {"keep": hf.All(), "check_replicas": True, "sinks": [listen]}
+    # How long the others wait for one that was killed.
+    options["liveness_seconds"] = 5.0
     with hf.resumable(directory, save_every=hf.Steps(SAVE_EVERY), rng=hf.RNG(), **options, **objects) as run:
         say({"rank": rank, "begun": run.step, "start": os.environ["TORCHELASTIC_RESTART_COUNT"]})
         for step in run.steps(TOTAL):

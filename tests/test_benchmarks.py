@@ -76,14 +76,24 @@ SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """What two tiny runs leave: of some peers, or of all where it may take long, and of two in the other parts."""
-    out = tmp_path_factory.mktemp("bench")
-    for options in (
-        ["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))],
-        ["--only", "model", "--only", "training", "--only", "mostly-frozen", *SOME],
-    ):
-        outcome = CliRunner().invoke(main, [*TINY, "--out", str(out), *options])
-        assert outcome.exit_code == 0, outcome.output
+    """What two tiny runs leave: of some peers, or of all where it may take long, and of two in the other parts.
+
+    Processes of pytest that share the tests share them: they take long.
+    """
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    out, whole = place / "bench", place / "bench-is-whole"
+    with (place / "bench-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            for options in (
+                ["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))],
+                ["--only", "model", "--only", "training", "--only", "mostly-frozen", *SOME],
+            ):
+                outcome = CliRunner().invoke(main, [*TINY, "--out", str(out), *options])
+                assert outcome.exit_code == 0, outcome.output
+            whole.touch()
     return read_results(out / RESULTS_NAME), out
 
 
