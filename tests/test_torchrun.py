@@ -69,3 +69,12 @@ def check_alone(directory: Path) -> None:
         assert manager.restore(TOTAL) is not None
         compare(read_state(net, optimizer), load_file(directory / "expected.safetensors"))
         train(net, optimizer, TOTAL)
+
+
+@pytest.mark.slow
+def test_workers_over_the_store_of_torch_are_struck_at_random_moments(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        program = python(ROOT / "tests" / "torch_crash.py", "--rounds", "3", "--directory", tmp_path / "crash")
+        number = workers.start(program, ENVIRONMENT)
+        assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
+        assert "3 rounds" in workers.text(number)
