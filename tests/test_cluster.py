@@ -36,6 +36,7 @@ class TestDirectory(ClusterContract):
     """Without any framework."""
 
     worker_count = 4
+    keeps_store = True
 
     @classmethod
     def start(cls, workers: Workers, scenario: str, directory: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +16,10 @@ from holdfast.cluster.protocol import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.workers import Worker
+from holdfast.save.buffer import HostBuffer
 from holdfast.save.replicas import Detail, Divergence, Group, Suspect, find_suspects, name_difference, name_divergences
+from holdfast.save.roster import Roster, find_unlike, make_roster
+from holdfast.save.stage import Stager
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
@@ -300,12 +304,112 @@ def test_others_that_differ_alike_are_named_too() -> None:
     )
 
 
+# Objects without arrays.
+
+
+STRAYS: list[tuple[int, dict[str, Any], int, str]] = [
+    (1, {"progress": 1}, 1, "it names progress, which ranks 0, 2 and 3 lack"),
+    (0, {"progress": {"epoch": 1}}, 0, "it names progress, which ranks 1, 2 and 3 lack"),
+    # All of the others have it.
+    (-3, {"progress": {}}, 3, "it lacks progress, which ranks 0, 1 and 2 name"),
+]
+
+
+@pytest.mark.parametrize(("rank", "stray", "guilty", "text"), STRAYS)
+def test_an_object_that_only_some_have_fails_the_save_on_all(
+    tmp_path: Path, rank: int, stray: dict[str, Any], guilty: int, text: str
+) -> None:
+    engine = MemoryEngine()
+
+    def work(cluster: Cluster) -> None:
+        job = make_job(cluster.rank)
+        has_stray = cluster.rank == rank if rank >= 0 else cluster.rank != -rank
+        manager = make_manager(tmp_path, job | (stray if has_stray else {}), cluster)
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, PeerError)
+        assert (cause.rank, cause.kind, cause.text) == (guilty, "UsageError", text)
+        assert "hf.PerWorker" in cause.hint
+        # Mended, it goes on.
+        manager.wait()
+        if has_stray:
+            manager.checkpoint["progress"] = hf.PerWorker(stray["progress"])
+        manager.save(2).wait_committed(PATIENCE_SECONDS)
+        manager.close()
+
+    run_workers(4, work, engine)
+    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [2]
+    assert not [key for key in engine.keys if "/save/" in key]
+
+
+def test_the_stages_of_a_pipeline_have_objects_of_their_own(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> None:
+        stage = cluster.rank // 2
+        weights = hf.Shard(np.full(3, stage), (3,), (0,), holders=(2 * stage, 2 * stage + 1))
+        job = {f"stage{stage}": weights, f"schedule{stage}": {"rate": 0.1}, "step": 7, "rng": hf.RNG()}
+        with make_manager(tmp_path, job, cluster) as manager:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+            if cluster.rank == 3:
+                del manager.checkpoint["schedule1"]
+            with pytest.raises(SaveFailedError) as caught:
+                manager.save(2).wait_committed(PATIENCE_SECONDS)
+            assert "rank 3" in str(caught.value.__cause__)
+            assert "it lacks schedule1, which rank 2 names" in str(caught.value.__cause__)
+            manager.abandon()
+
+    run_workers(4, work)
+
+
+def test_what_one_worker_had_as_its_own_keeps_no_other_number_of_workers_out(tmp_path: Path) -> None:
+    def save(cluster: Cluster) -> None:
+        own: dict[str, Any] = {"log": hf.PerWorker(["begun"])} if cluster.rank == 0 else {}
+        with make_manager(tmp_path, {"x": np.ones(3)} | own, cluster) as manager:
+            manager.save(1)
+
+    def restore(cluster: Cluster) -> tuple[Any, list[tuple[str, ...]]]:
+        told: list[hf.events.Event] = []
+        log: list[str] = []
+        own: dict[str, Any] = {"log": hf.PerWorker(log)} if cluster.rank == 0 else {"new": hf.PerWorker(log)}
+        job = {"x": np.zeros(3)} | own
+        with make_manager(tmp_path, job, cluster, sinks=[told.append]) as manager:
+            manager.restore()
+        assert job["x"].tolist() == [1, 1, 1]
+        return log, [event.left for event in told if isinstance(event, hf.events.Resized)]
+
+    run_workers(2, save)
+    assert run_workers(3, restore) == [([], [("log",)]), ([], [("new",)]), ([], [("new",)])]
+
+
+def test_very_many_objects_are_told_of_in_few_words() -> None:
+    def snap(count: int, *others: str) -> Roster:
+        names = [f"{'n' * 300}{number:05d}" for number in range(count)]
+        captured = capture_objects(dict.fromkeys([*names, *others], 0), worker=Worker(0, 2))
+        return make_roster(Stager(HostBuffer()).stage(captured, 1).snapshot)
+
+    many = snap(5000)
+    assert len(msgspec.json.encode(many)) < 20_000
+    assert find_unlike([many, snap(5000)]) is None
+    rank, text = find_unlike([many, snap(5000), snap(4999, "o")]) or (-1, "")
+    assert rank == 2
+    assert "it lacks 4900 objects more (" in text
+
+
 # The place in the data.
 
 
-@pytest.mark.parametrize(("ahead", "is_own", "is_told"), [(1, False, True), (1, True, False), (0, False, False)])
+@pytest.mark.parametrize(
+    ("ahead", "wrap", "path"),
+    [
+        (1, lambda sampler: sampler, "reader"),
+        (1, lambda sampler: {"train": (0, {3: sampler}), "test": [1]}, "reader/train/1/0/1"),
+        (1, hf.PerWorker, ""),
+        (1, lambda sampler: [hf.PerWorker(sampler)], ""),
+        (0, lambda sampler: sampler, ""),
+    ],
+)
 def test_workers_at_different_places_of_the_data_are_told_of_once(
-    tmp_path: Path, ahead: int, is_own: bool, is_told: bool
+    tmp_path: Path, ahead: int, wrap: Callable[[hf.ResumableSampler], Any], path: str
 ) -> None:
     def work(cluster: Cluster) -> list[str]:
         told: list[hf.events.Event] = []
@@ -313,7 +417,7 @@ def test_workers_at_different_places_of_the_data_are_told_of_once(
         batches = sampler.stream(sampler)
         for _ in range(2 + ahead * (cluster.rank == 1)):
             next(batches)
-        job = {"reader": hf.PerWorker(sampler) if is_own else sampler}
+        job = {"reader": wrap(sampler)}
         with make_manager(tmp_path, job, cluster, sinks=[told.append]) as manager:
             for step in (1, 2):
                 manager.save(step).wait_committed()
@@ -321,11 +425,11 @@ def test_workers_at_different_places_of_the_data_are_told_of_once(
 
     leader, *others = run_workers(3, work)
     assert others == [[], []]
-    if not is_told:
+    if not path:
         assert leader == []
     else:
         (text,) = leader
-        assert "in reader: ranks 0 and 2 at 12 samples of epoch 0; rank 1 at 20 samples of epoch 0" in text
+        assert f"in {path}: ranks 0 and 2 at 12 samples of epoch 0; rank 1 at 20 samples of epoch 0" in text
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

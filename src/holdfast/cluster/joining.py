@@ -31,8 +31,8 @@ _NAMED_RANKS: Final = 8
 _WHAT: Final = "joining the other workers"
 
 _HINT: Final = (
-    "Every worker has to open the cluster, or make its manager, about then; "
-    'one that saves by itself is made with cluster="alone".'
+    "Every worker has to open the cluster, or make its manager, about then. Look whether that one has died before, and "
+    'what it has written last. One that saves by itself is made with cluster="alone".'
 )
 
 

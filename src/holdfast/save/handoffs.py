@@ -24,6 +24,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
+        own: The names of the objects that are this worker's own.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     replicas: tuple[Replica, ...] = ()
     witnesses: Snapshot | None = None
     loose: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
 
 
 class Receipts(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ others learn from it where to write, and how it went. All of this is behind trai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -29,6 +29,7 @@ from holdfast.save.line import Cleaning, Line
 from holdfast.save.order import Origin
 from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.replicas import Holding, make_holding
+from holdfast.save.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
 from holdfast.state.apart import PositionRecord, find_apart, list_positions
 from holdfast.storage.crew import Crew
@@ -80,6 +81,7 @@ class JointLine:
         self._holding = Holding((), ())
         self._shards = ""
         self._positions: list[PositionRecord] = []
+        self._roster = Roster()
         self._are_apart = False
         self._coverage = Coverage()
         self._base: StepName | None = None
@@ -144,6 +146,7 @@ class JointLine:
         self._holding = make_holding(snapshot, crew, self._holding)
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.objects)
+        self._roster = make_roster(snapshot)
         return receipts
 
     def commit(
@@ -165,12 +168,14 @@ class JointLine:
                 receipts.values,
                 self._checks_replicas,
                 self._positions,
+                self._roster,
             )
             exchange.hand_in(part, holding)
             self._line.note_committed()
             return
         parts = exchange.collect_parts()
         self._check_alike(parts)
+        self._check_objects([self._roster, *(part.roster for part in parts)])
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
@@ -270,6 +275,13 @@ class JointLine:
                     f"and rank 0 check_replicas={self._checks_replicas}"
                 )
                 raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
+
+    def _check_objects(self, rosters: Sequence[Roster]) -> None:
+        """Makes sure that none of the workers lacks an object that those like it have."""
+        unlike = find_unlike(rosters)
+        if unlike is not None:
+            rank, text = unlike
+            raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, OBJECTS_HINT))
 
     def _tell_apart(self, name: StepName, positions: list[list[PositionRecord]]) -> None:
         """Warns once if workers part in the data that they divide. The same number of them can still go on from it."""

@@ -25,6 +25,7 @@ from holdfast.cluster.peers import Failure
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
 from holdfast.save.replicas import Group
+from holdfast.save.roster import Roster
 from holdfast.state.apart import PositionRecord
 
 
@@ -140,6 +141,7 @@ class PartRecord(msgspec.Struct, frozen=True):
         values: What it says of their values.
         checks_replicas: Whether it is to compare what workers hold alike.
         positions: How far it has got in its data.
+        roster: Which objects it has.
     """
 
     worker: WorkerRecord
@@ -150,6 +152,7 @@ class PartRecord(msgspec.Struct, frozen=True):
     values: str = ""
     checks_replicas: bool = False
     positions: list[PositionRecord] = []
+    roster: Roster = Roster()
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -85,6 +85,7 @@ class Stager:
             captured.replicas,
             None if witnesses is None else witnesses.snapshot,
             captured.loose,
+            captured.own,
         )
         staging = Staging(snapshot, captured, witnesses)
         staging.now += moves.now

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -31,19 +31,34 @@ class PositionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def list_positions(objects: Mapping[str, Skeleton]) -> list[PositionRecord]:
-    """**Pure.** The positions among a worker's objects, without those that are declared its own."""
-    found = []
-    for name, skeleton in objects.items():
-        if isinstance(skeleton, dict) and skeleton.get("$") == "object" and skeleton.get("k") == _POSITION:
-            state = skeleton.get("v")
-            if not isinstance(state, dict):
-                continue
-            epoch, samples = state.get("epoch"), state.get("position_samples")
-            # What is beyond 64 bits is stored in another form, and no job gets there.
-            if isinstance(epoch, int) and isinstance(samples, int):
-                order = digest(repr([state.get(part) for part in _ORDER]).encode(errors="replace"))
-                found.append(PositionRecord(name.encode(errors="replace").decode(), order, epoch, samples))
-    return found
+    """**Pure.** The positions among a worker's objects, and in trees of them, without those that are its own."""
+    positions = []
+    for path, state in _find_states(objects):
+        epoch, samples = state.get("epoch"), state.get("position_samples")
+        # What is beyond 64 bits is stored in another form, and no job gets there.
+        if isinstance(epoch, int) and isinstance(samples, int):
+            order = digest(repr([state.get(part) for part in _ORDER]).encode(errors="replace"))
+            positions.append(PositionRecord(path.encode(errors="replace").decode(), order, epoch, samples))
+    return positions
+
+
+def _find_states(objects: Mapping[str, Skeleton]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The stored samplers, with their paths; not what other objects have in their state."""
+    ahead: list[tuple[str, Any]] = list(objects.items())
+    # Without recursion: what another worker has stored may be nested in any depth.
+    while ahead:
+        path, node = ahead.pop()
+        if isinstance(node, list):
+            ahead += [(f"{path}/{number}", part) for number, part in enumerate(node) if isinstance(part, (dict, list))]
+        elif isinstance(node, dict):
+            tag, payload = node.get("$"), node.get("v")
+            if tag is None:
+                ahead += [(f"{path}/{key}", part) for key, part in node.items() if isinstance(part, (dict, list))]
+            elif tag != "object":
+                # A tuple, say, or a dict with keys that are no text.
+                ahead.append((path, payload))
+            elif node.get("k") == _POSITION and isinstance(payload, dict):
+                yield path, payload
 
 
 def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:

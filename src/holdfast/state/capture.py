@@ -151,6 +151,7 @@ class _Capturing(Encoder):
             tuple(sharing.replicas),
             witnesses,
             frozenset(sharing.loose),
+            frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
         )
 
     def note_held(self, arrays: list[Any]) -> None:
@@ -349,6 +350,11 @@ class _Capturing(Encoder):
                 self._by_memory.setdefault(bank.backend.name, {}).update(zip(bank.memories, places, strict=True))
             self._banks.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
+
+
+def _is_own(obj: object) -> bool:
+    adapter = adapter_of(obj)
+    return adapter is not None and adapter.is_per_worker
 
 
 def _differ(one: object, other: object) -> bool:

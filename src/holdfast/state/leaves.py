@@ -238,6 +238,7 @@ class Captured(msgspec.Struct, frozen=True):
         replicas: The boxes that other workers hold too.
         witnesses: What this worker does not write of them, nothing but arrays; None if values are not to be compared.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
+        own: The names of the objects that are this worker's own.
     """
 
     names: list[str]
@@ -253,6 +254,7 @@ class Captured(msgspec.Struct, frozen=True):
     replicas: tuple[Replica, ...] = ()
     witnesses: Captured | None = None
     loose: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
 
     @property
     def size_bytes(self) -> int:

@@ -19,6 +19,7 @@ from holdfast.state.collection import no_collection
 from holdfast.state.comparing import Comparison, Job
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.settling import Settled, settle
+from holdfast.state.shards import PER_WORKER, PerWorker
 
 
 class _Renewal(msgspec.Struct, frozen=True):
@@ -106,6 +107,8 @@ def match_objects(
         UsageError: If an object's state cannot be read.
         MemoryError: If there is no memory for arrays that are made anew.
     """
+    # What some of the workers have as their own may not stand with the one whose state this worker takes.
+    has_moved = worker.world_size != stored_workers
     comparison = Comparison(objects, stored_arrays, select, worker, stored_workers)
     renewals = []
     for name, live in objects.items():
@@ -115,8 +118,11 @@ def match_objects(
             if value is not live and value is not ABSENT:
                 renewals.append(_Renewal(name, live, value))
         elif comparison.wants(path):
-            comparison.differences.missing.append(path)
-    for name in stored_objects:
+            missing = comparison.left if has_moved and isinstance(live, PerWorker) else comparison.differences.missing
+            missing.append(path)
+    for name, stored in stored_objects.items():
+        if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
+            continue  # It is a worker's that is no more.
         if name not in objects and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
     return Matching(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -181,8 +181,11 @@ class _ShardSharder:
         return kind(tensor, like.global_shape, like.offsets, holders=like.holders)
 
 
+PER_WORKER: Final = "per_worker"
+
+
 class _PerWorkerAdapter(Adapter):
-    kind = "per_worker"
+    kind = PER_WORKER
     is_per_worker = True
 
     def prepare(self, obj: Any) -> None:

@@ -20,9 +20,12 @@ class ClusterContract:
         worker_count: How many workers a job has.
         exit_codes_without_store: How a worker may end whose store's host was killed. An engine that kills such a worker
             itself has its own.
+        keeps_store: True if a job that is started in the directory of an earlier one finds the store of that one, as a
+            job does that its launcher starts again.
     """
 
     worker_count: ClassVar[int] = 3
+    keeps_store: ClassVar[bool] = False
     exit_codes_without_store: ClassVar[tuple[int, ...]] = (0,)
 
     @classmethod
@@ -57,6 +60,21 @@ class ClusterContract:
     def test_scenario(self, played: list[dict[str, dict[str, Any]]], scenario: str) -> None:
         """Every worker has found everything as it should be; see the scenario's own words."""
         assert [records[scenario]["error"] for records in played] == [""] * self.worker_count
+
+    def test_a_restart_hears_nothing_of_the_start_before(self, tmp_path: Path) -> None:
+        """Each start is an incarnation of its own, and finds none of the keys of another in the store."""
+        if not self.keeps_store:
+            pytest.skip("each job has a store of its own")
+        with Workers(tmp_path) as workers:
+            incarnations = []
+            for first in (0, self.worker_count):
+                numbers = range(first, first + self.worker_count)
+                self.start(workers, "restarted", tmp_path)
+                assert workers.wait(2 * PATIENCE_SECONDS, numbers) == [0] * self.worker_count
+                assert [workers.records(number)[-1]["error"] for number in numbers] == [""] * self.worker_count
+                incarnations.append({workers.wait_said(number, "incarnation", 0) for number in numbers})
+        assert [len(each) for each in incarnations] == [1, 1]
+        assert incarnations[0] != incarnations[1]
 
     def test_a_killed_worker_is_missed(self, tmp_path: Path) -> None:
         """The others find out which it was, within the time that they were given."""

@@ -307,6 +307,19 @@ def play_storeless(cluster: Cluster) -> None:
     heartbeat.stop()
 
 
+def play_restarted(cluster: Cluster) -> None:
+    """The job is started a second time by whoever plays this with us. Nothing is there that the first has left."""
+    say({"incarnation": cluster.incarnation})
+    own = f"restarted/{cluster.rank}"
+    rendezvous(cluster, "all-begin", PATIENCE_SECONDS)
+    assert cluster.try_get(f"{own}/value") is None
+    assert cluster.set_once(f"{own}/once", cluster.incarnation.encode()) == cluster.incarnation.encode()
+    assert cluster.add(f"{own}/count", 1) == 1
+    cluster.set(f"{own}/value", b"")
+    rendezvous(cluster, "all-end", PATIENCE_SECONDS)
+    _leave_together(cluster, cluster.world_size - 1)
+
+
 def _leave_together(cluster: Cluster, count: int) -> None:
     """Lets the leader leave last: it may be the one that hosts the store."""
     cluster.add("leaving", 1)
@@ -348,5 +361,9 @@ SCENARIOS: Final[dict[str, Callable[[Cluster], None]]] = {
 }
 """Those that end by themselves, in the order in which they are played."""
 
-ENDLESS: Final[dict[str, Callable[[Cluster], None]]] = {"bereaved": play_bereaved, "storeless": play_storeless}
-"""Those that wait for somebody to be killed."""
+ENDLESS: Final[dict[str, Callable[[Cluster], None]]] = {
+    "bereaved": play_bereaved,
+    "storeless": play_storeless,
+    "restarted": play_restarted,
+}
+"""Those that need somebody who kills a process, or starts the job again."""

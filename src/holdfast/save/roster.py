@@ -1,0 +1,92 @@
+"""Whether all workers have the same objects, as far as no array says so. Pure.
+
+Who holds an array is compared leaf by leaf; see `save/replicas.py`. An object without one, such as a counter, has no
+leaf. The stages of a pipeline have objects of their own, under names of their own. So those workers are compared that
+have the same objects with arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.peers import make_sendable
+from holdfast.format.digests import digest
+from holdfast.save.handoffs import Snapshot
+from holdfast.state.leaves import Skeleton
+
+_DIGEST_CHARACTERS: Final = 16
+
+_MOST_NAMES: Final = 100
+_MOST_CHARACTERS: Final = 100
+"""How many objects, and how much of a name, one worker tells: a record has to fit into the store."""
+
+_NAMED_OBJECTS: Final = 3
+
+OBJECTS_HINT: Final = (
+    "All workers name the same objects. What only some of them have, such as a log on rank 0, is given as hf.PerWorker."
+)
+
+
+class Roster(msgspec.Struct, frozen=True, array_like=True):
+    """Which objects one worker has.
+
+    Attributes:
+        stage: The digest of the names of those with arrays.
+        bare: The names of those without, but for what is its own.
+    """
+
+    stage: str = ""
+    bare: tuple[str, ...] = ()
+
+
+def make_roster(snapshot: Snapshot) -> Roster:
+    """**Pure.** Which objects the worker of a snapshot has."""
+    full = {name for name, skeleton in snapshot.objects.items() if _has_array(skeleton)}
+    bare = sorted(map(make_sendable, snapshot.objects.keys() - full - snapshot.own))
+    told = [
+        name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
+    ]
+    if len(told) > _MOST_NAMES:
+        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
+    return Roster(_digest(sorted(map(make_sendable, full))), tuple(told))
+
+
+def find_unlike(rosters: Sequence[Roster]) -> tuple[int, str] | None:
+    """**Pure.** A worker whose objects are not those of the others, and what there is to say of it; None if all agree.
+
+    Args:
+        rosters: What each worker has, in order of rank.
+    """
+    stages: dict[str, dict[tuple[str, ...], list[int]]] = {}
+    for rank, roster in enumerate(rosters):
+        stages.setdefault(roster.stage, {}).setdefault(roster.bare, []).append(rank)
+    for ranks_by_names in stages.values():
+        sides = sorted(ranks_by_names.items(), key=lambda side: (-len(side[1]), side[1]))
+        (usual, most), (other, few) = sides[0], sides[-1]
+        if usual != other:
+            return few[0], _tell(usual, other, most, few)
+    return None
+
+
+def _tell(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
+    ending = "" if len(most) > 1 else "s"
+    who = name_ranks(tuple(most))
+    told = [f"it lacks {name}, which {who} name{ending}" for name in usual if name not in other]
+    told += [f"it names {name}, which {who} lack{ending}" for name in other if name not in usual]
+    more = f"; and {len(told) - _NAMED_OBJECTS} objects more" if len(told) > _NAMED_OBJECTS else ""
+    also = f"; the same goes for {name_ranks(tuple(few[1:]))}" if len(few) > 1 else ""
+    return f"{'; '.join(told[:_NAMED_OBJECTS])}{more}{also}"
+
+
+def _has_array(node: Skeleton) -> bool:
+    if isinstance(node, dict):
+        return node.get("$") == "array" or any(map(_has_array, node.values()))
+    return isinstance(node, list) and any(map(_has_array, node))
+
+
+def _digest(names: Sequence[str]) -> str:
+    return digest("\n".join(names).encode())[:_DIGEST_CHARACTERS]
