@@ -19,8 +19,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("holdfast")
 
-# Threads that compute wait for each other without taking a core: on a machine with other work, as this one is during the
-# tests, they take it from the thread that they wait for, and one step of a small model takes seconds.
+# Threads that compute are to wait for each other without taking a core: where others work as well, as during the tests,
+# it is taken from the thread that they wait for, and one step of a small model takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
@@ -29,9 +29,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what is marked as long, unless that is asked for."""
+    """Leaves out what is marked as long, unless that is asked for; and puts the slowest files first.
+
+    Several processes of pytest take turns at the tests: one slow test that begins last keeps the others waiting.
+    """
+    _put_slow_files_first(items)
     if IS_LONG:
         return
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long: `make crash` runs it"))
+
+
+def _put_slow_files_first(items: list[pytest.Item]) -> None:
+    """In each of the equal shares that processes begin with. A file stays whole: its tests share set-ups."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1:
+        return
+    slow_files = sorted({item.path for item in items if item.get_closest_marker("slow") is not None})
+    shares = [[item for item in items if item.path in slow_files[first::processes]] for first in range(processes)]
+    others = [item for item in items if item.path not in slow_files]
+    size = -(-len(items) // processes)
+    items.clear()
+    for share in shares:
+        count = max(size - len(share), 0)
+        items += [*share, *others[:count]]
+        del others[:count]
+    items += others
