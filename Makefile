@@ -37,6 +37,7 @@ check: .venv/ready
 crash: .venv/ready
 	$(BIN)/python -m holdfast.testing.crash --kills 5000
 	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
+	$(BIN)/python tests/torch_crash.py --rounds 100 --way kill
 	$(BIN)/python -m holdfast.testing.job_crash --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
 	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis' tests/test_*.py)

@@ -55,6 +55,15 @@ def test_version() -> None:
     assert run_program("--version").stdout == f"holdfast {hf.__version__}\n"
 
 
+def test_python_can_run_it_as_a_module(tmp_path: Path) -> None:
+    arguments = ["list", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "holdfast", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    program = run_program(*arguments)
+    assert (result.returncode, result.stdout, result.stderr) == (program.returncode, program.stdout, program.stderr)
+    assert result.stderr.startswith("holdfast: ")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str) -> None:
     result = call(verb, "--help")

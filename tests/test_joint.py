@@ -435,11 +435,18 @@ class Link(MemoryEngine):
         self._store.delete(key)
 
 
-def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        (0, "has not been heard of for 1 s, so the others gave up the save of step 2"),
+        (1, "came to the save of step 2 when the others had given it up"),
+    ],
+)
+def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path, late: int, told: str) -> None:
     """It does not wait for what the others have ended and forgotten; and then all are together again."""
     store = MemoryEngine()
     links = [Link(store), Link(store)]
-    cut, given_up, late, together = Meeting(2), Meeting(2), Meeting(2), Meeting(2)
+    cut, given_up, told_late, together = Meeting(2), Meeting(2), Meeting(2), Meeting(2)
 
     def work(rank: int) -> None:
         cluster = JoinedCluster(
@@ -448,22 +455,23 @@ def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path) -> None:
         manager = Toy(rank).manager(tmp_path, cluster, failures_allowed=999, timeout_seconds=3600.0)
         manager.save(1).wait_committed(PATIENCE_SECONDS)
         manager.wait()
-        if rank == 1:
-            links[1].cut()
+        if rank == late:
+            links[late].cut()
             cut.wait()
             given_up.wait()
-            links[1].mend()
+            links[late].mend()
             cause = cause_of(manager.save(2))
             assert isinstance(cause, PeerError)
-            assert (cause.rank, cause.kind) == (1, "AbsentError")
+            assert (cause.rank, cause.kind, cause.text) == (late, "AbsentError", told)
+            assert "taken for dead" in cause.hint
         else:
             cut.wait()
             cause = cause_of(manager.save(2))
             assert isinstance(cause, PeerError)
-            assert (cause.rank, cause.text) == (1, "has not been heard of for 1 s")
+            assert (cause.rank, cause.text) == (late, "has not been heard of for 1 s")
             manager.wait()
             given_up.wait()
-        late.wait()
+        told_late.wait()
         # Until it has been heard of again, saves may fail.
         step = 2
         while manager.latest_step() != step:

@@ -204,6 +204,10 @@ def add(**leaves: Any) -> Callable[[dict[str, Any]], object]:
     return lambda job: job.update(leaves)
 
 
+def tie(job: dict[str, Any]) -> None:
+    job["extra"] = job["small"]
+
+
 UNLIKE: list[tuple[int, Callable[[dict[str, Any]], object], int, str]] = [
     # Small ones are written by rank 0, which has none.
     (2, add(extra=np.zeros(3)), 2, "it holds extra (F64 [3]), which ranks 0, 1 and 3 lack"),
@@ -215,6 +219,15 @@ UNLIKE: list[tuple[int, Callable[[dict[str, Any]], object], int, str]] = [
     (1, add(small=np.zeros(5)), 1, "its small is F64 [5], and with ranks 0, 2 and 3 it is F64 [4]"),
     (2, add(small=np.zeros(4, np.float32)), 2, "its small is F32 [4], and with ranks 0, 1 and 3 it is F64 [4]"),
     (3, lambda job: job.pop("pairs"), 3, "it lacks pairs ([3:6] of I64 [6]), which rank 2 holds"),
+    # Another name of an array that all have.
+    (1, tie, 1, "it holds extra (the same array as small), which ranks 0, 2 and 3 lack"),
+    (0, tie, 0, "it holds extra (the same array as small), which ranks 1, 2 and 3 lack"),
+    (
+        3,
+        lambda job: job.update(large=job["small"]),
+        3,
+        "its large is the same array as small, and with ranks 0, 1 and 2 it is F32 [300000]",
+    ),
 ]
 
 
@@ -251,6 +264,19 @@ def test_leaves_that_differ_fail_the_save_on_all(
     assert [name.step for name in catalog.committed] == [2]
     assert not catalog.unfinished
     assert not [key for key in engine.keys if "/save/" in key]
+
+
+def test_what_all_have_under_two_names_is_alike(tmp_path: Path) -> None:
+    jobs = [make_job(rank) for rank in range(4)]
+    for job in jobs:
+        tie(job)
+        job["again"] = job["shard"], job["pairs"]
+    # What is a worker's own may be another name of anything.
+    jobs[2]["more"] = hf.PerWorker({"large": jobs[2]["large"], "small": jobs[2]["small"]})
+    assert compare(tmp_path, jobs, check_replicas=True) == [[]] * 4
+    jobs[3]["small"][0] += 1
+    told = compare(tmp_path / "differ", jobs, check_replicas=True)[0]
+    assert [(event.tensor, event.ranks) for event in told] == [("small", ((0, 1, 2), (3,)))] * 2
 
 
 def test_very_many_leaves_differ(tmp_path: Path) -> None:

@@ -25,15 +25,10 @@ PATIENCE_SECONDS = 600.0
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(workers: Workers, count: int, *arguments: str | Path, restarts: int = 0) -> int:
-    number = workers.start([*LAUNCH, str(count), str(restarts), *arguments], ENVIRONMENT)
-    assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
-    return number
-
-
 # How many workers train in a layout, who of them is killed in step 7, and who restores that then.
 TRAINED = {
-    "fsdp": (2, "0:7", [(4, "check", "hsdp"), (2, "check-stepped", "ddp")]),
+    "fsdp": (3, "0:7", [(2, "check-stepped", "fsdp")]),
+    "fsdp-2": (2, "0:7", [(4, "check", "hsdp"), (2, "check-stepped", "ddp")]),
     "2x2": (4, "3:7", [(4, "check-stepped", "2x2"), (3, "check", "fsdp")]),
     "hsdp": (4, "all:7", [(4, "check", "2x2"), (4, "check-stepped", "fsdp")]),
     "ddp": (3, "1:7", [(2, "check", "fsdp"), (3, "check-stepped", "fsdp")]),
@@ -42,24 +37,25 @@ TRAINED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    # The mesh of two dimensions is divided by FSDP as well.
-    "layout",
-    ["2x2", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("fsdp", "hsdp", "ddp"))],
+    "job", ["2x2", "fsdp", *(pytest.param(job, marks=pytest.mark.long) for job in ("fsdp-2", "hsdp", "ddp"))]
 )
-def test_a_job_is_killed_and_goes_on_as_any_other(layout: str, tmp_path: Path) -> None:
-    count, death, checks = TRAINED[layout]
+def test_a_job_is_killed_and_goes_on_as_any_other(job: str, tmp_path: Path) -> None:
+    count, death, checks = TRAINED[job]
+    launch = [*LAUNCH, str(count), "1", "train", job.split("-")[0], tmp_path, death]
+    # One after the other, by one launcher: to import torch takes longer than a job.
+    for others, mode, layout in checks:
+        launch += ["--", str(others), "0", mode, layout, tmp_path]
     with Workers(tmp_path) as workers:
-        number = torchrun(workers, count, "train", layout, tmp_path, death, restarts=1)
+        number = workers.start(launch, ENVIRONMENT)
+        assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
         records = workers.records(number)
         assert sorted(record["ended"] for record in records if "ended" in record) == list(range(count))
         # The save of step 6 may have been in flight.
         begun = {record["begun"] for record in records if record.get("start") == "1"}
         assert begun in ({3}, {6})
-        storage = LocalStorage(tmp_path / "run")
-        for name in read_catalog(storage).committed:
-            assert not verify_data(storage, open_step(storage, name.directory, name))
-        for others, mode, other in checks:
-            torchrun(workers, others, mode, other, tmp_path)
+    storage = LocalStorage(tmp_path / "run")
+    for name in read_catalog(storage).committed:
+        assert not verify_data(storage, open_step(storage, name.directory, name))
     check_alone(tmp_path)
 
 
@@ -73,3 +69,12 @@ def check_alone(directory: Path) -> None:
         assert manager.restore(TOTAL) is not None
         compare(read_state(net, optimizer), load_file(directory / "expected.safetensors"))
         train(net, optimizer, TOTAL)
+
+
+@pytest.mark.slow
+def test_workers_over_the_store_of_torch_are_struck_at_random_moments(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        program = python(ROOT / "tests" / "torch_crash.py", "--rounds", "3", "--directory", tmp_path / "crash")
+        number = workers.start(program, ENVIRONMENT)
+        assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
+        assert "3 rounds" in workers.text(number)

@@ -203,7 +203,12 @@ class Exchange:
             raise LeftOutError(end.left_out)
         if end.failure is None:
             return
-        error = self._peers.make_error(end.failure)
+        failure = end.failure
+        if failure.rank == self._peers.rank and failure.kind == AbsentError.__name__:
+            # It knows that it lives, and not that it was silent.
+            told = f"{failure.text}, so the others gave up the save of step {self.place.step}"
+            failure = replace(failure, text=told, hint=_LATE_HINT)
+        error = self._peers.make_error(failure)
         if end.failure.kind == FencedError.__name__:
             # That concerns the whole job, whoever has found it out.
             raise FencedError(end.failure.text, hint=end.failure.hint) from error

@@ -119,7 +119,7 @@ class Holding:
                 holders = _digest(",".join(map(str, replica.holders)))
                 holders_by_id[id(replica.holders)] = holders
                 self._details.setdefault(holders, Detail(tuple(replica.holders), {}))
-            kind = kinds.get((replica.spec, replica.box))
+            kind = f"the same array as {replica.same_as}" if replica.same_as else kinds.get((replica.spec, replica.box))
             if kind is None:
                 kind = kinds[replica.spec, replica.box] = _describe(replica.spec, replica.box)
             value = digests[number] if digests else ""
@@ -132,7 +132,13 @@ class Holding:
     def details(self, holders: Collection[str]) -> dict[str, Detail]:
         """All that there is to say of these groups, in words that can be sent."""
         return {
-            one: Detail(detail.holders, {make_sendable(leaf): boxes for leaf, boxes in detail.boxes.items()})
+            one: Detail(
+                detail.holders,
+                {
+                    make_sendable(leaf): [(make_sendable(kind), value) for kind, value in boxes]
+                    for leaf, boxes in detail.boxes.items()
+                },
+            )
             for one, detail in self._details.items()
             if one in holders
         }

@@ -98,11 +98,12 @@ _ANY = Adapter()
 
 
 class _Shared(NamedTuple):
-    """A leaf of which other workers may have a part, or all: its name, and the places of its arrays."""
+    """A leaf of which other workers may have a part, or all: its name, and the places of its arrays, and replicas."""
 
     name: str
     written: range
     witnesses: range
+    replicas: range
 
 
 class _Capturing(Encoder):
@@ -207,11 +208,15 @@ class _Capturing(Encoder):
             self._names.add(leaf)
             self._kept.append(sharding)
             first, witness = len(self._columns.names), len(self._sharing.witnesses.names)
+            replica = len(self._sharing.replicas)
             for name, spec, array in self._sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, sharding.memory)
             written = range(first, len(self._columns.names))
-            known = _Shared(leaf, written, range(witness, len(self._sharing.witnesses.names)))
+            witnesses = range(witness, len(self._sharing.witnesses.names))
+            known = _Shared(leaf, written, witnesses, range(replica, len(self._sharing.replicas)))
             self._shared[(backend.name, sharding.memory)] = known
+        else:
+            self._sharing.note_alias(path, known.replicas)
         return {"$": "array", "k": backend.name, "v": known.name}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:

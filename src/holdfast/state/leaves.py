@@ -209,6 +209,7 @@ class Replica(msgspec.Struct, frozen=True):
         holders: The ranks of all that hold it.
         parts: The arrays that have its values, in the same order with all of them; each with its name, and whether this
             worker writes it, so that it is not one of the witnesses. Nothing if values are not to be compared.
+        same_as: If the array has a leaf under another name already, that leaf's name: then this one is none itself.
     """
 
     leaf: str
@@ -216,6 +217,7 @@ class Replica(msgspec.Struct, frozen=True):
     box: Box
     holders: Sequence[int]
     parts: tuple[tuple[str, bool], ...] = ()
+    same_as: str = ""
 
 
 class Captured(msgspec.Struct, frozen=True):

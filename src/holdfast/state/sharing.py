@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import shift, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
@@ -97,6 +99,18 @@ class Sharing:
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
+
+    def note_alias(self, path: str, replicas: range) -> None:
+        """Notes that an array stands in one more place: with the others it has to stand there as well.
+
+        Args:
+            path: That place.
+            replicas: Which of the replicas its leaf has.
+        """
+        # What is in an object of this worker's own concerns nobody else.
+        if not self.is_own:
+            leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
+            self.replicas += [replace(leaf, leaf=path, parts=(), same_as=leaf.leaf) for leaf in leaves.values()]
 
     def _witness(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
         columns = self.witnesses

@@ -37,9 +37,10 @@ from holdfast.jobs import (
 )
 from holdfast.policies import Latest
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.testing import joint_crash
 from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
+from holdfast.testing.forked import ForkedJob
+from holdfast.testing.joint_crash import LIMIT_SECONDS
 
 WORKERS: Final = 3
 EPOCHS: Final = 4
@@ -159,7 +160,7 @@ def play_start(
     Raises:
         WrongStateError: If something is not as it must be.
     """
-    job = joint_crash.Job(WORKERS, lambda rank, tell: work(directory, store, rank, tell))
+    job = ForkedJob(WORKERS, lambda rank, tell: work(directory, store, rank, tell))
     try:
         job.wait_told("joined")
         if span_seconds is None:
@@ -186,7 +187,7 @@ def play_start(
     return saved, ended
 
 
-def _wait_trained(job: joint_crash.Job, epochs: int) -> None:
+def _wait_trained(job: ForkedJob, epochs: int) -> None:
     """Waits until each worker has trained so many epochs, or one has ended."""
     end_at = time.monotonic() + PATIENCE_SECONDS
     while not job.codes and len(job.numbers("trained")) < WORKERS * epochs:
@@ -195,7 +196,7 @@ def _wait_trained(job: joint_crash.Job, epochs: int) -> None:
             raise WrongStateError(f"the job does not come on: {job.tails()}")
 
 
-def _kill(job: joint_crash.Job, dice: random.Random, tally: Tally) -> None:
+def _kill(job: ForkedJob, dice: random.Random, tally: Tally) -> None:
     """Kills one after the other, as a launcher does that ends all when one has died; or one alone."""
     tally.kills += 1
     living = [rank for rank in range(WORKERS) if rank not in job.codes]
@@ -203,7 +204,7 @@ def _kill(job: joint_crash.Job, dice: random.Random, tally: Tally) -> None:
     job.send(first, signal.SIGKILL)
     if dice.random() < _SHARE_ALONE:
         tally.survived += 1
-        job.wait(set(others), joint_crash.LIMIT_SECONDS, f"rank {first} was killed")
+        job.wait(set(others), LIMIT_SECONDS, f"rank {first} was killed")
     job.look(dice.choice((0.0, 0.01)))
 
 

@@ -16,30 +16,43 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import select
 import signal
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from holdfast.catalog import read_catalog
+from holdfast.cluster.protocol import Cluster
 from holdfast.errors import FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.storage import LocalStorage
 from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
+from holdfast.testing.forked import ForkedJob
 from holdfast.testing.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 
 LIMIT_SECONDS: Final = 15.0
 """How long a survivor may take to end. It is ten times what it should, for machines that are busy."""
 
-
 WAYS: Final = ("kill", "kill-all", "stop")
+
+_ROUNDS_OF_STORE: Final = 5
+"""So many rounds have the same store, which holds what earlier jobs have left there."""
+
+Join: TypeAlias = Callable[[int, int], Cluster]
+"""A worker gives its rank, and how many they are, and waits for the others."""
+
+OpenStore: TypeAlias = Callable[[Path], contextlib.AbstractContextManager[Join]]
+"""Where the workers of a few jobs meet: a store, which may have a directory of that name."""
+
+
+@contextlib.contextmanager
+def open_file_store(directory: Path) -> Iterator[Join]:
+    """See `OpenStore`. This one needs no framework."""
+    yield lambda rank, world_size: join_in_directory(directory, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
 
 
 class Tally(msgspec.Struct):
@@ -92,121 +105,14 @@ class Strikes(msgspec.Struct, frozen=True):
         return dice.randrange(1 if self.victim else 0, world_size)
 
 
-class Job:
-    """Some forked processes, each with a pipe to tell what happens."""
-
-    def __init__(self, world_size: int, work: Callable[[int, Callable[[str], None]], int]) -> None:
-        """Starts them.
-
-        Args:
-            world_size: How many there are.
-            work: What each does with its rank, and a function that tells a line. It returns the exit code.
-        """
-        self.world_size = world_size
-        self.told: list[list[list[str]]] = [[] for _ in range(world_size)]
-        self.codes: dict[int, int] = {}
-        self.ended_at: dict[int, float] = {}
-        self._rests = [b""] * world_size
-        self._pids: list[int] = []
-        self._pipes: list[int] = []
-        for rank in range(world_size):
-            reading, writing = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                _run_child(rank, writing, work)
-            os.close(writing)
-            self._pids.append(pid)
-            self._pipes.append(reading)
-
-    def send(self, rank: int, number: int) -> None:
-        """Sends one of them a signal."""
-        os.kill(self._pids[rank], number)
-
-    def look(self, seconds: float) -> None:
-        """**Blocks.** Reads what they tell, and notes who has ended, for so long, or until all have ended."""
-        end_at = time.monotonic() + seconds
-        while len(self.codes) < self.world_size:
-            open_pipes = [self._pipes[rank] for rank in range(self.world_size) if rank not in self.codes]
-            ready = select.select(open_pipes, [], [], min(max(end_at - time.monotonic(), 0.0), 0.02))[0]
-            for rank in range(self.world_size):
-                if rank not in self.codes and self._pipes[rank] in ready:
-                    self._read(rank)
-            if time.monotonic() >= end_at:
-                break
-
-    def wait(self, ranks: set[int], seconds: float, why: str) -> None:
-        """**Blocks.** Waits until these have ended.
-
-        Raises:
-            WrongStateError: If one has not when the time is up.
-        """
-        end_at = time.monotonic() + seconds
-        while not ranks <= self.codes.keys():
-            self.look(0.05)
-            if time.monotonic() >= end_at:
-                left = sorted(ranks - self.codes.keys())
-                raise WrongStateError(f"{why}: ranks {left} still run after {seconds:g} s; told: {self.tails()}")
-
-    def wait_told(self, word: str) -> None:
-        """**Blocks.** Waits until each has told something that begins with that word.
-
-        Raises:
-            WrongStateError: If one does not.
-        """
-        end_at = time.monotonic() + PATIENCE_SECONDS
-        while not all(any(line[0] == word for line in lines) for lines in self.told):
-            self.look(0.02)
-            if self.codes or time.monotonic() >= end_at:
-                raise WrongStateError(f"not all have come to {word!r}: {self.codes}, {self.tails()}")
-
-    def numbers(self, word: str) -> list[int]:
-        """The numbers of all lines that begin with that word."""
-        return [int(line[1]) for lines in self.told for line in lines if line[0] == word]
-
-    def tails(self) -> list[list[list[str]]]:
-        """The last lines of each."""
-        return [lines[-3:] for lines in self.told]
-
-    def close(self) -> None:
-        """Kills whoever still runs."""
-        for rank in range(self.world_size):
-            if rank not in self.codes:
-                self.send(rank, signal.SIGKILL)
-        self.wait(set(range(self.world_size)), PATIENCE_SECONDS, "killed")
-
-    def _read(self, rank: int) -> None:
-        data = os.read(self._pipes[rank], 65536)
-        *lines, self._rests[rank] = (self._rests[rank] + data).split(b"\n")
-        self.told[rank] += [line.decode().split(" ", 3) for line in lines]
-        if not data:
-            os.close(self._pipes[rank])
-            self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(self._pids[rank], 0)[1])
-            self.ended_at[rank] = time.monotonic()
-
-
-def _run_child(rank: int, writing: int, work: Callable[[int, Callable[[str], None]], int]) -> None:
-    """Never returns: nothing of the parent may run in the child, no exit handlers and no flushing of its streams."""
-    code = 99
-    with contextlib.suppress(BaseException):
-        try:
-            code = work(rank, lambda line: _tell(writing, line))
-        except BaseException:  # noqa: BLE001  The parent has to see it, whatever it is.
-            _tell(writing, "wrong " + traceback.format_exc().replace("\n", " | "))
-    os._exit(code)
-
-
-def _tell(writing: int, line: str) -> None:
-    os.write(writing, line.encode() + b"\n")
-
-
 def train_until_killed(
-    directory: Path, store: Path, world_size: int, seed: int, rank: int, tell: Callable[[str], None]
+    directory: Path, join: Join, world_size: int, seed: int, rank: int, tell: Callable[[str], None]
 ) -> int:
     """What a worker does: saves each step, until it is killed or another one is."""
     dice = random.Random(seed)  # All workers throw the same.
     toy = ToyWorker(rank)
     try:
-        cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
+        cluster = join(rank, world_size)
         tell("joined")
         manager = toy.manager(directory, cluster, incremental=dice.random() < 0.5)
         restored = manager.restore()
@@ -233,10 +139,10 @@ def _guilty_rank(error: HoldfastError) -> int:
     return getattr(cause, "ranks", (-2 if isinstance(cause, FencedError) else -1,))[0]
 
 
-def restore_and_save(directory: Path, store: Path, world_size: int, rank: int, tell: Callable[[str], None]) -> int:
+def restore_and_save(directory: Path, join: Join, world_size: int, rank: int, tell: Callable[[str], None]) -> int:
     """What a worker of the next job does."""
     toy = ToyWorker(rank)
-    cluster = join_in_directory(store, rank, world_size, timeout_seconds=PATIENCE_SECONDS)
+    cluster = join(rank, world_size)
     with toy.manager(directory, cluster, incremental=False) as manager:
         restored = manager.restore()
         step = restored.step if restored is not None else 0
@@ -252,7 +158,7 @@ def restore_and_save(directory: Path, store: Path, world_size: int, rank: int, t
     return 0
 
 
-def play_round(directory: Path, store: Path, newest: int, dice: random.Random, strikes: Strikes, tally: Tally) -> int:
+def play_round(directory: Path, join: Join, newest: int, dice: random.Random, strikes: Strikes, tally: Tally) -> int:
     """One round.
 
     Returns:
@@ -263,7 +169,7 @@ def play_round(directory: Path, store: Path, newest: int, dice: random.Random, s
     """
     world_size = dice.choice((2, 3, 4))
     seed = dice.randrange(1 << 30)
-    job = Job(world_size, lambda rank, tell: train_until_killed(directory, store, world_size, seed, rank, tell))
+    job = ForkedJob(world_size, lambda rank, tell: train_until_killed(directory, join, world_size, seed, rank, tell))
     stopped: int | None = None
     try:
         job.wait_told("joined")
@@ -285,7 +191,7 @@ def play_round(directory: Path, store: Path, newest: int, dice: random.Random, s
         begun = max([promised, *job.numbers("begin")])
         tally.promised += len(job.numbers("promise"))
         tally.unfinished += bool(read_catalog(LocalStorage(directory)).unfinished)
-        newest = _check_next_job(directory, store, dice.choice((1, world_size, world_size, 3)), promised, begun, tally)
+        newest = _check_next_job(directory, join, dice.choice((1, world_size, world_size, 3)), promised, begun, tally)
         if stopped is not None:
             job.send(stopped, signal.SIGCONT)
             job.wait({stopped}, LIMIT_SECONDS, "a worker that was stopped and goes on")
@@ -296,7 +202,7 @@ def play_round(directory: Path, store: Path, newest: int, dice: random.Random, s
     return newest
 
 
-def _check_survivors(job: Job, victim: int, number: int, tally: Tally) -> None:
+def _check_survivors(job: ForkedJob, victim: int, number: int, tally: Tally) -> None:
     """Strikes one worker, and makes sure that the others end in time and say because of whom."""
     struck_at = time.monotonic()
     job.send(victim, number)
@@ -309,8 +215,8 @@ def _check_survivors(job: Job, victim: int, number: int, tally: Tally) -> None:
             raise WrongStateError(f"rank {rank} should have named rank {victim}: {job.codes[rank]} {last}")
 
 
-def _check_next_job(directory: Path, store: Path, world_size: int, promised: int, begun: int, tally: Tally) -> int:
-    job = Job(world_size, lambda rank, tell: restore_and_save(directory, store, world_size, rank, tell))
+def _check_next_job(directory: Path, join: Join, world_size: int, promised: int, begun: int, tally: Tally) -> int:
+    job = ForkedJob(world_size, lambda rank, tell: restore_and_save(directory, join, world_size, rank, tell))
     try:
         job.wait(set(range(world_size)), PATIENCE_SECONDS, "the next job")
     finally:
@@ -335,14 +241,15 @@ def _check_line(directory: Path, newest: int) -> None:
     check_whole(storage, catalog)
 
 
-def run(directory: Path, rounds: int, seed: int, strikes: Strikes) -> Tally:
+def run(directory: Path, rounds: int, seed: int, strikes: Strikes, open_store: OpenStore = open_file_store) -> Tally:
     """Plays so many rounds, one after the other.
 
     Args:
-        directory: A new directory for the run, and for the store where the workers meet.
+        directory: A new directory for the run, and for the stores.
         rounds: How many.
         seed: What the random moments follow from, as far as the machine lets them.
         strikes: What befalls the jobs.
+        open_store: Where the workers meet.
 
     Raises:
         WrongStateError: At the first round in which something is not as it must be.
@@ -350,20 +257,20 @@ def run(directory: Path, rounds: int, seed: int, strikes: Strikes) -> Tally:
     dice = random.Random(seed)
     tally = Tally()
     newest = 0
-    for number in range(rounds):
-        # Now and then the store is a new one; else it holds what earlier jobs have left there.
-        store = directory / f"store-{number // 5}"
-        newest = play_round(directory / "run", store, newest, dice, strikes, tally)
-        show_progress(tally.rounds, rounds, "rounds")
+    while tally.rounds < rounds:
+        with open_store(directory / f"store-{tally.rounds}") as join:
+            for _ in range(min(_ROUNDS_OF_STORE, rounds - tally.rounds)):
+                newest = play_round(directory / "run", join, newest, dice, strikes, tally)
+                show_progress(tally.rounds, rounds, "rounds")
     return tally
 
 
-def main() -> None:
+def main(open_store: OpenStore = open_file_store) -> None:
     """The command."""
 
     def play(directory: Path, options: argparse.Namespace) -> str:
         strikes = Strikes(options.span, options.way, options.victim)
-        tally = run(directory, options.rounds, options.seed, strikes)
+        tally = run(directory, options.rounds, options.seed, strikes, open_store)
         return (
             f"{tally.rounds} rounds in SECONDS: nothing was lost. The leader was struck in {tally.leaders}, "
             f"{tally.hung} workers hung, {tally.all_killed} times all were killed; {tally.in_save} strikes came in the "

@@ -32,7 +32,7 @@ from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.storage import LocalStorage
 from holdfast.testing.command import WrongStateError, run_command, show_progress
 from holdfast.testing.file_engine import join_in_directory
-from holdfast.testing.joint_crash import Job
+from holdfast.testing.forked import ForkedJob
 
 WORKERS: Final = 2
 LIVENESS_SECONDS: Final = 1.0
@@ -133,7 +133,7 @@ def train(directory: Path, store: Path, total: int, rank: int, tell: Callable[[s
     return 0
 
 
-def strike(job: Job, way: str, dice: random.Random) -> set[int]:
+def strike(job: ForkedJob, way: str, dice: random.Random) -> set[int]:
     """Strikes workers; gives those that were killed."""
     victim = dice.randrange(WORKERS)
     match way:
@@ -164,13 +164,13 @@ def strike(job: Job, way: str, dice: random.Random) -> set[int]:
     return set()
 
 
-def play_life(directory: Path, store: Path, total: int, way: str | None, dice: random.Random, newest: int) -> Job:
+def play_life(directory: Path, store: Path, total: int, way: str | None, dice: random.Random, newest: int) -> ForkedJob:
     """Starts the workers, strikes them in that way unless it is None, and waits until they have ended.
 
     Raises:
         WrongStateError: If something is not as it must be.
     """
-    job = Job(WORKERS, lambda rank, tell: train(directory, store, total, rank, tell))
+    job = ForkedJob(WORKERS, lambda rank, tell: train(directory, store, total, rank, tell))
     try:
         job.wait_told("begun")
         begun = set(job.numbers("begun"))
