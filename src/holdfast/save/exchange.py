@@ -62,6 +62,7 @@ class Exchange:
         # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
         self._is_over = False
         self._has_handed_in = False
+        self._has_failed = False
         self._is_committed = False
 
     def announce(self) -> None:
@@ -153,6 +154,7 @@ class Exchange:
 
     def tell(self, error: BaseException) -> None:
         """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
+        self._has_failed = True
         if self._is_over:
             return
         end = EndRecord(failure=self._peers.describe(error))
@@ -165,8 +167,13 @@ class Exchange:
         """Says that this worker has done with the save, whatever came of it. Does what can be done."""
         if self._is_over:
             return
+        left = self._key(f"left/{self._peers.rank}")
         with suppress(HoldfastError):
-            self._peers.cluster.set(self._key(f"left/{self._peers.rank}"), b"")
+            self._peers.cluster.set(left, b"")
+            # One that was taken for dead may say so when the leader has already deleted what was said.
+            position = self._find_position(LEADER) if self._has_failed else None
+            if position is not None and position.has_ended and position.place == self.place:
+                self._peers.delete([left])
 
     def has_left(self, rank: int) -> bool:
         """Whether another worker has done with the save, or has gone past it and will never come."""
@@ -183,14 +190,15 @@ class Exchange:
             is_newest: Whether it has come to no other save since. Then whoever was taken for dead, and comes to this
                 one after all, learns that it is too late, and how it ended.
         """
+        if is_newest:
+            # Before the keys go: who says something later takes it back.
+            with suppress(HoldfastError):
+                self._announce(replace(self._position, has_ended=True, was_committed=self._is_committed))
         with suppress(HoldfastError):
             self.inquiry.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
-        if is_newest:
-            with suppress(HoldfastError):
-                self._announce(replace(self._position, has_ended=True, was_committed=self._is_committed))
 
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes down how the save ends, unless that is known; gives what is written there."""
