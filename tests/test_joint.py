@@ -447,6 +447,7 @@ def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path, late: int
     store = MemoryEngine()
     links = [Link(store), Link(store)]
     cut, given_up, told_late, together = Meeting(2), Meeting(2), Meeting(2), Meeting(2)
+    failed = [True, True]
 
     def work(rank: int) -> None:
         cluster = JoinedCluster(
@@ -472,12 +473,17 @@ def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path, late: int
             manager.wait()
             given_up.wait()
         told_late.wait()
-        # Until it has been heard of again, saves may fail.
-        step = 2
-        while manager.latest_step() != step:
+        # Until it has been heard of again, saves may fail; and who still misses the leader may not hear of a commit.
+        step, are_together = 2, False
+        while not are_together:
             step += 1
-            manager.save(step).wait_ended(PATIENCE_SECONDS)
+            handle = manager.save(step)
+            handle.wait_ended(PATIENCE_SECONDS)
+            failed[rank] = handle.failed
             together.wait()
+            are_together = not any(failed)
+            together.wait()
+        assert manager.latest_step() == step
         manager.close()
         cluster.close()
 

@@ -162,6 +162,7 @@ class Exchange:
             if self._decide(end).is_well and self._peers.is_leader:
                 # It was to be committed, and that is what has failed.
                 self._put("result", end)
+            self._take_back(self._key("verdict"))
 
     def leave(self) -> None:
         """Says that this worker has done with the save, whatever came of it. Does what can be done."""
@@ -170,10 +171,8 @@ class Exchange:
         left = self._key(f"left/{self._peers.rank}")
         with suppress(HoldfastError):
             self._peers.cluster.set(left, b"")
-            # One that was taken for dead may say so when the leader has already deleted what was said.
-            position = self._find_position(LEADER) if self._has_failed else None
-            if position is not None and position.has_ended and position.place == self.place:
-                self._peers.delete([left])
+            if self._has_failed:
+                self._take_back(left)
 
     def has_left(self, rank: int) -> bool:
         """Whether another worker has done with the save, or has gone past it and will never come."""
@@ -304,6 +303,12 @@ class Exchange:
 
     def _announce(self, position: Position) -> None:
         self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
+
+    def _take_back(self, key: str) -> None:
+        """Deletes what was said if the leader has deleted all: one that was taken for dead may speak too late."""
+        position = self._find_position(LEADER)
+        if position is not None and position.has_ended and position.place == self.place:
+            self._peers.delete([key])
 
     def _put(self, name: str, record: msgspec.Struct) -> None:
         self._peers.cluster.set(self._key(name), msgspec.json.encode(record))
