@@ -285,7 +285,7 @@ class Guard:
     def _find_saves(self) -> list[SaveHandle]:
         """Those that may be of the last step."""
         saves = (*self._departure.tried, self._early, None if self._rest is None else self._rest.saved)
-        return [saved for saved in saves if saved is not None and (saved.replaces or saved.step != self.provisional)]
+        return [saved for saved in saves if saved is not None]
 
     def _depart(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None

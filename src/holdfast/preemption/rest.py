@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -89,8 +90,12 @@ class Rest(msgspec.Struct):
         """
         error = ""
         for _ in range(attempts):
-            error = self.save()
             try:
+                if self.is_anew and self.saved is not None:
+                    with suppress(SaveFailedError):
+                        # The next one waits for it, and knows no moment until when.
+                        wait(self.saved, end_at)
+                error = self.save()
                 if not error and self.saved is not None:
                     wait(self.saved, end_at)
             except HoldfastError as failure:
