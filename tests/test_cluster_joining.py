@@ -282,10 +282,17 @@ def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
     """It would be ended by force amid the engine's own frames, and take the process along."""
     done = run_python(
         """
-        import _thread, atexit
+        import _thread, atexit, time
 
-        # What is registered first runs last. A thread that has said that it ends is counted for a moment longer.
-        atexit.register(lambda: print("threads", min(_thread._count() for _ in range(100_000))))
+        def tell():
+            # A thread that has said that it ends is counted until it is given the time to do so.
+            end_at = time.monotonic() + 10
+            while _thread._count() and time.monotonic() < end_at:
+                time.sleep(0.001)
+            print("threads", _thread._count())
+
+        # What is registered first runs last.
+        atexit.register(tell)
         import holdfast as hf
         from holdfast.cluster.lanes import Lanes
 

@@ -23,6 +23,7 @@ from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
+from holdfast.preemption.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
@@ -30,6 +31,15 @@ from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 
 LOOPS = ["resumable", "run", "steps", "own"]
+
+
+@pytest.fixture
+def handlers_kept() -> Iterator[None]:
+    """What a process that is to end leaves in place is taken away: this one goes on."""
+    before = {number: signal.getsignal(number) for number in DEFAULT_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -146,7 +156,7 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
     assert "nothing was trained that could be lost" in job.errors
 
 
-def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path) -> None:
+def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path, handlers_kept: None) -> None:
     state = {"values": np.zeros(10)}
     termination = hf.TerminationConfig(sources=[Signals()])
     with (
@@ -1149,6 +1159,7 @@ def test_handlers_of_one_manager_are_closed_in_any_order(
 ) -> None:
     bell = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(bell)
+    before = signal.getsignal(signal.SIGTERM)
     manager, _ = manager_of(tmp_path)
     with manager, contextlib.ExitStack() as files:
         handlers = [hf.PreemptionCheckpointHandler(manager), hf.PreemptionCheckpointHandler(manager)]
@@ -1159,6 +1170,28 @@ def test_handlers_of_one_manager_are_closed_in_any_order(
                 for number in range(20):
                     files.enter_context((tmp_path / f"file-{number}").open("w"))
     assert signal.set_wakeup_fd(bell) == bell
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_forked_child_that_listens_itself_is_not_ended_by_the_handlers_of_its_parent() -> None:
+    done = run_python(
+        """
+        import os, signal
+        from holdfast.preemption import Signals
+
+        outer = Signals()
+        outer.open(lambda notice: True)
+        child = os.fork()
+        if child == 0:
+            heard = []
+            inner = Signals()
+            inner.open(lambda notice: heard.append(notice) or True)
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(len(heard))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert done.stdout.split() == ["1"], (done.stdout, done.stderr)
 
 
 def test_a_run_that_cannot_be_entered_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Signals:
         caught = _find_caught()
         foreign = []
         for number in self.numbers:
-            before = signal.getsignal(number)
+            before = _find_live(signal.getsignal(number), number)
             if before == self._handle:
                 continue  # It has stayed, since the program has caught the exit and goes on.
             # Python could neither call nor put back a handler that it has not set. But SIGTERM is what machines are
@@ -97,6 +97,10 @@ class Signals:
     def is_open(self) -> bool:
         """Whether somebody listens to it in this process."""
         return self._hear is not None and os.getpid() == self._process
+
+    def is_at_work(self, number: int) -> bool:
+        """Whether its handler does something of its own in this process."""
+        return os.getpid() == self._process and (self._hear is not None or self._is_absorbed(number))
 
     def handles(self, number: int) -> bool:
         """**Thread-safe.** Whether the handler that Python would call now is its own, or one that passes on to it."""
@@ -144,7 +148,7 @@ class Signals:
             return
         for number, before in list(self._before.items()):
             if number not in self._absorbed and signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
+                signal.signal(number, _find_live(before, number))
                 del self._before[number]
 
     def _ignore(self) -> None:
@@ -192,6 +196,16 @@ class Signals:
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _find_live(handler: Any, number: int) -> Any:
+    """A handler, or what was there before it if it is that of a source which listens no more, or in another process."""
+    for _ in range(_MOST_CHAINED):
+        owner = getattr(handler, "__self__", None)
+        if not isinstance(owner, Signals) or owner.is_at_work(number):
+            break
+        handler = owner._before.get(number, signal.SIG_DFL)
+    return handler
 
 
 def _find_caught() -> frozenset[int]:

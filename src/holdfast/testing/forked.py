@@ -109,6 +109,9 @@ class ForkedJob:
 def _run_child(rank: int, writing: int, work: Callable[[int, Callable[[str], None]], int]) -> None:
     """Never returns: nothing of the parent may run in the child, no exit handlers and no flushing of its streams."""
     code = 99
+    # A worker is started with none of the handlers that its parent may have.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(BaseException):
         try:
             code = work(rank, lambda line: _tell(writing, line))
