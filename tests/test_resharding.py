@@ -217,6 +217,19 @@ def test_what_is_shared_is_not_ones_own() -> None:
         capture_objects({"own": hf.PerWorker([shard])}, worker=Worker(0, 2))
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_an_array_is_no_worker_s_own_and_shared_at_once(names: tuple[str, str]) -> None:
+    """Each would be written, and a restore could not tell which of the two it is to hold."""
+    both = np.zeros(3)
+    objects = {names[0]: both, names[1]: hf.PerWorker({"view": both})}
+    with pytest.raises(errors.UnsupportedValueError, match=r"an array that is \w+(/view~w0)? too") as caught:
+        capture_objects({name: objects[name] for name in sorted(objects)}, worker=Worker(0, 2))
+    assert "PerWorker" in caught.value.message
+    capture_objects(objects)
+    # Nothing is no memory.
+    capture_objects({"a": np.zeros(0), "b": hf.PerWorker({"view": np.zeros(0)})}, worker=Worker(0, 2))
+
+
 # What a user may do wrong.
 
 

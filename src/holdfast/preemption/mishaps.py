@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from holdfast.preemption.board import Board, EndRecord
 from holdfast.preemption.collectives import count_begun
 from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
 from holdfast.preemption.herald import Herald
+from holdfast.save.progress import Place, find_library_call
 
 _TELL_SECONDS: Final = 3.0
 """How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
@@ -65,6 +67,9 @@ class Mishaps:
         self._asked: set[int] = set()
         self._end: EndRecord | None = None
         self._failure: Failure | None = None
+        # How many collectives were begun, and in which call of the library the training thread is; and since when.
+        self._thread = threading.get_ident()
+        self._call: tuple[int, list[Place]] | None = None
         self._waits_since: float | None = None
 
     def look(self, *, is_new: bool, is_settling: bool) -> bool:
@@ -242,9 +247,16 @@ class Mishaps:
                 self._err(self._failure)
 
     def _look_for_vain_wait(self, end: EndRecord) -> None:
-        """Whether this worker is in a collective of the step amid which another one has left its loop."""
+        """Whether this worker is in a collective of the step amid which another one has left its loop.
+
+        The counts alone do not say so: where workers send to each other, those in the middle count more.
+        """
         begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
         if begun is None or end.collectives is None or begun <= end.collectives:
+            return
+        places = find_library_call(self._thread)
+        if places is None or (begun, places) != self._call:
+            self._call, self._waits_since = (begun, places or []), None
             return
         self._waits_since = self._waits_since or time.monotonic()
         if time.monotonic() - self._waits_since >= _VAIN_SECONDS:

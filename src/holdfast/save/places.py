@@ -129,7 +129,7 @@ class NameRecord(msgspec.Struct, frozen=True):
         return None if self.base is None else StepName(*self.base)
 
 
-class PartRecord(msgspec.Struct, frozen=True):
+class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker has made to last.
 
     Attributes:

@@ -99,6 +99,12 @@ def trace_places(frame: FrameType | None) -> list[Place]:
     return places
 
 
+def find_library_call(thread: int) -> list[Place] | None:
+    """Where a thread is, if the innermost function that it is in is one of the library's."""
+    places = trace_places(sys._current_frames().get(thread))
+    return places if places and _LIBRARY in places[-1][1].co_filename else None
+
+
 def _find_anchor(before: list[Place], now: list[Place]) -> Place:
     """The innermost frame that surely stands outside of the call that was under way; the outermost one if none does.
 

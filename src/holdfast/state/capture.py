@@ -204,6 +204,9 @@ class _Capturing(Encoder):
         backend = sharding.backend
         known = self._shared.get((backend.name, sharding.memory))
         if known is None:
+            own = self._by_memory.get(backend.name, {}).get(sharding.memory)
+            if own is not None:
+                raise _in_both(path, self._columns.names[own])
             leaf = self._unique(path)
             self._names.add(leaf)
             self._kept.append(sharding)
@@ -313,6 +316,9 @@ class _Capturing(Encoder):
         memory = backend.alias_key(array)
         address = backend.address(array)
         place = self._place(backend, memory, address)
+        shared = self._shared.get((backend.name, memory))
+        if shared is not None:
+            raise _in_both(path, shared.name)
         if place is None:
             name = self._unique(path)
             self._by_memory.setdefault(backend.name, {})[memory] = len(self._columns.names)
@@ -360,6 +366,11 @@ class _Capturing(Encoder):
 def _is_own(obj: object) -> bool:
     adapter = adapter_of(obj)
     return adapter is not None and adapter.is_per_worker
+
+
+def _in_both(path: str, other: str) -> UnsupportedValueError:
+    what = f"an array that is {other} too, one of the two within PerWorker,"
+    return unsupported(path, what, "Keep it in one of the two: what workers share is no worker's own.")
 
 
 def _differ(one: object, other: object) -> bool:
