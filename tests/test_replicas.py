@@ -271,8 +271,6 @@ def test_what_all_have_under_two_names_is_alike(tmp_path: Path) -> None:
     for job in jobs:
         tie(job)
         job["again"] = job["shard"], job["pairs"]
-    # What is a worker's own may be another name of anything.
-    jobs[2]["more"] = hf.PerWorker({"large": jobs[2]["large"], "small": jobs[2]["small"]})
     assert compare(tmp_path, jobs, check_replicas=True) == [[]] * 4
     jobs[3]["small"][0] += 1
     told = compare(tmp_path / "differ", jobs, check_replicas=True)[0]
