@@ -27,7 +27,7 @@ _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
 
-_VAIN_SECONDS: Final = 5.0
+_VAIN_SECONDS: Final = 3.0
 """How long a worker waits in a collective which one that has ended its training never began."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
