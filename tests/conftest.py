@@ -23,6 +23,10 @@ hypothesis.settings.load_profile("holdfast")
 # it is taken from the thread that they wait for, and one step of a small model takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Where it is set, a program that prints to a full disk fails in `print`; where not, at its end. What the tests start is
+# to be the same wherever they run: the latter, as it comes.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
