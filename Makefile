@@ -47,13 +47,13 @@ bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info
+	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info src/holdfast/save/_moves.*.so
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt src/holdfast/save/_moves.c
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)

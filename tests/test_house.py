@@ -81,10 +81,11 @@ IMPORT_BY_NAME = {
     "cluster/opening.py",
     "preemption/__init__.py",
     "preemption/collectives.py",
+    "save/moves.py",
     "state/comparing.py",
     "state/registry.py",
 }
-"""These import by name, out of fixed tables: of the verbs, and of the integrations."""
+"""These import by name, out of fixed tables: of the verbs, of the integrations; and what is compiled."""
 
 QUIET = {"torch", "numpy", "jax", "rich", "click", "asyncio"}
 """What `import holdfast` does not import."""

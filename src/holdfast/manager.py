@@ -64,7 +64,7 @@ class CheckpointManager:
         reuse_space: bool = True,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        threads: int = 3,
+        threads: int = 6,
         overlap_copy: bool = False,
         reserve_bytes: int | Literal["auto"] | None = None,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
@@ -91,7 +91,7 @@ class CheckpointManager:
                 files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of every wait that names none of its own.
-            threads: How many threads write; twice as many read at a restore, when nothing else goes on.
+            threads: How many threads write, and read at a restore. They wait for the disk most of the time.
             overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
                 waits for it. Only for programs that change these by `step()` alone; another change meanwhile fails the
                 save and ends this, but autograd does not see all (`.data`, NumPy, fused kernels called by hand).
@@ -257,7 +257,7 @@ class CheckpointManager:
             begins_anew=self.begin_anew and only is None and not self._living,
             select=make_selection(only),
             strict=strict,
-            threads=2 * self._threads,
+            threads=self._threads,
             emit=self.emit,
             worker=self.worker,
             agreement=make_agreement(None if self.company is None else self.company.peers, self.url),

@@ -39,7 +39,7 @@ def resumable(
     when_busy: Literal["wait", "skip"] = "wait",
     sinks: Iterable[Sink] = (),
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    threads: int = 3,
+    threads: int = 6,
     overlap_copy: bool = False,
     reserve_bytes: int | Literal["auto"] | None = None,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
@@ -72,7 +72,7 @@ def resumable(
         when_busy: What a save does while the one before is in flight: wait for it, or be left out.
         sinks: Functions that are told of each event.
         timeout_seconds: The deadline of each wait.
-        threads: How many threads write; twice as many read at a restore.
+        threads: How many threads write, and read at a restore. They wait for the disk most of the time.
         overlap_copy: True to copy parameters and optimizer state while training goes on; `CheckpointManager` says when.
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.

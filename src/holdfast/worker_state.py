@@ -69,7 +69,7 @@ class WorkerTrainingState:
         failures_allowed: int | None = None,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        threads: int = 3,
+        threads: int = 6,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
@@ -89,7 +89,7 @@ class WorkerTrainingState:
                 is an event, and in the log, all the same.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write; twice as many read at a restore.
+            threads: How many threads write, and read at a restore. They wait for the disk most of the time.
             cluster: The workers of the job, as for `CheckpointManager`.
             liveness_seconds: After how long without a sign of life a worker is taken for dead.
 

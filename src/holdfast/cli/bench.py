@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from holdfast.cli.bench_report import BenchReport
     from holdfast.cli.bench_subject import Subject
 
-_THREADS: Final = 3
+_THREADS: Final = 6
 _MAX_THREADS: Final = 256
 _ROUNDS: Final = 3
 _MAX_ROUNDS: Final = 1000
@@ -113,6 +113,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
     from holdfast.cli.bench_notices import Circumstances, find_notices
     from holdfast.cli.bench_progress import bench_progress
     from holdfast.cli.bench_report import BenchReport
+    from holdfast.save.moves import NATIVE
 
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
@@ -140,6 +141,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
             swept=swept,
             plan=plan,
             measured=measured,
+            is_compiled=NATIVE is not None,
         )
     )
     return BenchReport(subject, file_system, wish, plan, measured, costs, advice, mtbf_seconds, step_seconds, notices)

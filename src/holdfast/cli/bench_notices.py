@@ -17,6 +17,7 @@ NoticeKind: TypeAlias = Literal[
     "layered",
     "shared",
     "not_direct",
+    "not_compiled",
     "no_room",
     "little_room",
     "no_memory",
@@ -61,6 +62,7 @@ class Circumstances:
         swept: What earlier benches had left.
         plan: How much was saved in a trial, and why it was no more.
         measured: What was found.
+        is_compiled: Whether holdfast has its compiled copy.
     """
 
     size_bytes: int
@@ -71,6 +73,7 @@ class Circumstances:
     swept: Swept
     plan: TrialPlan
     measured: Measured
+    is_compiled: bool
 
 
 def find_notices(known: Circumstances) -> list[Notice]:
@@ -115,6 +118,12 @@ def _about_figures(known: Circumstances) -> Iterator[Notice]:
             "not_direct",
             "the file system takes no direct writes: bytes pass through the page cache, which takes time of the "
             "processor from training",
+        )
+    if not known.is_compiled:
+        yield Notice(
+            "not_compiled",
+            "holdfast was installed without a C compiler, and copies the state by way of the C library: where there is "
+            "one, installed anew, a save may hold training up for less",
         )
     if measured.restore_cold_seconds is None:
         yield Notice(

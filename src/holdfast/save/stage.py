@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -16,29 +14,9 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
+from holdfast.save.moves import Job, Move, batches, plan_jobs
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
-from holdfast.storage.addresses import MEMORY
 from holdfast.storage.crew import Crew
-
-Job: TypeAlias = Callable[[], object]
-_T = TypeVar("_T")
-
-_LARGE_BYTES: Final = 128 << 10
-"""Arrays from this size on are copied with the interpreter's lock released. For smaller ones, to give it up and get it
-back takes longer than the copy."""
-
-_PART_BYTES: Final = 16 << 20
-"""What one thread copies of a large array at a time, so that the work is shared out evenly."""
-
-_BATCH_BYTES: Final = 2 << 20
-"""What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
-
-_LEAST_JOINED: Final = 8
-"""So many small arrays that become neighbours are worth one call for all of them, in which other threads may work."""
-
-_move_held = ctypes.PyDLL(None).memmove
-_move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_move_held.restype = None
 
 
 class Stager:
@@ -108,7 +86,7 @@ class Stager:
                 if devices is not None:
                     self._buffer.pin(devices.pin)
                     moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
-                for batch in _batches(own, plan.sizes.__getitem__):
+                for batch in batches(own, plan.sizes.__getitem__):
                     leaves = [plan.order[place] for place in batch]
                     arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]
@@ -260,77 +238,14 @@ def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),
     ):
-        small: list[tuple[int, int, int]] = []
+        plain: list[Move] = []
         for number, place in enumerate(plan.order):
             if (place in captured.held) is not is_held:
                 continue
             address, size_bytes = captured.addresses[place], plan.sizes[number]
-            target = base + plan.begins[number]
             if address is None:
                 others += [number] if size_bytes else []
-            elif size_bytes < _LARGE_BYTES:
-                small.append((target, address, size_bytes))
             else:
-                for begin in range(0, size_bytes, _PART_BYTES):
-                    part_bytes = min(_PART_BYTES, size_bytes - begin)
-                    jobs.append(partial(ctypes.memmove, target + begin, address + begin, part_bytes))
-        # Last, so that the other threads have something to do meanwhile.
-        jobs += _plan_small(small)
+                plain.append((base + plan.begins[number], address, size_bytes))
+        jobs += plan_jobs(plain)
     return moves
-
-
-def _plan_small(small: list[tuple[int, int, int]]) -> Iterator[Job]:
-    """Copies of small arrays, given where to, where from and how many bytes, in the order of where to."""
-    lone: list[tuple[int, int, int]] = []
-    for run in _runs(small):
-        if len(run) < _LEAST_JOINED:
-            lone += run
-            continue
-        for batch in _batches(run, itemgetter(2), _BATCH_BYTES):
-            yield _join(batch)
-    for batch in _batches(lone, itemgetter(2), _BATCH_BYTES):
-        yield partial(_move_small, *map(list, zip(*batch, strict=True)))
-
-
-def _runs(small: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts a list of copies into such as fill the image without a gap."""
-    run: list[tuple[int, int, int]] = []
-    end = None
-    for copy in small:
-        target, _, size_bytes = copy
-        if target != end and run:
-            yield run
-            run = []
-        run.append(copy)
-        end = target + size_bytes
-    if run:
-        yield run
-
-
-def _join(run: list[tuple[int, int, int]]) -> Job:
-    """One call that makes copies which fill the image without a gap."""
-    import numpy as np
-
-    # From the second byte on: an array at address 0 would be one without memory.
-    memory = np.frombuffer(MEMORY[1:], dtype=np.uint8)
-    sources = [memory[source - 1 : source - 1 + size_bytes] for _, source, size_bytes in run]
-    (begin, _, _), (end, _, last_bytes) = run[0], run[-1]
-    return partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes])
-
-
-def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:
-    deque(map(_move_held, targets, sources, sizes), maxlen=0)
-
-
-def _batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = _PART_BYTES) -> Iterator[list[_T]]:
-    """Cuts a sequence into runs of about so many bytes."""
-    batch: list[_T] = []
-    batch_bytes = 0
-    for item in items:
-        batch.append(item)
-        batch_bytes += size_of(item)
-        if batch_bytes >= limit_bytes:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch

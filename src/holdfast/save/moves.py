@@ -1,0 +1,136 @@
+"""Copies between addresses of this process: which jobs they make, for several threads to share out."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from operator import itemgetter
+from typing import Final, TypeAlias, TypeVar
+
+from holdfast.storage.addresses import MEMORY
+
+Job: TypeAlias = Callable[[], object]
+Move: TypeAlias = tuple[int, int, int]
+"""Where to, where from, and how many bytes."""
+NativeCopy: TypeAlias = "Callable[[array[int], array[int], array[int]], None]"
+"""Takes columns of the same length: where to, where from, and how many bytes."""
+_T = TypeVar("_T")
+
+PART_BYTES: Final = 16 << 20
+"""What one thread copies of a large array at a time, so that the work is shared out evenly."""
+
+_NATIVE_BATCH_BYTES: Final = 4 << 20
+"""The same for the compiled copy, of whatever arrays."""
+
+_LARGE_BYTES: Final = 128 << 10
+"""Arrays from this size on are copied with the interpreter's lock released. For smaller ones, to give it up and get it
+back takes longer than the copy."""
+
+_BATCH_BYTES: Final = 2 << 20
+"""What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
+
+_LEAST_JOINED: Final = 8
+"""So many small arrays that become neighbours are worth one call for all of them, in which other threads may work."""
+
+_move_held = ctypes.PyDLL(None).memmove
+_move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_held.restype = None
+
+
+def _find_native() -> NativeCopy | None:
+    # By its name, since those who check what imports what know of no compiled modules.
+    try:
+        return import_module("holdfast.save._moves").copy  # type: ignore[no-any-return]
+    except ImportError:
+        return None
+
+
+NATIVE: Final = _find_native()
+"""The compiled copy (`_moves.c`); None where holdfast was installed without a compiler."""
+
+
+def plan_jobs(moves: Sequence[Move], *, native: bool = True) -> list[Job]:
+    """The jobs that make some copies.
+
+    Args:
+        moves: The copies, in the order of where to. None of them overlap.
+        native: Whether the compiled copy may be used, if there is one.
+    """
+    copy = NATIVE if native else None
+    if copy is None:
+        large = (move for move in moves if move[2] >= _LARGE_BYTES)
+        # The small ones last, so that the other threads have something to do meanwhile.
+        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, PART_BYTES)]
+        return [*jobs, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
+    parts = _cut(moves, _NATIVE_BATCH_BYTES)
+    return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
+
+
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = PART_BYTES) -> Iterator[list[_T]]:
+    """Cuts a sequence into runs of about so many bytes."""
+    batch: list[_T] = []
+    batch_bytes = 0
+    for item in items:
+        batch.append(item)
+        batch_bytes += size_of(item)
+        if batch_bytes >= limit_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
+    for target, source, size_bytes in moves:
+        for begin in range(0, size_bytes, limit_bytes):
+            yield target + begin, source + begin, min(limit_bytes, size_bytes - begin)
+
+
+def _call_native(copy: NativeCopy, batch: list[Move]) -> Job:
+    return partial(copy, *(array("Q", column) for column in zip(*batch, strict=True)))
+
+
+def _plan_small(small: list[Move]) -> Iterator[Job]:
+    lone: list[Move] = []
+    for run in _runs(small):
+        if len(run) < _LEAST_JOINED:
+            lone += run
+            continue
+        for batch in batches(run, itemgetter(2), _BATCH_BYTES):
+            yield _join(batch)
+    for batch in batches(lone, itemgetter(2), _BATCH_BYTES):
+        yield partial(_move_small, *map(list, zip(*batch, strict=True)))
+
+
+def _runs(small: list[Move]) -> Iterator[list[Move]]:
+    """Cuts a list of copies into such as fill the image without a gap."""
+    run: list[Move] = []
+    end = None
+    for move in small:
+        target, _, size_bytes = move
+        if target != end and run:
+            yield run
+            run = []
+        run.append(move)
+        end = target + size_bytes
+    if run:
+        yield run
+
+
+def _join(run: list[Move]) -> Job:
+    """One call that makes copies which fill the image without a gap."""
+    import numpy as np
+
+    # From the second byte on: an array at address 0 would be one without memory.
+    memory = np.frombuffer(MEMORY[1:], dtype=np.uint8)
+    sources = [memory[source - 1 : source - 1 + size_bytes] for _, source, size_bytes in run]
+    (begin, _, _), (end, _, last_bytes) = run[0], run[-1]
+    return partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes])
+
+
+def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:
+    deque(map(_move_held, targets, sources, sizes), maxlen=0)
