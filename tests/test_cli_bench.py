@@ -63,7 +63,7 @@ def test_json_holds_every_figure(document: dict[str, Any]) -> None:
     assert (document["holdfast"], document["version"]) == ("bench", 1)
     assert document["size_bytes"] == document["trial_bytes"] == 3_000_000
     assert (document["size_from"], document["size_of_step"], document["trial_limited_by"]) == ("option", None, None)
-    assert (document["threads"], document["rounds"]) == (3, 2)
+    assert (document["threads"], document["rounds"]) == (6, 2)
     assert set(document["bytes_per_second"]) == set(RATES)
     assert set(document["costs_seconds"]) == set(COSTS)
     assert isinstance(document["is_direct"], bool)
@@ -165,7 +165,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     assert shown.exit_code == ExitCode.OK
     for text in (
         str(tmp_path),
-        "3.0 MB of state; 3 threads, medians of 2 rounds",
+        "3.0 MB of state; 6 threads, medians of 2 rounds",
         "what the machine gives",
         "GB/s",
         "what a save of 3.0 MB costs",

@@ -18,8 +18,8 @@ from holdfast.storage.protocol import FileWriter
 _PIECE_BYTES: Final = 8 << 20
 """One write."""
 
-_GATHERED_BYTES: Final = 2 << 20
-"""One write of what has to be gathered: the memory for it is fresh with each save, and there is less of it to touch."""
+_GATHERED_BYTES: Final = 1 << 20
+"""One write of what has to be gathered: each thread has memory of its own for that, which is fresh with each save."""
 
 
 class Move(msgspec.Struct, frozen=True):
