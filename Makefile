@@ -57,5 +57,6 @@ $(RAY_VENV)/ready: EXTRAS := ray,dev
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)
+	rm -f src/holdfast/save/_moves.*.so
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

@@ -34,6 +34,7 @@ from holdfast.catalog import read_catalog
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.wording import rough_text
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
+from holdfast.save.moves import NATIVE
 from holdfast.storage import LocalStorage
 from mounts import mounted
 
@@ -87,6 +88,7 @@ def test_json_is_consistent(document: dict[str, Any]) -> None:
         assert costs["durable"] == costs["durable_new"]
     assert (costs["restore_cold"] is None) == (rates["read_cold"] is None) == ("no_cold_read" in kinds(document))
     assert document["is_direct"] == ("not_direct" not in kinds(document))
+    assert ("not_compiled" in kinds(document)) == (NATIVE is None)
 
 
 def test_json_advice(document: dict[str, Any]) -> None:

@@ -15,8 +15,10 @@ from holdfast.errors import UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.layout import round_up
 from holdfast.save.buffer import HostBuffer
+from holdfast.save.moves import plan_jobs
 from holdfast.save.write import PIECE_BYTES
 from holdfast.storage.crew import Crew
+from holdfast.storage.direct import address_of
 
 _ARRAY_BYTES: Final = 16 << 20
 _RANDOM_BYTES: Final = 16 << 20
@@ -85,9 +87,8 @@ class MemoryProbe:
     def copy(self) -> float:
         """**Blocks.** Copies into memory of its own; that is fresh at the first call, and touched from then on."""
         begun_at = time.perf_counter()
-        source = np.frombuffer(self._source, np.uint8)
-        target = np.frombuffer(self._buffer.take(self.size_bytes), np.uint8)
-        self._crew.run(self._jobs(lambda begin, end: np.copyto(target[begin:end], source[begin:end])))
+        target = self._buffer.take(self.size_bytes)
+        self._crew.run(plan_jobs([(address_of(target), address_of(self._source), self.size_bytes)]))
         return self.size_bytes / (time.perf_counter() - begun_at)
 
     def digest(self) -> float:

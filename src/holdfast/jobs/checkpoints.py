@@ -74,7 +74,7 @@ class MultiNodeCheckpointManager:
         background: bool = False,
         sinks: Iterable[Sink] = (),
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        threads: int = 3,
+        threads: int = 6,
     ) -> None:
         """Looks at nothing yet.
 

@@ -20,7 +20,7 @@ NativeCopy: TypeAlias = "Callable[[array[int], array[int], array[int]], None]"
 """Takes columns of the same length: where to, where from, and how many bytes."""
 _T = TypeVar("_T")
 
-PART_BYTES: Final = 16 << 20
+_PART_BYTES: Final = 16 << 20
 """What one thread copies of a large array at a time, so that the work is shared out evenly."""
 
 _NATIVE_BATCH_BYTES: Final = 4 << 20
@@ -64,13 +64,13 @@ def plan_jobs(moves: Sequence[Move], *, native: bool = True) -> list[Job]:
     if copy is None:
         large = (move for move in moves if move[2] >= _LARGE_BYTES)
         # The small ones last, so that the other threads have something to do meanwhile.
-        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, PART_BYTES)]
+        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, _PART_BYTES)]
         return [*jobs, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
     parts = _cut(moves, _NATIVE_BATCH_BYTES)
     return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
 
 
-def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = PART_BYTES) -> Iterator[list[_T]]:
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = _PART_BYTES) -> Iterator[list[_T]]:
     """Cuts a sequence into runs of about so many bytes."""
     batch: list[_T] = []
     batch_bytes = 0
