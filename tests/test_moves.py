@@ -89,9 +89,12 @@ def test_several_threads_share_out_pieces_of_all_sizes(native: bool) -> None:
     assert is_right
 
 
-def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path) -> None:
-    """As where holdfast was installed without a compiler."""
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path, is_foreign: bool) -> None:
+    """As where holdfast was installed without a compiler; or where what was compiled is of another version."""
     shutil.copytree(PACKAGE, tmp_path / "plain" / "holdfast", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if is_foreign:
+        (tmp_path / "plain" / "holdfast" / "save" / "_moves.py").write_text("other = 1\n")
     script = """
         import sys, numpy as np, holdfast as hf
         from holdfast.save.moves import NATIVE

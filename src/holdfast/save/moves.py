@@ -45,8 +45,8 @@ def _find_native() -> NativeCopy | None:
     # By its name, since those who check what imports what know of no compiled modules.
     try:
         return import_module("holdfast.save._moves").copy  # type: ignore[no-any-return]
-    except ImportError:
-        return None
+    except (ImportError, AttributeError):
+        return None  # There is none, or it is of another version.
 
 
 NATIVE: Final = _find_native()
