@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from command_line import run_python
 from holdfast.save.moves import NATIVE, Move, plan_jobs
 from holdfast.storage.crew import Crew
 
@@ -95,8 +94,11 @@ def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path, is_foreig
     shutil.copytree(PACKAGE, tmp_path / "plain" / "holdfast", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if is_foreign:
         (tmp_path / "plain" / "holdfast" / "save" / "_moves.py").write_text("other = 1\n")
-    script = """
-        import sys, numpy as np, holdfast as hf
+    done = run_python(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import numpy as np, holdfast as hf
         from holdfast.save.moves import NATIVE
 
         assert hf.__file__.startswith(sys.argv[2]) and NATIVE is None
@@ -110,20 +112,8 @@ def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path, is_foreig
         with hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state)) as manager:
             manager.restore()
         assert all(np.array_equal(state[name], array) for name, array in before.items())
-    """
-    lines = "\n".join(line[8:] for line in script.splitlines())
-    plain = tmp_path / "plain"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, sys.argv[2])\n{lines}",
-            str(tmp_path / "run"),
-            str(plain),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        """,
+        str(tmp_path / "run"),
+        str(tmp_path / "plain"),
     )
     assert done.returncode == 0, done.stderr
