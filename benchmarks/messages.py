@@ -31,13 +31,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         verb: The name of a method of `benchmarks.worker.Duties`.
         step: Which save it is about.
-        saves: How many saves, for `train`.
+        pairs: How many pairs of saves, for `train`.
         interval_steps: How many steps lie between them.
     """
 
     verb: str
     step: int = 0
-    saves: int = 0
+    pairs: int = 0
     interval_steps: int = 0
 
 

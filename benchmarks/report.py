@@ -238,9 +238,10 @@ def _training(results: Results) -> Iterator[str]:
     yield "## Training time lost\n"
     yield (
         f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what ten steps "
-        "behind a save, with the save, took longer than ten without, next to them: the stall, and what the work behind "
-        "it takes from training. Of three saves a round the median counts. The wait is what the first change of the "
-        "state after a save took longer than others.\n"
+        "with a save took longer than ten without, next to them: the stall, and what the work behind it takes from "
+        "training. Saves follow each other in pairs, as in a job, where nobody waits for one before the next; of three "
+        "pairs a round the median counts. The wait is what the first change of the state after a save took longer than "
+        "others.\n"
     )
     yield (
         "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "

@@ -23,7 +23,7 @@ MAX_RESIDENT = 0.01
 _PATIENCE_SECONDS = 60.0
 """One whose round takes longer is not so close to the others that its median would need more rounds."""
 _INTERVAL_STEPS = 10
-_SAVES = 3
+_PAIRS = 3
 
 
 def compare_saves(bench: Bench, workload_name: str, contenders: Sequence[str], rounds: int) -> None:
@@ -55,7 +55,7 @@ def compare_training(bench: Bench, contenders: Sequence[str], rounds: int) -> No
         # To warm up takes the saves, not the steps between them.
         interval_steps = _INTERVAL_STEPS if number > 0 else 1
         figures = contender.order(
-            Order(verb="train", step=number * _SAVES + 1, saves=_SAVES, interval_steps=interval_steps)
+            Order(verb="train", step=number * 2 * _PAIRS + 1, pairs=_PAIRS, interval_steps=interval_steps)
         )
         size_bytes = int(figures.pop("size_bytes"))
         bench.results.shapes["training"] = Shape(

@@ -28,7 +28,7 @@ class Lost:
 
     Attributes:
         step_seconds: The mean of a step while nothing was saved, before, between and after the saves.
-        lost_seconds: Training time that a save has cost, its work in the background included; of several, the median.
+        lost_seconds: Training time that a save has cost, its work in the background included; the median of the pairs.
         stall_seconds: The time in the call that saves; of several, the median.
         wait_seconds: How much longer the first change of the state after a save took than others; None where the
             change is not a part of the step that can be told from the rest.
@@ -62,36 +62,42 @@ class Training(ABC, Generic[S]):
             The seconds of that call and of the change, if they can be told.
         """
 
-    def measure(self, peer: Peer[Any], first_step: int, saves: int, interval_steps: int) -> Lost:
-        """Trains `saves` intervals that begin with a save each, and half an interval before, between and behind them.
+    def measure(self, peer: Peer[Any], first_step: int, pairs: int, interval_steps: int) -> Lost:
+        """Trains pairs of intervals that begin with a save each, and half an interval before, between and behind them.
 
-        What a step takes without a save drifts with the machine, so that each interval is held against those steps
-        that are next to it.
+        What the first of a pair leaves to be done counts in the second, as in a job, where nobody waits between saves.
+        What a step takes without a save drifts with the machine, so that each pair is held against those steps that
+        are next to it.
         """
         plain_steps = max(1, interval_steps // 2)
+        # While others had their turns, the machine took back what memory was free, and the first steps fetch it again.
+        self._stretch(peer, plain_steps)
         seconds, updates = self._stretch(peer, plain_steps)
         plain = [seconds / plain_steps]
-        intervals: list[float] = []
+        taken: list[float] = []
         stalls: list[float] = []
         waits: list[float] = []
-        for number in range(saves):
-            asked_at = time.perf_counter()
-            peer.save(first_step + number)
-            stalls.append(time.perf_counter() - asked_at)
-            seconds, changes = self._stretch(peer, interval_steps)
-            intervals.append(stalls[-1] + seconds)
-            waits += changes[:1]
+        saves = range(first_step, first_step + 2 * pairs)
+        for first in saves[::2]:
+            begun_at = time.perf_counter()
+            for step in (first, first + 1):
+                asked_at = time.perf_counter()
+                peer.save(step)
+                stalls.append(time.perf_counter() - asked_at)
+                _, changes = self._stretch(peer, interval_steps)
+                waits += changes[:1]
+            taken.append((time.perf_counter() - begun_at) / 2)
             # What is not over by then would be counted as training's own.
             peer.wait_durable()
             seconds, changes = self._stretch(peer, plain_steps)
             plain.append(seconds / plain_steps)
             updates += changes
-        for number in range(saves):
-            peer.remove(first_step + number)
-        beside = [fmean(pair) for pair in pairwise(plain)]
+        for step in saves:
+            peer.remove(step)
+        beside = [fmean(steps) for steps in pairwise(plain)]
         return Lost(
             fmean(plain),
-            median(taken - interval_steps * step for taken, step in zip(intervals, beside, strict=True)),
+            median(took - interval_steps * step for took, step in zip(taken, beside, strict=True)),
             median(stalls),
             median(waits) - median(updates) if updates else None,
         )

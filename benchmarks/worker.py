@@ -135,7 +135,7 @@ class TrainingDuties(Duties):
 
     def train(self, order: Order) -> dict[str, float]:
         """One stretch of training."""
-        lost = self._training.measure(self._peer, order.step, order.saves, order.interval_steps)
+        lost = self._training.measure(self._peer, order.step, order.pairs, order.interval_steps)
         wait = {} if lost.wait_seconds is None else {"wait": lost.wait_seconds}
         return {
             "lost": lost.lost_seconds,

@@ -20,9 +20,8 @@ from holdfast.storage.scratch import Scratch
 _PAGE_BYTES: Final = 4096
 
 
-def find_damages(index: Index, path: str, piece: Piece, parts: Parts) -> Iterator[DamageError]:
-    """The spans of a piece that do not match their digests."""
-    found = digest_each(parts)
+def find_damages(index: Index, path: str, piece: Piece, found: list[str]) -> Iterator[DamageError]:
+    """The spans of a piece whose digests are not what they must be."""
     if found == piece.digests:
         return
     for number, begin, end, is_digest, must_be in zip(
@@ -43,18 +42,18 @@ def read_pieces(
     reader: FileReader,
     pieces: Iterable[Piece],
     parts_of: Callable[[Piece], Parts],
-    receive: Callable[[Piece, Parts], None],
+    receive: Callable[[Piece, Parts, list[str]], None],
     *,
     threads: int,
 ) -> None:
-    """**Blocks.** Reads pieces with several threads, straight to where they belong.
+    """**Blocks.** Reads pieces with several threads, straight to where they belong, and takes their digests.
 
     Args:
         reader: The open data file.
         pieces: What to read.
         parts_of: Says where each span of a piece belongs. Called from any thread.
-        receive: Called with each piece that has been read, and what `parts_of` returned, from the same thread; that may
-            then be used for the next.
+        receive: Called with each piece that has been read, what `parts_of` returned, and the digest of each span, from
+            the same thread; that memory may then be used for the next.
         threads: How many threads read, the calling one among them.
 
     Raises:
@@ -64,8 +63,7 @@ def read_pieces(
 
     def read(piece: Piece) -> None:
         parts = parts_of(piece)
-        reader.read_parts(piece.begin, parts)
-        receive(piece, parts)
+        receive(piece, parts, digest_each(reader.read_each(piece.begin, parts)))
 
     crew = Crew(max(1, min(threads, reader.size_bytes // PIECE_BYTES)), "holdfast-read")
     try:
@@ -126,8 +124,8 @@ def read_targets(
             size_bytes += piece.size_bytes
             yield piece
 
-    def receive(piece: Piece, parts: Parts) -> None:
-        for damage in find_damages(index, path, piece, parts):
+    def receive(piece: Piece, _: Parts, found: list[str]) -> None:
+        for damage in find_damages(index, path, piece, found):
             raise damage
         destinations.receive(piece)
 

@@ -153,8 +153,8 @@ def read_shares(
             size_bytes += piece.size_bytes
             yield piece
 
-    def receive(piece: Piece, parts: Parts) -> None:
-        for damage in find_damages(index, path, piece, parts):
+    def receive(piece: Piece, parts: Parts, found: list[str]) -> None:
+        for damage in find_damages(index, path, piece, found):
             raise damage
         for number, begin, part in zip(piece.leaves, piece.begins, parts, strict=True):
             record = index.leaves[number]

@@ -182,9 +182,9 @@ def _verify_part(
     damages = [] if part.referrer else _verify_header(part, reader, progress)
     found: dict[str, list[DamageError]] = {leaf.name: [] for leaf in index.leaves if checked.find(part, leaf) is None}
 
-    def check(piece: Piece, parts: Parts) -> None:
+    def check(piece: Piece, _: Parts, digests: list[str]) -> None:
         # Lists are appended to from several threads, which is safe, and put in order at the end.
-        for damage in find_damages(index, part.path, piece, parts):
+        for damage in find_damages(index, part.path, piece, digests):
             found[damage.tensor].append(damage)
         progress(piece.size_bytes)
 

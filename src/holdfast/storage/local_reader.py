@@ -23,6 +23,9 @@ _SMALLEST_DIRECT_BYTES: Final = 1 << 20
 _BOUNCE_BYTES: Final = (2 << 20) + 2 * PAGE_BYTES
 """Holds the pages on which two MiB lie, wherever they begin."""
 
+_CACHED_BYTES: Final = 1 << 20
+"""So much is read through the page cache, and yielded, at a time: the processor's own cache still holds it then."""
+
 _MOST_PARTS: Final = 1024
 """How many places of memory one call of the system fills."""
 
@@ -59,10 +62,14 @@ class LocalReader:
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
-        self.read_parts(offset_bytes, [flat(into)])
+        for _ in self.read_each(offset_bytes, [flat(into)]):
+            pass
 
-    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """**Thread-safe.** **Blocks.** Fills many places of memory, which lie one behind the other in the file.
+
+        Yields:
+            Each of them, in order, once it is full; the file stays open until all are, or the iterator is closed.
 
         Raises:
             DamageError: If the file ends before all are full.
@@ -77,10 +84,12 @@ class LocalReader:
         if is_large and self._direct and self._residency and not self._residency.holds(offset_bytes, end_bytes):
             with self._direct.use() as descriptor, self._errors():
                 self._read_direct(descriptor, offset_bytes, size_bytes, parts)
+            yield from parts
         else:
             with self._shared.use() as descriptor, self._errors():
-                for first in range(0, len(parts), _MOST_PARTS):
-                    offset_bytes = self._read_cached(descriptor, offset_bytes, parts[first : first + _MOST_PARTS])
+                for batch in _batches(parts):
+                    offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
+                    yield from batch
 
     def close(self) -> None:
         """Closes, once reads in flight have come back; harmless twice."""
@@ -135,3 +144,15 @@ class LocalReader:
             offset_bytes=end_bytes,
             hint="the file was cut short: restore an older step",
         )
+
+
+def _batches(parts: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
+    """Cuts places of memory into runs, each for one call of the system."""
+    first = size_bytes = 0
+    for number, part in enumerate(parts):
+        if size_bytes >= _CACHED_BYTES or number - first == _MOST_PARTS:
+            yield parts[first:number]
+            first, size_bytes = number, 0
+        size_bytes += len(part)
+    if parts:
+        yield parts[first:]

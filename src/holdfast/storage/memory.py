@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
@@ -256,11 +256,12 @@ class MemoryReader:
         if wanted.nbytes:
             wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
 
-    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
+    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """**Thread-safe.** Fills many places of memory from the file; see `FileReader`."""
         for part in parts:
             self.read_into(offset_bytes, part)
             offset_bytes += part.nbytes
+            yield part
 
     def close(self) -> None:
         """Gives the file back; harmless twice."""

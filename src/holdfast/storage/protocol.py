@@ -7,7 +7,7 @@ that form. Methods are thread-safe unless they say otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -66,12 +66,16 @@ class FileReader(Protocol):
         """
         ...
 
-    def read_parts(self, offset_bytes: int, parts: Sequence[memoryview]) -> None:
-        """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file, in one read.
+    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file.
 
         Args:
             offset_bytes: Where the first of them begins in the file.
-            parts: Contiguous, of format `B`; they are filled in order, and the memory of each is its own.
+            parts: Contiguous, of format `B`; the memory of each is its own.
+
+        Yields:
+            Each of them, in order, once it is full and while the processor's cache may still hold it. What has not
+            been asked for may not have been read.
 
         Raises:
             DamageError: If the file ends before all are full.
