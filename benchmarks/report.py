@@ -246,8 +246,8 @@ def _training(results: Results) -> Iterator[str]:
     yield (
         "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "
         "kind: their steps take another time, and what they lose is theirs alone. There the change of the state is "
-        "not a part of the step that could be timed. Both flush denormal numbers to zero by themselves, and the loops in "
-        "torch do it too.\n"
+        "not a part of the step that could be timed. Both flush denormal numbers to zero by themselves, and the loops "
+        "in torch do it too.\n"
     )
     own = next((standing for standing in found if standing.contender == "holdfast"), None)
     yield "| | a step without a save, s | lost for each save, s | of it in the call, s | wait, s | holdfast loses |"

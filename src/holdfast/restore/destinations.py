@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from holdfast.format.index import Index
 from holdfast.restore.handoffs import Parts, Piece
-from holdfast.restore.plan import PIECE_BYTES
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.storage.addresses import MEMORY
 from holdfast.storage.scratch import take_pages
+
+_LARGE_BYTES: Final = 2 << 20
+"""From here on an array gets pages of its own, which may be huge ones."""
 
 
 class Destinations:
@@ -105,7 +107,7 @@ class Destinations:
             data = self._gathered.get(number)
             if data is None:
                 size_bytes = self._left_bytes[number] = leaf.end - leaf.begin
-                data = memoryview(bytearray(size_bytes)) if size_bytes < PIECE_BYTES else take_pages(size_bytes)
+                data = memoryview(bytearray(size_bytes)) if size_bytes < _LARGE_BYTES else take_pages(size_bytes)
                 self._gathered[number] = data
         return data[begin - leaf.begin : end - leaf.begin]
 

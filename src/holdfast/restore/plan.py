@@ -9,8 +9,9 @@ from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
 from holdfast.restore.handoffs import Piece
 
-PIECE_BYTES: Final = 2 << 20
-"""One read, if no span is longer. What was read is then still in the processor's cache when its digests are taken."""
+PIECE_BYTES: Final = 8 << 20
+"""What one thread reads before it asks for more, if no span is longer: large enough that threads seldom wait for each
+other, small enough that they end together."""
 
 _MOST_SPANS: Final = 1 << 12
 """In one piece, so that an index with spans of a few bytes takes no memory to speak of."""

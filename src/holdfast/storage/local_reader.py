@@ -20,11 +20,14 @@ from holdfast.storage.scratch import Scratch
 _SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A shorter read goes through the page cache, which reads ahead for the next one."""
 
-_BOUNCE_BYTES: Final = (2 << 20) + 2 * PAGE_BYTES
-"""Holds the pages on which two MiB lie, wherever they begin."""
-
 _CACHED_BYTES: Final = 1 << 20
 """So much is read through the page cache, and yielded, at a time: the processor's own cache still holds it then."""
+
+_DIRECT_BYTES: Final = 2 << 20
+"""The same past the page cache, where the disk is the slower for smaller reads."""
+
+_BOUNCE_BYTES: Final = _DIRECT_BYTES + 2 * PAGE_BYTES
+"""Holds the pages on which as much lies, wherever it begins."""
 
 _MOST_PARTS: Final = 1024
 """How many places of memory one call of the system fills."""
@@ -83,11 +86,12 @@ class LocalReader:
         is_large = size_bytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
         if is_large and self._direct and self._residency and not self._residency.holds(offset_bytes, end_bytes):
             with self._direct.use() as descriptor, self._errors():
-                self._read_direct(descriptor, offset_bytes, size_bytes, parts)
-            yield from parts
+                for batch in _batches(parts, _DIRECT_BYTES):
+                    offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
+                    yield from batch
         else:
             with self._shared.use() as descriptor, self._errors():
-                for batch in _batches(parts):
+                for batch in _batches(parts, _CACHED_BYTES):
                     offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
                     yield from batch
 
@@ -120,8 +124,9 @@ class LocalReader:
                 parts = parts_beyond(parts, got_bytes)
         return offset_bytes
 
-    def _read_direct(self, descriptor: int, offset_bytes: int, left_bytes: int, parts: Sequence[memoryview]) -> None:
-        """Reads whole pages into aligned memory and copies from there what was asked for."""
+    def _read_direct(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
+        """Reads whole pages into aligned memory, copies from there what was asked for, and returns where that ends."""
+        left_bytes = sum(map(len, parts))
         bounce = self._bounce.take(_BOUNCE_BYTES)
         while left_bytes:
             first_bytes = round_down(offset_bytes)
@@ -136,6 +141,7 @@ class LocalReader:
             offset_bytes += got_bytes
             if left_bytes:
                 parts = parts_beyond(parts, got_bytes)
+        return offset_bytes
 
     def _too_short(self, end_bytes: int, missing_bytes: int) -> DamageError:
         return DamageError(
@@ -146,11 +152,11 @@ class LocalReader:
         )
 
 
-def _batches(parts: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
-    """Cuts places of memory into runs, each for one call of the system."""
+def _batches(parts: Sequence[memoryview], least_bytes: int) -> Iterator[Sequence[memoryview]]:
+    """Cuts places of memory into runs of so many bytes or a little more, each for one call of the system."""
     first = size_bytes = 0
     for number, part in enumerate(parts):
-        if size_bytes >= _CACHED_BYTES or number - first == _MOST_PARTS:
+        if size_bytes >= least_bytes or number - first == _MOST_PARTS:
             yield parts[first:number]
             first, size_bytes = number, 0
         size_bytes += len(part)
