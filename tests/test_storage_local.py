@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import shutil
@@ -11,9 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +24,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import Entry, LocalStorage
-from holdfast.storage.descriptors import SharedDescriptor
+from holdfast.storage.descriptors import SharedDescriptor, open_directory
 from holdfast.storage.direct import PAGE_BYTES
 from holdfast.storage.local_writer import LocalWriter
 from patience import read_line
@@ -419,3 +422,43 @@ def test_reads_that_pass_by_the_cache_see_the_same_bytes(tmp_path: Path, direct:
             reader.read_into(size_bytes - (1 << 20), memoryview(bytearray(2 << 20)))
     finally:
         reader.close()
+
+
+def test_an_interrupt_on_the_way_closes_no_file_of_another(tmp_path: Path) -> None:
+    """A number that was given back may be another file's by the time that Ctrl-C is acted on."""
+    deepest = tmp_path / "one" / "two"
+    deepest.mkdir(parents=True)
+    others: list[int] = []
+    point = 0
+    struck = True
+    while struck:
+        struck = False
+        left = point
+
+        def strike(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left, struck
+            if frame.f_code is not inspect.unwrap(open_directory).__code__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                if left == 0:
+                    struck = True
+                    # What another thread may do now: it gets the lowest number that is free.
+                    others.append(os.open(tmp_path, os.O_RDONLY))
+                    raise KeyboardInterrupt
+                left -= 1
+            return strike
+
+        before = sys.gettrace()
+        sys.settrace(strike)
+        try:
+            with suppress(KeyboardInterrupt), open_directory(tmp_path, ("one", "two")) as descriptor:
+                assert os.path.samestat(os.fstat(descriptor), deepest.stat())
+        finally:
+            sys.settrace(before)
+        while others:
+            other = others.pop()
+            assert os.path.samestat(os.fstat(other), tmp_path.stat()), f"closed under it at point {point}"
+            os.close(other)
+        point += 1
+    assert point > 20

@@ -85,9 +85,10 @@ def open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
     descriptor = os.open(root, _DIRECTORY)
     try:
         for part in parts:
-            deeper = _open_below(descriptor, part)
-            os.close(descriptor)
-            descriptor = deeper
+            # Closed once it is no longer this one's: Ctrl-C in between must not let it be closed twice, when the number
+            # may be another file's.
+            above, descriptor = descriptor, _open_below(descriptor, part)
+            os.close(above)
         yield descriptor
     finally:
         os.close(descriptor)
