@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from holdfast.storage.addresses import MEMORY
+from holdfast.storage.parts import batches
 
 Job: TypeAlias = Callable[[], object]
 Move: TypeAlias = tuple[int, int, int]
 """Where to, where from, and how many bytes."""
 NativeCopy: TypeAlias = "Callable[[array[int], array[int], array[int]], None]"
 """Takes columns of the same length: where to, where from, and how many bytes."""
-_T = TypeVar("_T")
 
-_PART_BYTES: Final = 16 << 20
+PART_BYTES: Final = 16 << 20
 """What one thread copies of a large array at a time, so that the work is shared out evenly."""
 
 _NATIVE_BATCH_BYTES: Final = 4 << 20
@@ -64,24 +64,10 @@ def plan_jobs(moves: Sequence[Move], *, native: bool = True) -> list[Job]:
     if copy is None:
         large = (move for move in moves if move[2] >= _LARGE_BYTES)
         # The small ones last, so that the other threads have something to do meanwhile.
-        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, _PART_BYTES)]
+        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, PART_BYTES)]
         return [*jobs, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
     parts = _cut(moves, _NATIVE_BATCH_BYTES)
     return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
-
-
-def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int = _PART_BYTES) -> Iterator[list[_T]]:
-    """Cuts a sequence into runs of about so many bytes."""
-    batch: list[_T] = []
-    batch_bytes = 0
-    for item in items:
-        batch.append(item)
-        batch_bytes += size_of(item)
-        if batch_bytes >= limit_bytes:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:

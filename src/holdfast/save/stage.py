@@ -14,9 +14,10 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
-from holdfast.save.moves import Job, Move, batches, plan_jobs
+from holdfast.save.moves import PART_BYTES, Job, Move, plan_jobs
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
+from holdfast.storage.parts import batches
 
 
 class Stager:
@@ -86,7 +87,7 @@ class Stager:
                 if devices is not None:
                     self._buffer.pin(devices.pin)
                     moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
-                for batch in batches(own, plan.sizes.__getitem__):
+                for batch in batches(own, plan.sizes.__getitem__, PART_BYTES):
                     leaves = [plan.order[place] for place in batch]
                     arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]

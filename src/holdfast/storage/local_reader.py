@@ -12,7 +12,7 @@ from holdfast.errors import DamageError, UsageError
 from holdfast.storage.descriptors import SharedDescriptor
 from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
-from holdfast.storage.parts import fill_parts, parts_beyond
+from holdfast.storage.parts import batches, fill_parts, parts_beyond
 from holdfast.storage.pieces import flat
 from holdfast.storage.residency import Residency
 from holdfast.storage.scratch import Scratch
@@ -86,12 +86,12 @@ class LocalReader:
         is_large = size_bytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
         if is_large and self._direct and self._residency and not self._residency.holds(offset_bytes, end_bytes):
             with self._direct.use() as descriptor, self._errors():
-                for batch in _batches(parts, _DIRECT_BYTES):
+                for batch in batches(parts, len, _DIRECT_BYTES):
                     offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
                     yield from batch
         else:
             with self._shared.use() as descriptor, self._errors():
-                for batch in _batches(parts, _CACHED_BYTES):
+                for batch in batches(parts, len, _CACHED_BYTES):
                     offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
                     yield from batch
 
@@ -115,7 +115,7 @@ class LocalReader:
         left_bytes = sum(map(len, parts))
         while left_bytes:
             # Python calls again after EINTR; a long read may come back short without being at the end.
-            got_bytes = os.preadv(descriptor, parts, offset_bytes)
+            got_bytes = os.preadv(descriptor, parts[:_MOST_PARTS], offset_bytes)
             if got_bytes == 0:
                 raise self._too_short(offset_bytes, left_bytes)
             left_bytes -= got_bytes
@@ -150,15 +150,3 @@ class LocalReader:
             offset_bytes=end_bytes,
             hint="the file was cut short: restore an older step",
         )
-
-
-def _batches(parts: Sequence[memoryview], least_bytes: int) -> Iterator[Sequence[memoryview]]:
-    """Cuts places of memory into runs of so many bytes or a little more, each for one call of the system."""
-    first = size_bytes = 0
-    for number, part in enumerate(parts):
-        if size_bytes >= least_bytes or number - first == _MOST_PARTS:
-            yield parts[first:number]
-            first, size_bytes = number, 0
-        size_bytes += len(part)
-    if parts:
-        yield parts[first:]

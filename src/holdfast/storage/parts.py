@@ -1,15 +1,31 @@
-"""Many places of memory that are filled from one piece of a file."""
+"""Many places of memory, and what is done with them in few calls."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
 
 from holdfast.storage.direct import address_of
 
 _SMALLEST_SHARED_BYTES: Final = 1 << 17
 """While as much is copied, other threads may run. To let them costs more than a smaller copy takes."""
+
+_T = TypeVar("_T")
+
+
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int) -> Iterator[list[_T]]:
+    """Cuts a sequence into runs of about so many bytes."""
+    batch: list[_T] = []
+    batch_bytes = 0
+    for item in items:
+        batch.append(item)
+        batch_bytes += size_of(item)
+        if batch_bytes >= limit_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def fill_parts(parts: Sequence[memoryview], data: memoryview) -> None:
