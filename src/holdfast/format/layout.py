@@ -1,8 +1,9 @@
 """Where each array lies in a data file. Pure.
 
 A data file is a plain safetensors file: eight bytes with the header's length, a JSON header padded with spaces so that
-the arrays begin on a multiple of 4096 bytes, and the arrays one behind the other without gaps. Those with larger
-elements come first, so that each array is aligned to its own elements.
+the arrays begin on a multiple of 4096 bytes, and the arrays one behind the other without gaps. Those whose sizes are
+multiples of a line of the processor's cache come first, then of half a line, and so on: so each array is aligned to its
+own elements, and all but the odd ones to a line, as they are in memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.format.dtypes import ITEM_BYTES, array_bytes
+from holdfast.format.dtypes import array_bytes
 
 ALIGNMENT_BYTES: Final = 4096
 """What direct I/O asks of addresses, offsets and lengths on every device in use."""
+
+_LINE_BYTES: Final = 64
+"""A copy or read between two places that lie alike in their lines is the faster."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit that safetensors readers set for a header."""
@@ -73,7 +77,7 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
     Raises:
         UsageError: If there are so many arrays that readers of safetensors would refuse the header.
     """
-    ordered = sorted(arrays, key=lambda array: (-ITEM_BYTES[array[1]], array[0]))
+    ordered = sorted(arrays, key=lambda array: (-_alignment_bytes(array[1], array[2]), array[0]))
     header: dict[str, object] = {METADATA_KEY: dict(metadata)}
     spans: list[tuple[int, int]] = []
     offset = 0
@@ -103,6 +107,12 @@ def relabel(layout: Layout, metadata: Mapping[str, str]) -> Layout | None:
     if round_up(8 + len(encoded)) != len(layout.header):
         return None
     return replace(layout, header=_frame(encoded, len(layout.header)))
+
+
+def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """The largest power of two, up to a line, of which the array's size is a multiple; so its elements' size is one."""
+    size_bytes = array_bytes(dtype, shape) | _LINE_BYTES
+    return size_bytes & -size_bytes
 
 
 def _opening(metadata: Mapping[str, str]) -> bytes:
