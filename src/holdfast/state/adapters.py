@@ -93,6 +93,26 @@ class Loading(Protocol):
         """
         ...
 
+    def values(
+        self,
+        stored: Mapping[str, Skeleton],
+        live: Mapping[str, Any],
+        *at: str,
+        rules: Rules = HANDED_OVER,
+        like: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What `value` gives for each of many parts, found all at once where nothing is odd about any.
+
+        Args:
+            stored: The parts, by name.
+            live: The present values by the same names, of those that there are. A part may be an array or a dict of
+                such.
+            at: Where they all stand.
+            rules: As for `value`, for each of them.
+            like: As for `value`, by the same names.
+        """
+        ...
+
     def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
         """The shape of the stored array that a node refers to; None if it refers to none."""
         ...

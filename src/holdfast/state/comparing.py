@@ -13,14 +13,15 @@ import msgspec
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
 from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import MAX_DEPTH, escape
+from holdfast.format.encoding import MAX_DEPTH
 from holdfast.format.scalars import ENCODERS
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Rules
+from holdfast.state.adapters import OWNED, Adapter
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
 from holdfast.state.finding import holds_state, state_paths
-from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.leaves import ArraySpec, Differences
+from holdfast.state.loading import ObjectLoading
 from holdfast.state.pending import Finished, finish_arrays
 from holdfast.state.registry import (
     INTEGRATIONS,
@@ -259,56 +260,6 @@ class Comparison(Decoder):
         """Fields are part of the program: they are differences."""
         self.differences.missing += [name for name in missing if self.wants(name)]
         self.differences.extra += [name for name in extra if self.wants(name)]
-
-
-class ObjectLoading:
-    """What an adapter may ask for one object; see `Loading`."""
-
-    def __init__(self, comparison: Comparison, path: str, depth: int) -> None:
-        self.path = path
-        self.scene = comparison.scene
-        self._comparison = comparison
-        self._depth = depth
-
-    @property
-    def differences(self) -> Differences:
-        """Where differences are noted."""
-        return self._comparison.differences
-
-    def name(self, *at: str) -> str:
-        """The path of something in the object."""
-        return "/".join([self.path, *map(escape, at)])
-
-    def complete(self, value: Any) -> Any:
-        """The value, with all arrays in their places."""
-        return self._comparison.complete(value)
-
-    def wants(self, *at: str) -> bool:
-        """Whether what stands there is restored."""
-        return self._comparison.whole or self._comparison.wants(self.name(*at))
-
-    def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
-        """The stored value."""
-        comparison = self._comparison
-        outer, comparison.rules = comparison.rules, rules
-        outer_like, comparison.like = comparison.like, like
-        try:
-            path = self.name(*at)
-            value = comparison.decode(stored, UNFILLED if live is None else live, path, self._depth + len(at))
-        finally:
-            comparison.rules, comparison.like = outer, outer_like
-        return live if value is ABSENT else value
-
-    def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
-        """The shape of a stored array."""
-        leaf = stored.get("v") if type(stored) is dict and stored.get("$") == "array" else None
-        return self._comparison.shape_of(leaf) if type(leaf) is str else None
-
-    def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
-        """The parts of a stored dict."""
-        if type(stored) is not dict or "$" in stored:
-            raise malformed(self.name(*at), "a dict is expected")
-        return stored
 
 
 def _as_state(node: Any, live: Any) -> Any:

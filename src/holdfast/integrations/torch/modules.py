@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.adapters import HANDED_OVER, OWNED, Adapter, Loading, Scene
+from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
 
 # What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
@@ -68,22 +68,20 @@ class ModuleAdapter(Adapter):
         own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
         special = _special_prefixes(obj)
         custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
-        values: dict[str, Any] = {}
-        new_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, value in live.items():
-            node = nodes.get(key, _NOTHING)
-            direct = id(value) in own and not key.startswith(special)
-            custom = custom or not direct
-            if node is _NOTHING or not loading.wants(key):
-                values[key] = value
-            else:
-                values[key] = loading.value(node, value, key, rules=OWNED if direct else HANDED_OVER)
-                if values[key] is not value and id(value) in own and not _BACKEND.fillable(value):
-                    new_memory.append((value, values[key]))
+        direct = {key for key, value in live.items() if id(value) in own and not key.startswith(special)}
+        custom = custom or len(direct) < len(live)
+        values = dict(live)
+        wanted = [key for key in live if key in nodes and loading.wants(key)]
+        values |= loading.values({key: nodes[key] for key in wanted if key in direct}, live, rules=OWNED)
+        values |= loading.values({key: nodes[key] for key in wanted if key not in direct}, live)
+        new_memory = [
+            (value, values[key])
+            for key, value in live.items()
+            if values[key] is not value and id(value) in own and not _BACKEND.fillable(value)
+        ]
         return lambda: _finish(obj, values if custom else None, new_memory)
 
 
-_NOTHING: Final = object()
 _BACKEND: Final = TorchBackend()
 
 

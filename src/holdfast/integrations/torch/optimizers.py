@@ -353,21 +353,17 @@ def _match_state(
     loading: Loading,
 ) -> dict[int, Any]:
     """The state to load, by torch's numbers. A known parameter without stored state had none yet."""
-    state: dict[int, Any] = {}
-    for number, name in enumerate(layout.names):
-        value = live = present.get(number)
-        if name in stays:
-            pass
-        elif name in nodes:
-            # None where there is no state yet: what is stored comes as it is, and torch moves it to the device; or it
-            # comes as the parameter is divided, if it is.
-            like = layout.parameters[number]
-            value = loading.value(nodes[name], live, "state", name, rules=REPLACED, like=like)
-        elif name in known and loading.wants("state", name):
-            value = None
-        if value is not None:
-            state[number] = value
-    return state
+    numbers = {name: number for number, name in enumerate(layout.names)}
+    live = {name: present[number] for name, number in numbers.items() if number in present}
+    # Where there is no state yet, what is stored comes as it is, and torch moves it to the device; or it comes as the
+    # parameter is divided, if it is.
+    like = dict(zip(layout.names, layout.parameters, strict=True))
+    taken = {name: nodes[name] for name in layout.names if name in nodes and name not in stays}
+    values = loading.values(taken, live, "state", rules=REPLACED, like=like)
+    for name, value in live.items():
+        if name in stays or (name not in nodes and not (name in known and loading.wants("state", name))):
+            values[name] = value
+    return {numbers[name]: value for name, value in values.items() if value is not None}
 
 
 def _load(optimizer: torch.optim.Optimizer, ready: dict[str, Any], layout: _Layout) -> None:
