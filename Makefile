@@ -12,6 +12,7 @@ ifneq ($(and $(filter bench,$(MAKECMDGOALS)),$(filter-out 1 1,$(words $(PEERS)) 
 $(error PEERS is "all" or "light", not "$(PEERS)")
 endif
 RAY_VENV ?= .venv-ray
+COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_reads.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
@@ -47,16 +48,16 @@ bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info src/holdfast/save/_moves.*.so
+	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt src/holdfast/save/_moves.c
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)
-	rm -f src/holdfast/save/_moves.*.so
+	rm -f $(COMPILED:.c=.*.so)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@

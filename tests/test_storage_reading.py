@@ -16,15 +16,18 @@ import holdfast as hf
 from command_line import flip_bit
 from holdfast.cli.verdicts import Outcome, judge_step
 from holdfast.errors import DamageError
+from holdfast.format.digests import digest
 from holdfast.interchange.export import export_checkpoint
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES, address_of
+from holdfast.storage.local_reader import LocalReader
 from holdfast.storage.parts import fill_parts, parts_beyond
 from holdfast.storage.residency import Residency
 from holdfast.storage.scratch import Scratch, take_pages
 
 
-def test_many_places_are_filled_past_the_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_many_places_are_filled_past_the_cache(native: bool, tmp_path: Path) -> None:
     size_bytes = (9 << 20) + 123
     content = os.urandom(1 << 20) * 10
     content = content[:size_bytes]
@@ -32,14 +35,14 @@ def test_many_places_are_filled_past_the_cache(tmp_path: Path) -> None:
     with (tmp_path / "file").open("rb+") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    reader = LocalStorage(tmp_path).open_reader("file")
+    reader = LocalReader(os.open(tmp_path / "file", os.O_RDONLY), "file", tmp_path, size_bytes, native=native)
     try:
         for offset in (0, 4096, 4097):
             lengths = [7, 0, 5 << 20, 200_000, *[1000] * 2000, (1 << 20) + 1]
             memory = bytearray(sum(lengths))
             view = memoryview(memory)
             parts = [view[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
-            assert [len(part) for part in reader.read_each(offset, parts)] == lengths
+            assert reader.read_digested(offset, parts) == list(map(digest, parts))
             assert memory == content[offset : offset + len(memory)]
     finally:
         reader.close()

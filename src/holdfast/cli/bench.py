@@ -114,6 +114,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
     from holdfast.cli.bench_progress import bench_progress
     from holdfast.cli.bench_report import BenchReport
     from holdfast.save.moves import NATIVE
+    from holdfast.storage.reads import find_native
 
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
@@ -141,7 +142,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
             swept=swept,
             plan=plan,
             measured=measured,
-            is_compiled=NATIVE is not None,
+            is_compiled=NATIVE is not None and find_native() is not None,
         )
     )
     return BenchReport(subject, file_system, wish, plan, measured, costs, advice, mtbf_seconds, step_seconds, notices)

@@ -62,7 +62,7 @@ class Circumstances:
         swept: What earlier benches had left.
         plan: How much was saved in a trial, and why it was no more.
         measured: What was found.
-        is_compiled: Whether holdfast has its compiled copy.
+        is_compiled: Whether holdfast has its compiled copy and read.
     """
 
     size_bytes: int
@@ -122,8 +122,8 @@ def _about_figures(known: Circumstances) -> Iterator[Notice]:
     if not known.is_compiled:
         yield Notice(
             "not_compiled",
-            "holdfast was installed without a C compiler, and copies the state by way of the C library: where there is "
-            "one, installed anew, a save may hold training up for less",
+            "holdfast was installed without a C compiler, and copies and reads the state with what Python has: where "
+            "there is one, installed anew, a save may hold training up for less, and a restore be quicker",
         )
     if measured.restore_cold_seconds is None:
         yield Notice(

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Final
 
 from holdfast.errors import DamageError
-from holdfast.format.digests import digest_each
 from holdfast.format.index import Index
 from holdfast.restore.destinations import Destinations
 from holdfast.restore.handoffs import Parts, Piece
@@ -63,7 +62,7 @@ def read_pieces(
 
     def read(piece: Piece) -> None:
         parts = parts_of(piece)
-        receive(piece, parts, digest_each(reader.read_each(piece.begin, parts)))
+        receive(piece, parts, reader.read_digested(piece.begin, parts))
 
     crew = Crew(max(1, min(threads, reader.size_bytes // PIECE_BYTES)), "holdfast-read")
     try:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from holdfast.errors import DamageError, UsageError
+from holdfast.format.digests import digest_each
 from holdfast.storage.descriptors import SharedDescriptor
 from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.parts import batches, fill_parts, parts_beyond
 from holdfast.storage.pieces import flat
+from holdfast.storage.reads import NO_PAGES, find_native
 from holdfast.storage.residency import Residency
 from holdfast.storage.scratch import Scratch
 
@@ -21,7 +24,7 @@ _SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A shorter read goes through the page cache, which reads ahead for the next one."""
 
 _CACHED_BYTES: Final = 1 << 20
-"""So much is read through the page cache, and yielded, at a time: the processor's own cache still holds it then."""
+"""So much is read through the page cache, and digested, at a time: the processor's own cache still holds it then."""
 
 _DIRECT_BYTES: Final = 2 << 20
 """The same past the page cache, where the disk is the slower for smaller reads."""
@@ -43,8 +46,11 @@ class LocalReader:
         size_bytes: The file's size when it was opened.
     """
 
-    def __init__(self, descriptor: int, path: str, root: Path, size_bytes: int, *, direct: bool = True) -> None:
+    def __init__(
+        self, descriptor: int, path: str, root: Path, size_bytes: int, *, direct: bool = True, native: bool = True
+    ) -> None:
         self.size_bytes = size_bytes
+        self._wants_native = native
         self._shared = SharedDescriptor(descriptor, f"the reader of {root / path}")
         self._path = path
         self._root = root
@@ -65,35 +71,28 @@ class LocalReader:
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
-        for _ in self.read_each(offset_bytes, [flat(into)]):
-            pass
+        deque(self._fill_each(offset_bytes, [flat(into)]), maxlen=0)
 
-    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-        """**Thread-safe.** **Blocks.** Fills many places of memory, which lie one behind the other in the file.
-
-        Yields:
-            Each of them, in order, once it is full; the file stays open until all are, or the iterator is closed.
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** **Blocks.** Fills many places of memory, and gives the digest of each; see `FileReader`.
 
         Raises:
             DamageError: If the file ends before all are full.
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
-        if offset_bytes < 0:
-            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+        native = find_native() if self._wants_native else None
+        if native is None:
+            return digest_each(self._fill_each(offset_bytes, parts))
+        self._check(offset_bytes)
         size_bytes = sum(map(len, parts))
-        end_bytes = offset_bytes + size_bytes
-        is_large = size_bytes >= _SMALLEST_DIRECT_BYTES and end_bytes <= self.size_bytes
-        if is_large and self._direct and self._residency and not self._residency.holds(offset_bytes, end_bytes):
-            with self._direct.use() as descriptor, self._errors():
-                for batch in batches(parts, len, _DIRECT_BYTES):
-                    offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
-                    yield from batch
-        else:
-            with self._shared.use() as descriptor, self._errors():
-                for batch in batches(parts, len, _CACHED_BYTES):
-                    offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
-                    yield from batch
+        direct = self._direct_for(offset_bytes, size_bytes)
+        pages = NO_PAGES if direct is None else self._bounce.take(_BOUNCE_BYTES)
+        with (direct or self._shared).use() as descriptor, self._errors():
+            end_bytes, digests = native(descriptor, offset_bytes, parts, pages)
+        if end_bytes < offset_bytes + size_bytes:
+            raise self._too_short(end_bytes, offset_bytes + size_bytes - end_bytes)
+        return digests
 
     def close(self) -> None:
         """Closes, once reads in flight have come back; harmless twice."""
@@ -109,6 +108,32 @@ class LocalReader:
     def _errors(self) -> Iterator[None]:
         with lost_bytes_as_damage(self._path), as_storage_errors("read", self._path, self._root):
             yield
+
+    def _check(self, offset_bytes: int) -> None:
+        if offset_bytes < 0:
+            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+
+    def _direct_for(self, offset_bytes: int, size_bytes: int) -> SharedDescriptor | None:
+        """What a read goes by that passes by the page cache; None if it goes through it."""
+        end_bytes = offset_bytes + size_bytes
+        if self._residency is None or size_bytes < _SMALLEST_DIRECT_BYTES or end_bytes > self.size_bytes:
+            return None
+        return None if self._residency.holds(offset_bytes, end_bytes) else self._direct
+
+    def _fill_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        """Yields each part, in order, once it is full; the file stays open until all are, or the iterator is closed."""
+        self._check(offset_bytes)
+        direct = self._direct_for(offset_bytes, sum(map(len, parts)))
+        if direct is not None:
+            with direct.use() as descriptor, self._errors():
+                for batch in batches(parts, len, _DIRECT_BYTES):
+                    offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
+                    yield from batch
+        else:
+            with self._shared.use() as descriptor, self._errors():
+                for batch in batches(parts, len, _CACHED_BYTES):
+                    offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
+                    yield from batch
 
     def _read_cached(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
         """Reads straight into the parts, and returns where in the file they end."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.format.digests import digest_each
 from holdfast.storage.paths import split_directory, split_path, trash_name
 from holdfast.storage.pieces import check_size, flat, kept_bytes, missing_error
 from holdfast.storage.protocol import Entry
@@ -256,12 +257,12 @@ class MemoryReader:
         if wanted.nbytes:
             wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
 
-    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-        """**Thread-safe.** Fills many places of memory from the file; see `FileReader`."""
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** Fills many places of memory, and gives the digest of each; see `FileReader`."""
         for part in parts:
             self.read_into(offset_bytes, part)
             offset_bytes += part.nbytes
-            yield part
+        return digest_each(parts)
 
     def close(self) -> None:
         """Gives the file back; harmless twice."""

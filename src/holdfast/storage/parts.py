@@ -15,15 +15,16 @@ _T = TypeVar("_T")
 
 
 def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int) -> Iterator[list[_T]]:
-    """Cuts a sequence into runs of about so many bytes."""
+    """Cuts a sequence into runs of at most so many bytes, or of one item that is larger."""
     batch: list[_T] = []
     batch_bytes = 0
     for item in items:
-        batch.append(item)
-        batch_bytes += size_of(item)
-        if batch_bytes >= limit_bytes:
+        size_bytes = size_of(item)
+        batch_bytes += size_bytes
+        if batch_bytes > limit_bytes and batch:
             yield batch
-            batch, batch_bytes = [], 0
+            batch, batch_bytes = [], size_bytes
+        batch.append(item)
     if batch:
         yield batch
 

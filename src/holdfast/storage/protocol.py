@@ -7,7 +7,7 @@ that form. Methods are thread-safe unless they say otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -66,16 +66,16 @@ class FileReader(Protocol):
         """
         ...
 
-    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
         """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file.
 
         Args:
             offset_bytes: Where the first of them begins in the file.
             parts: Contiguous, of format `B`; the memory of each is its own.
 
-        Yields:
-            Each of them, in order, once it is full and while the processor's cache may still hold it. What has not
-            been asked for may not have been read.
+        Returns:
+            The digest of what each holds now (see `holdfast.format.digests.digest`), taken while the processor's cache
+            has it.
 
         Raises:
             DamageError: If the file ends before all are full.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -29,7 +29,7 @@ class Call:
     """One storage call, as it was counted.
 
     Attributes:
-        name: The method: one of `Storage`'s, or `write_at`, `finish`, `read_into` or `read_each`.
+        name: The method: one of `Storage`'s, or `write_at`, `finish`, `read_into` or `read_digested`.
         path: What it was about.
     """
 
@@ -71,7 +71,7 @@ class Fault:
 class FaultyStorage:
     """**Thread-safe.** Another storage, whose calls are counted and fail where a plan says so.
 
-    Every method of `Storage` is a call, and so are `write_at`, `finish`, `read_into` and `read_each`; the URL,
+    Every method of `Storage` is a call, and so are `write_at`, `finish`, `read_into` and `read_digested`; the URL,
     `abandon` and `close` are none, and work after death too, since they change nothing. Calls are let through one at a
     time, so that a call's number says exactly which others were done before it.
     """
@@ -274,15 +274,16 @@ class _FaultyReader:
             Call("read_into", self._path), lambda: self._inner.read_into(offset_bytes, into), do_half
         )
 
-    def read_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        found: list[str] = []
+
         def read(wanted: Sequence[memoryview]) -> None:
-            for _ in self._inner.read_each(offset_bytes, wanted):
-                pass
+            found[:] = self._inner.read_digested(offset_bytes, wanted)
 
         self._gate.pass_through(
-            Call("read_each", self._path), lambda: read(parts), lambda: read(parts[: len(parts) // 2])
+            Call("read_digested", self._path), lambda: read(parts), lambda: read(parts[: len(parts) // 2])
         )
-        yield from parts
+        return found
 
     def close(self) -> None:
         self._inner.close()
