@@ -246,7 +246,9 @@ def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None
         print(restored.step, array.min(), array.max(), len(restored.passed_over))
         """
     log = str(tmp_path.parent / "log")
-    inject = ["-e", "trace=preadv,preadv2", "-e", "inject=preadv,preadv2:error=EIO:when=1"]
+    (data,) = tmp_path.glob("step-000000002.*/data-*")
+    calls = "pread64,preadv,preadv2"
+    inject = ["-P", str(data), "-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO:when=1"]
     done = subprocess.run(
         ["strace", "-f", "-o", log, *inject, sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
         capture_output=True,
