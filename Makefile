@@ -12,7 +12,7 @@ ifneq ($(and $(filter bench,$(MAKECMDGOALS)),$(filter-out 1 1,$(words $(PEERS)) 
 $(error PEERS is "all" or "light", not "$(PEERS)")
 endif
 RAY_VENV ?= .venv-ray
-COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_reads.c
+COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=

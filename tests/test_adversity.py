@@ -261,6 +261,42 @@ def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None
     assert done.stdout == "1 1.0 1.0 1\n", done.stderr
 
 
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("signal_name", ["", "SIGINT"])
+def test_a_read_that_is_cut_short_goes_on_unless_somebody_interrupts_it(tmp_path: Path, signal_name: str) -> None:
+    """As on a file system whose server does not answer, where a read returns when a signal comes."""
+    array = np.arange(100_000.0)
+    with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(a=array)) as manager:
+        manager.save(1)
+    program = """
+        import sys, numpy as np, holdfast as hf
+        array = np.zeros(100_000)
+        try:
+            hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array)).restore()
+        except KeyboardInterrupt:
+            print("interrupted", end=" ")
+        print(array.sum())
+        """
+    (data,) = (tmp_path / "run").glob("step-*/data-*")
+    calls = "pread64,preadv,preadv2"
+    run = str(tmp_path / "run")
+    fault = f"inject={calls}:error=EINTR" + (f":signal={signal_name}:when=2+" if signal_name else ":when=2..4")
+    inject = ["-P", str(data), "-e", f"trace={calls}", "-e", fault]
+    done = subprocess.run(
+        ["strace", "-f", "-o", str(tmp_path / "log"), *inject, sys.executable, "-c", textwrap.dedent(program), run],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode != 0 and "ptrace" in done.stderr:
+        pytest.skip("strace may not trace here")
+    if signal_name:
+        assert done.stdout.startswith("interrupted "), done.stdout + done.stderr
+    else:
+        assert done.stdout == f"{array.sum()}\n", done.stderr
+
+
 def test_a_sink_that_leaves_hangs_nobody() -> None:
     def sink(event: Event) -> None:
         raise SystemExit(3)

@@ -34,9 +34,8 @@ from holdfast.catalog import read_catalog
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.wording import rough_text
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
-from holdfast.save.moves import NATIVE
-from holdfast.storage import LocalStorage
-from holdfast.storage.reads import find_native
+from holdfast.save import moves
+from holdfast.storage import LocalStorage, digesting
 from mounts import mounted
 
 SMALL: Final = ("--size", "3MB", "--rounds", "2")
@@ -90,7 +89,7 @@ def test_json_is_consistent(document: dict[str, Any]) -> None:
         assert costs["durable"] == costs["durable_new"]
     assert (costs["restore_cold"] is None) == (rates["read_cold"] is None) == ("no_cold_read" in kinds(document))
     assert document["is_direct"] == ("not_direct" not in kinds(document))
-    assert ("not_compiled" in kinds(document)) == (NATIVE is None or find_native() is None)
+    assert ("not_compiled" in kinds(document)) == (moves.NATIVE is None or digesting.NATIVE is None)
 
 
 def test_json_advice(document: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ IMPORT_BY_NAME = {
     "save/moves.py",
     "state/comparing.py",
     "state/registry.py",
-    "storage/reads.py",
+    "storage/digesting.py",
 }
 """These import by name, out of fixed tables: of the verbs, of the integrations; and what is compiled."""
 

@@ -27,6 +27,7 @@ from holdfast.restore.read import read_targets
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
+from holdfast.state.loading import ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
 from holdfast.storage.local import LocalStorage
@@ -242,11 +243,30 @@ class Singly(Comparison):
         return ()
 
 
-def compare(cls: type[Comparison], stored: Stored, live: Any, rules: Rules) -> tuple[object, ...]:
+class Together(Comparison):
+    """Fails where it would look at an array by itself."""
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        raise AssertionError(path)
+
+
+Decode = Callable[[Comparison, Stored, Any], Any]
+
+
+def decode_all(comparison: Comparison, stored: Stored, live: Any) -> Any:
+    """As a tree of values is matched."""
+    return comparison.decode(stored.objects["all"], live, "all")
+
+
+def compare(
+    cls: type[Comparison], stored: Stored, live: Any, rules: Rules, decode: Decode = decode_all
+) -> tuple[object, ...]:
     """All that comes of a comparison: arrays by their places in the live container, new ones by their form."""
     comparison = cls({"all": live}, stored.specs, None)
     comparison.rules = rules
-    places = {id(part): place for place, part in enumerate(live.values() if isinstance(live, dict) else live)}
+    parts = list(live.values() if isinstance(live, dict) else live)
+    parts += [inner for part in parts if isinstance(part, dict) for inner in part.values()]
+    places = {id(part): place for place, part in enumerate(parts)}
 
     def known(value: Any) -> object:
         if isinstance(value, (np.ndarray, torch.Tensor)):
@@ -254,7 +274,7 @@ def compare(cls: type[Comparison], stored: Stored, live: Any, rules: Rules) -> t
         return {key: known(part) for key, part in value.items()} if isinstance(value, dict) else value
 
     try:
-        value = comparison.decode(stored.objects["all"], live, "all")
+        value = decode(comparison, stored, live)
     except HoldfastError as error:
         return type(error), error.message
     targets = comparison.claims.targets()
@@ -279,11 +299,62 @@ def test_many_arrays_are_matched_as_each_is(pair: tuple[Any, Any], rules: Rules)
     assert compare(Comparison, stored, live, rules) == compare(Singly, stored, live, rules)
 
 
+@st.composite
+def states(draw: st.DrawFn) -> tuple[Any, Any]:
+    """State as optimizers have it: for each parameter a dict of a few arrays, or one."""
+    size = draw(st.integers(1, 3))
+
+    def grouped(parts: list[Any]) -> dict[str, Any]:
+        groups = [parts[at : at + size] for at in range(0, len(parts), size)]
+        names = ["step", "mean", "square"]
+        return {
+            f"weight{number}": group[0] if number == lone else dict(zip(names, group, strict=False))
+            for number, group in enumerate(groups)
+        }
+
+    lone = draw(st.sampled_from([None, 0, 2]))
+    stored, live = draw(containers().filter(lambda pair: isinstance(pair[0], list)))
+    present = grouped(live)
+    for name in draw(st.sets(st.sampled_from(list(present)), max_size=1)):
+        del present[name]
+    return grouped(stored), present
+
+
+def values_of_each(comparison: Comparison, stored: Stored, live: Any) -> Any:
+    loading, rules = ObjectLoading(comparison, "all", 1), comparison.rules
+    return {
+        name: loading.value(node, live.get(name), name, rules=rules) for name, node in stored.objects["all"].items()
+    }
+
+
+def values_of_all(comparison: Comparison, stored: Stored, live: Any) -> Any:
+    return ObjectLoading(comparison, "all", 1).values(stored.objects["all"], live, rules=comparison.rules)
+
+
+@given(states(), st.sampled_from([OWNED, HANDED_OVER, REPLACED]))
+@settings(max_examples=300, deadline=None)
+def test_the_parts_of_an_object_are_matched_as_each_is(pair: tuple[Any, Any], rules: Rules) -> None:
+    stored, live = store(all=pair[0]), pair[1]
+    together = compare(Comparison, stored, live, rules, values_of_all)
+    assert together == compare(Singly, stored, live, rules, values_of_each)
+
+
+def test_the_state_of_an_optimizer_is_found_together() -> None:
+    state = {f"weight{number}": {"step": torch.zeros(()), "mean": torch.zeros(3)} for number in range(10)}
+    stored = store(all=state)
+    comparison = Together({"all": state}, stored.specs, None)
+    values = ObjectLoading(comparison, "all", 1).values(stored.objects["all"], state, rules=REPLACED)
+    assert all(values[name][key] is tensor for name, part in state.items() for key, tensor in part.items())
+    assert values["weight0"] is not state["weight0"]
+
+
 def test_many_plain_arrays_are_found_together() -> None:
-    for live in ([torch.zeros(3) for _ in range(20)], [np.zeros(3) for _ in range(20)]):
+    kinds: list[list[Any]] = [[torch.zeros(3) for _ in range(20)], [np.zeros(3) for _ in range(20)]]
+    for live in kinds:
+        live.append(live[0])  # Tied parameters are one array under two names.
         stored = store(all=live)
         comparison = Comparison({"all": live}, stored.specs, None)
-        assert comparison.standing(stored.objects["all"], live, 1) == frozenset(range(20))
+        assert comparison.standing(stored.objects["all"], live, 1) == frozenset(range(21))
 
 
 def each_plain(backend: ArrayBackend, items: Sequence[Any]) -> tuple[list[Any], ...] | None:

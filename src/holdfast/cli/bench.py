@@ -113,8 +113,8 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
     from holdfast.cli.bench_notices import Circumstances, find_notices
     from holdfast.cli.bench_progress import bench_progress
     from holdfast.cli.bench_report import BenchReport
-    from holdfast.save.moves import NATIVE
-    from holdfast.storage.reads import find_native
+    from holdfast.save import moves
+    from holdfast.storage import digesting
 
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
@@ -142,7 +142,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
             swept=swept,
             plan=plan,
             measured=measured,
-            is_compiled=NATIVE is not None and find_native() is not None,
+            is_compiled=moves.NATIVE is not None and digesting.NATIVE is not None,
         )
     )
     return BenchReport(subject, file_system, wish, plan, measured, costs, advice, mtbf_seconds, step_seconds, notices)

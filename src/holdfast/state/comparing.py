@@ -132,6 +132,7 @@ class Comparison(Decoder):
             return ()
         own = {cls for cls, backend in served.items() if backend is library}
         places: list[int] = []
+        known: dict[str, Any] = {}
         leaves: list[str] = []
         arrays: list[Any] = []
         for place, (node, live) in enumerate(zip(nodes, lives, strict=True)):
@@ -140,8 +141,11 @@ class Comparison(Decoder):
                 if type(node["v"]) is not str or type(node["k"]) is not str:
                     return ()
                 places.append(place)
-                leaves.append(node["v"])
-                arrays.append(live)
+                # Tied parameters are one array under two names.
+                if known.get(node["v"]) is not live:
+                    known[node["v"]] = live
+                    leaves.append(node["v"])
+                    arrays.append(live)
         specs = [spec for spec in map(self._arrays.get, leaves) if spec is not None]
         if len(specs) < len(leaves) or not self.claims.try_live(leaves, specs, arrays, library):
             return ()

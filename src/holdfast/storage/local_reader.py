@@ -12,11 +12,11 @@ from typing import Final
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.digests import digest_each
 from holdfast.storage.descriptors import SharedDescriptor
+from holdfast.storage.digesting import NATIVE, NO_PAGES
 from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.parts import batches, fill_parts, parts_beyond
 from holdfast.storage.pieces import flat
-from holdfast.storage.reads import NO_PAGES, find_native
 from holdfast.storage.residency import Residency
 from holdfast.storage.scratch import Scratch
 
@@ -81,7 +81,7 @@ class LocalReader:
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
-        native = find_native() if self._wants_native else None
+        native = NATIVE if self._wants_native else None
         if native is None:
             return digest_each(self._fill_each(offset_bytes, parts))
         self._check(offset_bytes)
@@ -89,7 +89,7 @@ class LocalReader:
         direct = self._direct_for(offset_bytes, size_bytes)
         pages = NO_PAGES if direct is None else self._bounce.take(_BOUNCE_BYTES)
         with (direct or self._shared).use() as descriptor, self._errors():
-            end_bytes, digests = native(descriptor, offset_bytes, parts, pages)
+            end_bytes, digests = native.read(descriptor, offset_bytes, parts, pages)
         if end_bytes < offset_bytes + size_bytes:
             raise self._too_short(end_bytes, offset_bytes + size_bytes - end_bytes)
         return digests

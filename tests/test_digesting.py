@@ -1,4 +1,4 @@
-"""Reads that take digests as they go: the compiled ones and Python's do the same."""
+"""Digests of what is read, and of what lies in memory: the compiled ones and Python's are the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import holdfast
 from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
+from holdfast.storage.digesting import NATIVE, NO_PAGES, digest_each
 from holdfast.storage.local_reader import LocalReader
-from holdfast.storage.reads import NO_PAGES, find_native
 
 PACKAGE = Path(holdfast.__file__).parent
 
-COMPILED = pytest.mark.skipif(find_native() is None, reason="it is not compiled here")
+COMPILED = pytest.mark.skipif(NATIVE is None, reason="it is not compiled here")
 WAYS = [pytest.param(True, id="compiled", marks=COMPILED), pytest.param(False, id="python")]
 
 
@@ -29,8 +29,8 @@ WAYS = [pytest.param(True, id="compiled", marks=COMPILED), pytest.param(False, i
     shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="this machine has no compiler, or not Python's header",
 )
-def test_where_a_compiler_is_an_installation_has_the_compiled_read() -> None:
-    assert find_native() is not None, "an installation compiles it: `make clean test`, or `pip install -e .`"
+def test_where_a_compiler_is_an_installation_has_the_compiled_digests() -> None:
+    assert NATIVE is not None, "an installation compiles it: `make clean test`, or `pip install -e .`"
 
 
 def open_reader(file: Path, *, native: bool, direct: bool = False) -> LocalReader:
@@ -74,6 +74,7 @@ def test_each_byte_comes_where_it_belongs_with_its_digest(
     is_right = memory == expected
     assert is_right
     assert digests == [digest(part) for part in parts]
+    assert digest_each(parts) == digests
 
 
 @pytest.mark.parametrize("native", WAYS)
@@ -112,25 +113,24 @@ def test_what_the_device_says_is_an_error_of_the_storage(native: bool, tmp_path:
 @COMPILED
 def test_the_compiled_read_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     """Places that cannot be written, and other addresses than it needs: none is touched."""
-    from holdfast.storage import _reads  # type: ignore[attr-defined]
+    from holdfast.storage import _digesting  # type: ignore[attr-defined]
 
     (tmp_path / "file").write_bytes(bytes(100))
-    native = find_native()
-    assert native is not None
+    assert NATIVE is not None
     with (tmp_path / "file").open("rb") as file:
         writable = bytearray(b"x" * 8)
         with pytest.raises((BufferError, TypeError)):
-            native(file.fileno(), 0, [memoryview(writable), memoryview(b"read only")], NO_PAGES)
+            NATIVE.read(file.fileno(), 0, [memoryview(writable), memoryview(b"read only")], NO_PAGES)
         with pytest.raises(TypeError):
-            native(file.fileno(), 0, [memoryview(writable), 5], NO_PAGES)  # type: ignore[list-item]
+            NATIVE.read(file.fileno(), 0, [memoryview(writable), 5], NO_PAGES)  # type: ignore[list-item]
         with pytest.raises(ValueError, match="five functions"):
-            _reads.read_digested(file.fileno(), 0, [memoryview(writable)], bytes(64), NO_PAGES)
+            _digesting.read_digested(file.fileno(), 0, [memoryview(writable)], bytes(64), NO_PAGES)
         with pytest.raises(ValueError, match="whole pages"):
-            native(file.fileno(), 0, [memoryview(writable)], memoryview(bytearray(4097)))
+            NATIVE.read(file.fileno(), 0, [memoryview(writable)], memoryview(bytearray(4097)))
         assert writable == b"x" * 8
         writable.append(0)  # No view of it is held any more.
         with pytest.raises(OSError, match="Bad file descriptor"):
-            native(-1, 0, [memoryview(writable)], NO_PAGES)
+            NATIVE.read(-1, 0, [memoryview(writable)], NO_PAGES)
 
 
 @pytest.mark.parametrize("is_foreign", [False, True])
@@ -139,10 +139,12 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
     shutil.copytree(PACKAGE, tmp_path / "plain" / "holdfast", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if is_foreign:
         # It reads, and gives other digests.
-        (tmp_path / "plain" / "holdfast" / "storage" / "_reads.py").write_text(
+        (tmp_path / "plain" / "holdfast" / "storage" / "_digesting.py").write_text(
             "import os\n"
             "def read_digested(file, offset, parts, functions, pages):\n"
             "    return offset + os.preadv(file, parts, offset), bytes(16 * len(parts))\n"
+            "def digest_each(parts, functions):\n"
+            "    return 0, bytes(16 * len(parts))\n"
         )
     done = run_python(
         """
@@ -150,9 +152,9 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
         sys.path.insert(0, sys.argv[2])
         import numpy as np, holdfast as hf
         from pathlib import Path
-        from holdfast.storage.reads import NO_PAGES, find_native
+        from holdfast.storage.digesting import NATIVE
 
-        assert hf.__file__.startswith(sys.argv[2]) and find_native() is None
+        assert hf.__file__.startswith(sys.argv[2]) and NATIVE is None
         state = {f"w{size}": np.arange(size, dtype=np.float32) for size in (0, 1, 100, 40_000, 5_000_000)}
         before = {name: array.copy() for name, array in state.items()}
         with hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state)) as manager:

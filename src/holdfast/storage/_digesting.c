@@ -1,0 +1,239 @@
+/* Takes the digests of many places of memory in one call, which may read them from a file before.
+
+   What is read is digested a little at a time, so that it is still in the processor's cache. To come back to the
+   interpreter in between, where threads wait for each other, would take longer than that spares; and the thread that
+   trains is one of those that wait. The digests are those of the xxHash library that Python's package of that name has
+   within it: this file is given its functions.
+
+   A file whose reads pass by the page cache is read into memory that such reads can go to, and copied from there. */
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#define _FILE_OFFSET_BITS 64
+#include <Python.h>
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { BITE = 256 << 10, PAGE = 4096, DIGEST = 16 };
+
+/* xxHash's public interface, as far as it is used here. */
+typedef struct {
+    uint64_t low, high;
+} Hash;
+
+typedef struct {
+    void *(*create)(void);
+    int (*release)(void *state);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *data, size_t size);
+    Hash (*result)(const void *state);
+} Hasher;
+
+static void write_big_endian(unsigned char *to, uint64_t number) {
+    for (int place = 7; place >= 0; place--, number >>= 8)
+        to[place] = (unsigned char)number;
+}
+
+/* A file, and the part of it that lies in memory on its way: pages of it, where there is such memory at all. */
+typedef struct {
+    int file;
+    char *pages;
+    int64_t room, begin, end;
+} Source;
+
+/* How many bytes were read, at least one unless the file ends there; -1 and errno where that failed. */
+static ssize_t read_some(Source *source, int64_t offset, char *to, int64_t wanted, int64_t beyond) {
+    if (source->pages == NULL)
+        return pread(source->file, to, (size_t)wanted, (off_t)offset);
+    if (offset < source->begin || offset >= source->end) {
+        int64_t first = offset / PAGE * PAGE, last = (offset + beyond + PAGE - 1) / PAGE * PAGE;
+        size_t size = (size_t)(last - first < source->room ? last - first : source->room);
+        source->begin = source->end = first;
+        ssize_t got = pread(source->file, source->pages, size, (off_t)first);
+        if (got < 0)
+            return -1;
+        source->end = first + got;
+        if (source->end <= offset)
+            return 0;
+    }
+    int64_t held = source->end - offset;
+    size_t size = (size_t)(held < wanted ? held : wanted);
+    memcpy(to, source->pages + (offset - source->begin), size);
+    return (ssize_t)size;
+}
+
+/* Whether a read that a signal has cut short goes on. Handlers run in the main thread alone, and what they raise ends it:
+   on some file systems a read waits for a server as long as nobody interrupts it. */
+static int goes_on(void) {
+    PyGILState_STATE held = PyGILState_Ensure();
+    int raised = PyErr_CheckSignals();
+    PyGILState_Release(held);
+    return raised == 0;
+}
+
+/* How much was filled: all, or less where the file ends; -1 and errno where that failed. `beyond` is how much will be
+   wanted, from the offset on. */
+static Py_ssize_t fill(Source *source, int64_t offset, char *to, Py_ssize_t size, int64_t beyond, const Hasher *hasher,
+                       void *state) {
+    Py_ssize_t filled = 0;
+    while (filled < size) {
+        int64_t wanted = size - filled < BITE ? size - filled : BITE;
+        ssize_t got = read_some(source, offset + filled, to + filled, wanted, beyond - filled);
+        if (got < 0 && errno == EINTR && goes_on())
+            continue;
+        if (got < 0)
+            return -1;
+        if (got == 0)
+            break;
+        hasher->update(state, to + filled, (size_t)got);
+        filled += got;
+    }
+    return filled;
+}
+
+typedef struct {
+    Py_buffer *parts;
+    Py_ssize_t count;
+} Places;
+
+/* How many places were filled, or just looked at where there is no source, and in `end` where in the file that came to
+   its end; -1 and errno where it failed. */
+static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher *hasher, unsigned char *digests,
+                             int64_t *end) {
+    void *state = hasher->create();
+    if (state == NULL) {
+        errno = ENOMEM;
+        return -1;
+    }
+    int64_t beyond = 0;
+    for (Py_ssize_t place = 0; place < places->count; place++)
+        beyond += places->parts[place].len;
+    Py_ssize_t place = 0, filled = 0;
+    for (; place < places->count; place++, digests += DIGEST) {
+        const Py_buffer *part = &places->parts[place];
+        hasher->reset(state);
+        if (source == NULL) {
+            hasher->update(state, part->buf, (size_t)part->len);
+        } else {
+            filled = fill(source, *end, part->buf, part->len, beyond, hasher, state);
+            if (filled < 0)
+                break;
+            *end += filled;
+            beyond -= filled;
+            if (filled < part->len)
+                break;
+        }
+        Hash hash = hasher->result(state);
+        write_big_endian(digests, hash.high);
+        write_big_endian(digests + DIGEST / 2, hash.low);
+    }
+    int failure = errno;
+    hasher->release(state);
+    errno = failure;
+    return filled < 0 ? -1 : place;
+}
+
+/* Without the interpreter's lock: where it ended, and the digests. */
+static PyObject *digested(Source *source, int64_t end, const Places *places, const Hasher *hasher) {
+    unsigned char *digests = PyMem_Malloc((size_t)places->count * DIGEST + 1);
+    if (digests == NULL)
+        return PyErr_NoMemory();
+    Py_ssize_t done;
+    Py_BEGIN_ALLOW_THREADS
+    done = digest_all(source, places, hasher, digests, &end);
+    Py_END_ALLOW_THREADS
+    PyObject *result = NULL;
+    if (done >= 0)
+        result = Py_BuildValue("Ly#", (long long)end, (char *)digests, done * DIGEST);
+    else if (!PyErr_Occurred())
+        PyErr_SetFromErrno(PyExc_OSError);
+    PyMem_Free(digests);
+    return result;
+}
+
+static void let_go(Places *places) {
+    while (places->count > 0)
+        PyBuffer_Release(&places->parts[--places->count]);
+    PyMem_Free(places->parts);
+}
+
+/* The memory of all, kept where it is until it is let go of; -1 and an error where that cannot be had. */
+static int hold(PyObject *sequence, int flags, Places *places) {
+    Py_ssize_t count = PySequence_Size(sequence);
+    if (count < 0)
+        return -1;
+    places->count = 0;
+    places->parts = PyMem_Malloc((size_t)count * sizeof(Py_buffer) + 1);
+    if (places->parts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; places->count < count; places->count++) {
+        PyObject *place = PySequence_GetItem(sequence, places->count);
+        int got = place == NULL ? -1 : PyObject_GetBuffer(place, &places->parts[places->count], flags);
+        Py_XDECREF(place);
+        if (got < 0) {
+            let_go(places);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *digest_places(Source *source, int64_t offset, PyObject *sequence, const Py_buffer *functions) {
+    if (functions->len != (Py_ssize_t)sizeof(Hasher)) {
+        PyErr_SetString(PyExc_ValueError, "the addresses of five functions are expected");
+        return NULL;
+    }
+    Places places;
+    if (hold(sequence, source == NULL ? PyBUF_SIMPLE : PyBUF_WRITABLE, &places) < 0)
+        return NULL;
+    PyObject *result = digested(source, offset, &places, functions->buf);
+    let_go(&places);
+    return result;
+}
+
+static PyObject *digest_each(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sequence;
+    Py_buffer functions;
+    if (!PyArg_ParseTuple(arguments, "Oy*:digest_each", &sequence, &functions))
+        return NULL;
+    PyObject *result = digest_places(NULL, 0, sequence, &functions);
+    PyBuffer_Release(&functions);
+    return result;
+}
+
+static PyObject *read_digested(PyObject *module, PyObject *arguments) {
+    (void)module;
+    int file;
+    long long offset;
+    PyObject *sequence, *result = NULL;
+    Py_buffer functions, pages;
+    if (!PyArg_ParseTuple(arguments, "iLOy*w*:read_digested", &file, &offset, &sequence, &functions, &pages))
+        return NULL;
+    Source source = {file, pages.len ? pages.buf : NULL, pages.len, 0, 0};
+    if (pages.len % PAGE)
+        PyErr_SetString(PyExc_ValueError, "memory for whole pages is expected");
+    else
+        result = digest_places(&source, offset, sequence, &functions);
+    PyBuffer_Release(&functions);
+    PyBuffer_Release(&pages);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"digest_each", digest_each, METH_VARARGS, "Gives 0 and the digests of places of memory."},
+    {"read_digested", read_digested, METH_VARARGS,
+     "Fills places of memory from a file, and gives where that ended and the digests of those that are full."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_digesting", "Digests many places of memory in one call.", 0, methods, NULL, NULL,
+    NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__digesting(void) { return PyModuleDef_Init(&definition); }

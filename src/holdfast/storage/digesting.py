@@ -1,0 +1,114 @@
+"""Digests of many places of memory, as they are or as a read fills them: in one compiled call, where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.format import digests
+from holdfast.format.digests import DIGEST_CHARACTERS
+
+NO_PAGES: Final = memoryview(bytearray())
+"""For reads through the page cache."""
+
+_FUNCTIONS: Final = (
+    ("XXH3_createState",),
+    ("XXH3_freeState",),
+    ("XXH3_128bits_reset",),
+    # The first is there where the library finds out by itself what the processor has.
+    ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
+    ("XXH3_128bits_digest",),
+)
+"""What the compiled functions call, each by the names that it may have."""
+
+_TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
+"""Shorter and longer than where xxHash goes over from one way to the next, and than what is read at a time."""
+
+
+class NativeDigests:
+    """**Thread-safe.** The compiled functions (`_digesting.c`). They run without the interpreter's lock."""
+
+    def __init__(self, compiled: Any, functions: array[int]) -> None:
+        """Takes the compiled module, and the addresses of what it calls."""
+        self._compiled = compiled
+        self._functions = functions
+
+    def read(
+        self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview], pages: memoryview
+    ) -> tuple[int, list[str]]:
+        """**Blocks.** Fills places of memory, one behind the other in a file. `OSError` goes through.
+
+        Args:
+            descriptor: The open file.
+            offset_bytes: Where the first of them begins in the file.
+            parts: The places.
+            pages: Memory of whole pages by way of which direct reads go; `NO_PAGES` for others.
+
+        Returns:
+            Where in the file that ended, short of what was wanted if the file ends there, and the digest of each place
+            that was filled.
+        """
+        end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
+        return end_bytes, _as_texts(found)
+
+    def digest_each(self, parts: Sequence[memoryview]) -> list[str]:
+        """The digest of each place of memory."""
+        _, found = self._compiled.digest_each(parts, self._functions)
+        return _as_texts(found)
+
+
+def _find_native() -> NativeDigests | None:
+    # By their names, since those who check what imports what know of no compiled modules.
+    try:
+        path = Path(import_module("xxhash._xxhash").__file__ or "")
+        library = ctypes.CDLL(str(path))
+        functions = array("Q", (_address_of(library, names) for names in _FUNCTIONS))
+        native = NativeDigests(import_module("holdfast.storage._digesting"), functions)
+        return native if _works(native, path) else None
+    except (ImportError, AttributeError, OSError, TypeError, ValueError):
+        return None  # There is none, or it is of another version.
+
+
+def _as_texts(found: bytes) -> list[str]:
+    text = found.hex()
+    return [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
+
+
+def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:
+    function = next(filter(None, (getattr(library, name, None) for name in names)), None)
+    address = ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+    if address is None:
+        raise AttributeError(names[0])
+    return address
+
+
+def _works(native: NativeDigests, path: Path) -> bool:
+    """Whether it reads a file as Python does, with the same digests; as much of it as the file has."""
+    with path.open("rb") as file:
+        content = file.read(sum(_TRIAL_LENGTHS))
+        parts: list[memoryview] = []
+        size_bytes = 0
+        for length in _TRIAL_LENGTHS:
+            if size_bytes + length <= len(content):
+                parts.append(memoryview(bytearray(length)))
+                size_bytes += length
+        end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
+    expected = digests.digest_each(parts)
+    is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
+    return is_read and found == expected and native.digest_each(parts) == expected
+
+
+NATIVE: Final = _find_native()
+"""The compiled functions, with those of the xxHash library that the package of that name contains.
+
+None where holdfast was installed without a compiler, or where the library does not show its functions.
+"""
+
+
+def digest_each(parts: Sequence[memoryview]) -> list[str]:
+    """**Thread-safe.** The digest of each of many places of memory; other threads may run meanwhile."""
+    return digests.digest_each(parts) if NATIVE is None else NATIVE.digest_each(parts)
