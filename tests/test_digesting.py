@@ -16,7 +16,7 @@ import holdfast
 from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
-from holdfast.storage.digesting import NATIVE, NO_PAGES, digest_each
+from holdfast.storage.digesting import NATIVE, NO_PAGES
 from holdfast.storage.local_reader import LocalReader
 
 PACKAGE = Path(holdfast.__file__).parent
@@ -74,7 +74,6 @@ def test_each_byte_comes_where_it_belongs_with_its_digest(
     is_right = memory == expected
     assert is_right
     assert digests == [digest(part) for part in parts]
-    assert digest_each(parts) == digests
 
 
 @pytest.mark.parametrize("native", WAYS)
@@ -143,8 +142,6 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
             "import os\n"
             "def read_digested(file, offset, parts, functions, pages):\n"
             "    return offset + os.preadv(file, parts, offset), bytes(16 * len(parts))\n"
-            "def digest_each(parts, functions):\n"
-            "    return 0, bytes(16 * len(parts))\n"
         )
     done = run_python(
         """

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+import holdfast as hf
 from holdfast.errors import FormatError
 from holdfast.state.rng import RNG
 from state_trip import Stored, bring_back, match, store
@@ -541,3 +543,15 @@ def test_loading_a_state_dict_gets_tensors_of_its_own() -> None:
     differences = match(store(average=average), {"average": Average(nn.Linear(4, 3))}).differences
     assert "average/shadow/weight" in differences.missing
     assert "average/shadow/0.weight" in differences.extra
+
+
+def test_a_part_of_the_state_may_be_asked_for_where_there_is_none_yet(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint = hf.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+        manager.save(1).wait_committed()
+        weight = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert manager.restore(only=["model", "optimizer/state/*"]) is not None
+    assert torch.equal(model.weight, weight)

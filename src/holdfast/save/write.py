@@ -14,7 +14,6 @@ from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.coverage import digest_values
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.storage.crew import Crew
-from holdfast.storage.digesting import digest_each
 from holdfast.storage.protocol import FileWriter, Storage
 
 PIECE_BYTES: Final = 8 << 20
@@ -132,9 +131,8 @@ def _write_piece(
 
 
 def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], digests: list[list[str]]) -> None:
-    found = digest_each([image[begin:end] for _, _, begin, end in spans])
-    for (number, span, _, _), text in zip(spans, found, strict=True):
-        digests[number][span] = text
+    for number, span, begin, end in spans:
+        digests[number][span] = digest(image[begin:end])
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:

@@ -1,9 +1,8 @@
-/* Takes the digests of many places of memory in one call, which may read them from a file before.
+/* Reads a stretch of a file into many places of memory, and takes the digest of each, in one call.
 
    What is read is digested a little at a time, so that it is still in the processor's cache. To come back to the
-   interpreter in between, where threads wait for each other, would take longer than that spares; and the thread that
-   trains is one of those that wait. The digests are those of the xxHash library that Python's package of that name has
-   within it: this file is given its functions.
+   interpreter in between, where threads wait for each other, would take longer than that spares. The digests are those
+   of the xxHash library that Python's package of that name has within it: this file is given its functions.
 
    A file whose reads pass by the page cache is read into memory that such reads can go to, and copied from there. */
 
@@ -98,8 +97,7 @@ typedef struct {
     Py_ssize_t count;
 } Places;
 
-/* How many places were filled, or just looked at where there is no source, and in `end` where in the file that came to
-   its end; -1 and errno where it failed. */
+/* How many places were filled, and in `end` where in the file that came to its end; -1 and errno where it failed. */
 static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher *hasher, unsigned char *digests,
                              int64_t *end) {
     void *state = hasher->create();
@@ -114,17 +112,13 @@ static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher 
     for (; place < places->count; place++, digests += DIGEST) {
         const Py_buffer *part = &places->parts[place];
         hasher->reset(state);
-        if (source == NULL) {
-            hasher->update(state, part->buf, (size_t)part->len);
-        } else {
-            filled = fill(source, *end, part->buf, part->len, beyond, hasher, state);
-            if (filled < 0)
-                break;
-            *end += filled;
-            beyond -= filled;
-            if (filled < part->len)
-                break;
-        }
+        filled = fill(source, *end, part->buf, part->len, beyond, hasher, state);
+        if (filled < 0)
+            break;
+        *end += filled;
+        beyond -= filled;
+        if (filled < part->len)
+            break;
         Hash hash = hasher->result(state);
         write_big_endian(digests, hash.high);
         write_big_endian(digests + DIGEST / 2, hash.low);
@@ -188,21 +182,10 @@ static PyObject *digest_places(Source *source, int64_t offset, PyObject *sequenc
         return NULL;
     }
     Places places;
-    if (hold(sequence, source == NULL ? PyBUF_SIMPLE : PyBUF_WRITABLE, &places) < 0)
+    if (hold(sequence, PyBUF_WRITABLE, &places) < 0)
         return NULL;
     PyObject *result = digested(source, offset, &places, functions->buf);
     let_go(&places);
-    return result;
-}
-
-static PyObject *digest_each(PyObject *module, PyObject *arguments) {
-    (void)module;
-    PyObject *sequence;
-    Py_buffer functions;
-    if (!PyArg_ParseTuple(arguments, "Oy*:digest_each", &sequence, &functions))
-        return NULL;
-    PyObject *result = digest_places(NULL, 0, sequence, &functions);
-    PyBuffer_Release(&functions);
     return result;
 }
 
@@ -217,6 +200,8 @@ static PyObject *read_digested(PyObject *module, PyObject *arguments) {
     Source source = {file, pages.len ? pages.buf : NULL, pages.len, 0, 0};
     if (pages.len % PAGE)
         PyErr_SetString(PyExc_ValueError, "memory for whole pages is expected");
+    else if (offset < 0)
+        PyErr_SetString(PyExc_ValueError, "offsets begin at 0");
     else
         result = digest_places(&source, offset, sequence, &functions);
     PyBuffer_Release(&functions);
@@ -225,14 +210,13 @@ static PyObject *read_digested(PyObject *module, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
-    {"digest_each", digest_each, METH_VARARGS, "Gives 0 and the digests of places of memory."},
     {"read_digested", read_digested, METH_VARARGS,
      "Fills places of memory from a file, and gives where that ended and the digests of those that are full."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_digesting", "Digests many places of memory in one call.", 0, methods, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_digesting", "Reads and digests many places of memory in one call.", 0, methods, NULL, NULL,
     NULL, NULL,
 };
 

@@ -1,4 +1,4 @@
-"""Digests of many places of memory, as they are or as a read fills them: in one compiled call, where there is one."""
+"""Reads that take digests of many places of memory as they fill them: in one compiled call, where there is one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.format import digests
-from holdfast.format.digests import DIGEST_CHARACTERS
+from holdfast.format.digests import DIGEST_CHARACTERS, digest_each
 
 NO_PAGES: Final = memoryview(bytearray())
 """For reads through the page cache."""
@@ -23,14 +22,14 @@ _FUNCTIONS: Final = (
     ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
     ("XXH3_128bits_digest",),
 )
-"""What the compiled functions call, each by the names that it may have."""
+"""What the compiled function calls, each by the names that it may have."""
 
 _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
 """Shorter and longer than where xxHash goes over from one way to the next, and than what is read at a time."""
 
 
 class NativeDigests:
-    """**Thread-safe.** The compiled functions (`_digesting.c`). They run without the interpreter's lock."""
+    """**Thread-safe.** The compiled function (`_digesting.c`). It runs without the interpreter's lock."""
 
     def __init__(self, compiled: Any, functions: array[int]) -> None:
         """Takes the compiled module, and the addresses of what it calls."""
@@ -53,12 +52,8 @@ class NativeDigests:
             that was filled.
         """
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
-        return end_bytes, _as_texts(found)
-
-    def digest_each(self, parts: Sequence[memoryview]) -> list[str]:
-        """The digest of each place of memory."""
-        _, found = self._compiled.digest_each(parts, self._functions)
-        return _as_texts(found)
+        text = found.hex()
+        return end_bytes, [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 def _find_native() -> NativeDigests | None:
@@ -71,11 +66,6 @@ def _find_native() -> NativeDigests | None:
         return native if _works(native, path) else None
     except (ImportError, AttributeError, OSError, TypeError, ValueError):
         return None  # There is none, or it is of another version.
-
-
-def _as_texts(found: bytes) -> list[str]:
-    text = found.hex()
-    return [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:
@@ -97,18 +87,12 @@ def _works(native: NativeDigests, path: Path) -> bool:
                 parts.append(memoryview(bytearray(length)))
                 size_bytes += length
         end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
-    expected = digests.digest_each(parts)
     is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
-    return is_read and found == expected and native.digest_each(parts) == expected
+    return is_read and found == digest_each(parts)
 
 
 NATIVE: Final = _find_native()
-"""The compiled functions, with those of the xxHash library that the package of that name contains.
+"""The compiled function, with those of the xxHash library that the package of that name contains.
 
 None where holdfast was installed without a compiler, or where the library does not show its functions.
 """
-
-
-def digest_each(parts: Sequence[memoryview]) -> list[str]:
-    """**Thread-safe.** The digest of each of many places of memory; other threads may run meanwhile."""
-    return digests.digest_each(parts) if NATIVE is None else NATIVE.digest_each(parts)

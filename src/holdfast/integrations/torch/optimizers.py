@@ -360,9 +360,11 @@ def _match_state(
     like = dict(zip(layout.names, layout.parameters, strict=True))
     taken = {name: nodes[name] for name in layout.names if name in nodes and name not in stays}
     values = loading.values(taken, live, "state", rules=REPLACED, like=like)
-    for name, value in live.items():
-        if name in stays or (name not in nodes and not (name in known and loading.wants("state", name))):
-            values[name] = value
+    for name in layout.names:
+        # Asked of all, since a part that was asked for by name is looked for in that way.
+        goes = name not in stays and (name in nodes or (name in known and loading.wants("state", name)))
+        if not goes and name in live:
+            values[name] = live[name]
     return {numbers[name]: value for name, value in values.items() if value is not None}
 
 
