@@ -89,7 +89,7 @@ def test_json_is_consistent(document: dict[str, Any]) -> None:
         assert costs["durable"] == costs["durable_new"]
     assert (costs["restore_cold"] is None) == (rates["read_cold"] is None) == ("no_cold_read" in kinds(document))
     assert document["is_direct"] == ("not_direct" not in kinds(document))
-    assert ("not_compiled" in kinds(document)) == (moves.NATIVE is None or digesting.NATIVE is None)
+    assert ("not_compiled" in kinds(document)) == (moves.NATIVE is None or digesting.find_native() is None)
 
 
 def test_json_advice(document: dict[str, Any]) -> None:

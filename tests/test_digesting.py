@@ -16,9 +16,10 @@ import holdfast
 from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
-from holdfast.storage.digesting import NATIVE, NO_PAGES
+from holdfast.storage.digesting import NO_PAGES, find_native
 from holdfast.storage.local_reader import LocalReader
 
+NATIVE = find_native()
 PACKAGE = Path(holdfast.__file__).parent
 
 COMPILED = pytest.mark.skipif(NATIVE is None, reason="it is not compiled here")
@@ -149,9 +150,9 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
         sys.path.insert(0, sys.argv[2])
         import numpy as np, holdfast as hf
         from pathlib import Path
-        from holdfast.storage.digesting import NATIVE
+        from holdfast.storage.digesting import find_native
 
-        assert hf.__file__.startswith(sys.argv[2]) and NATIVE is None
+        assert hf.__file__.startswith(sys.argv[2]) and find_native() is None
         state = {f"w{size}": np.arange(size, dtype=np.float32) for size in (0, 1, 100, 40_000, 5_000_000)}
         before = {name: array.copy() for name, array in state.items()}
         with hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state)) as manager:

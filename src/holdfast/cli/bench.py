@@ -142,7 +142,7 @@ def _measure(subject: Subject, wish: Wish, mtbf_seconds: float, step_seconds: fl
             swept=swept,
             plan=plan,
             measured=measured,
-            is_compiled=moves.NATIVE is not None and digesting.NATIVE is not None,
+            is_compiled=moves.NATIVE is not None and digesting.find_native() is not None,
         )
     )
     return BenchReport(subject, file_system, wish, plan, measured, costs, advice, mtbf_seconds, step_seconds, notices)

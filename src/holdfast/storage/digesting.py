@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -56,7 +57,15 @@ class NativeDigests:
         return end_bytes, [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
-def _find_native() -> NativeDigests | None:
+@cache
+def find_native() -> NativeDigests | None:
+    """The compiled function, with those of the xxHash library that the package of that name contains.
+
+    It is looked for at the first read: saves do without it.
+
+    Returns:
+        None where holdfast was installed without a compiler, or where the library does not show its functions.
+    """
     # By their names, since those who check what imports what know of no compiled modules.
     try:
         path = Path(import_module("xxhash._xxhash").__file__ or "")
@@ -89,10 +98,3 @@ def _works(native: NativeDigests, path: Path) -> bool:
         end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
     is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
     return is_read and found == digest_each(parts)
-
-
-NATIVE: Final = _find_native()
-"""The compiled function, with those of the xxHash library that the package of that name contains.
-
-None where holdfast was installed without a compiler, or where the library does not show its functions.
-"""

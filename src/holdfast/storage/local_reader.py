@@ -12,7 +12,7 @@ from typing import Final
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.digests import digest_each
 from holdfast.storage.descriptors import SharedDescriptor
-from holdfast.storage.digesting import NATIVE, NO_PAGES
+from holdfast.storage.digesting import NO_PAGES, find_native
 from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.parts import batches, fill_parts, parts_beyond
@@ -81,7 +81,7 @@ class LocalReader:
             StorageError: If the device fails.
             UsageError: If the offset is negative, or the reader is closed.
         """
-        native = NATIVE if self._wants_native else None
+        native = find_native() if self._wants_native else None
         if native is None:
             return digest_each(self._fill_each(offset_bytes, parts))
         self._check(offset_bytes)
