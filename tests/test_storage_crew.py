@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -35,6 +36,37 @@ def test_the_first_error_ends_the_round_and_not_the_crew() -> None:
         done: list[int] = []
         crew.run([lambda: done.append(1)])
         assert done == [1]
+    finally:
+        crew.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_died_at_what_it_was_given() -> None:
+    crew = Crew(3, "crew")
+    crew.start()
+    for _ in range(3):
+        assert crew.try_hand_over(partial(divmod, 1, 0))
+    done: list[int] = []
+    crew.run(partial(done.append, number) for number in range(100))
+    assert sorted(done) == list(range(100))
+    crew.close()
+
+
+def test_an_error_of_what_gives_the_jobs_is_the_callers_whoever_asked_for_the_job() -> None:
+    gathered = threading.Barrier(2)
+
+    def jobs() -> Iterator[Callable[[], object]]:
+        # Both threads are in the round, so that either may be the one to meet the error.
+        yield gathered.wait
+        yield gathered.wait
+        raise ZeroDivisionError
+
+    crew = Crew(2, "crew")
+    crew.start()
+    try:
+        for _ in range(20):
+            with pytest.raises(ZeroDivisionError):
+                crew.run(jobs())
     finally:
         crew.close()
 

@@ -7,8 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from holdfast.gate import Gate
+
+_LOOK_SECONDS: Final = 0.05
 
 
 class Crew:
@@ -28,8 +31,10 @@ class Crew:
             name: What the threads are called, for debuggers.
         """
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrivals = [Gate() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(size)
+            threading.Thread(target=self._serve, args=(arrival,), name=f"{name}-{number}", daemon=True)
+            for number, arrival in enumerate(self._arrivals)
         ]
         self._size = size
         self._count = 0
@@ -52,10 +57,9 @@ class Crew:
 
         The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
         """
-        helpers = min(self._count, self._size - 1)
-        share = _Round(iter(jobs), helpers)
-        for _ in range(helpers):
-            self._work.put(share.help)
+        share = _Round(iter(jobs))
+        for _ in range(min(self._count, self._size - 1)):
+            self._work.put(share.work)
         try:
             share.work()
             share.wait()
@@ -88,57 +92,52 @@ class Crew:
             return  # They were not started, or `start` was interrupted: then they find that there is no work.
         end_at = time.monotonic() + timeout_seconds
         self._started.wait(timeout_seconds)
-        for thread in self._threads[: self._count]:
-            if thread is not threading.current_thread():
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(min(end_at - time.monotonic(), threading.TIMEOUT_MAX), 0.0))
 
     def _start_all(self, started: Gate) -> None:
         try:
             for thread in self._threads:
                 thread.start()
-                self._count += 1
         except RuntimeError:
             pass  # No more can be had: fewer do the work.
         finally:
+            self._count = sum(map(self._has_come, self._threads, self._arrivals))
             started.open()
 
-    def _serve(self) -> None:
+    def _has_come(self, thread: threading.Thread, arrival: Gate) -> bool:
+        """**Blocks** until a thread is at work, or for certain will not be: one that lacks memory dies unheard."""
+        while not arrival.wait(_LOOK_SECONDS) and thread.is_alive():
+            pass
+        return arrival.is_open
+
+    def _serve(self, arrival: Gate) -> None:
+        arrival.open()
         while (work := self._work.get()) is not None:
             work()
 
 
 class _Round:
-    """One round of jobs."""
+    """One round of jobs. It waits for nobody who has not come, since a thread may have died on the way."""
 
-    def __init__(self, jobs: Iterator[Callable[[], object]], helpers: int) -> None:
+    def __init__(self, jobs: Iterator[Callable[[], object]]) -> None:
         self.error: BaseException | None = None
         self._jobs = jobs
-        self._helpers = helpers
-        # Guards the iterator, the error and the count of helpers that still work.
+        # Guards the iterator, the error and the count of jobs that are being done.
         self._lock = threading.Lock()
-        self._helped = Gate()
-        if not helpers:
-            self._helped.open()
-
-    def help(self) -> None:
-        try:
-            self.work()
-        finally:
-            with self._lock:
-                self._helpers -= 1
-                if not self._helpers:
-                    self._helped.open()
+        self._under_way = 0
+        self._is_over = False
+        self._ended = Gate()
 
     def work(self) -> None:
-        while True:
-            with self._lock:
-                job = next(self._jobs, None) if self.error is None else None
-            if job is None:
-                return
+        while (job := self._take()) is not None:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
                 self.end(error)
+            finally:
+                self._note_done()
 
     def end(self, error: BaseException) -> None:
         with self._lock:
@@ -146,4 +145,26 @@ class _Round:
 
     def wait(self) -> None:
         """Waits for helpers in the middle of a job; each job is one bounded piece of I/O."""
-        self._helped.wait(threading.TIMEOUT_MAX)
+        self._ended.wait(threading.TIMEOUT_MAX)
+
+    def _take(self) -> Callable[[], object] | None:
+        with self._lock:
+            job = None
+            if self.error is None and not self._is_over:
+                try:
+                    job = next(self._jobs, None)
+                except BaseException as error:  # noqa: BLE001  As those of the jobs.
+                    self.error = error
+            if job is not None:
+                self._under_way += 1
+                return job
+            self._is_over = True
+            if not self._under_way:
+                self._ended.open()
+            return None
+
+    def _note_done(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._is_over and not self._under_way:
+                self._ended.open()
