@@ -72,6 +72,7 @@ class Departure:
         manager: Saves,
         config: TerminationConfig,
         keep: Callable[[int], SaveHandle | None],
+        tell_notices: Callable[[], None],
         told: Callable[[], None],
     ) -> None:
         """Takes note of how to leave.
@@ -81,6 +82,7 @@ class Departure:
             config: What the user wants.
             keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
                 is nothing that could be lost.
+            tell_notices: Tells why it leaves, as far as that has not been told yet.
             told: Called when all is saved, before the exit.
         """
         self.mistake = ""
@@ -88,6 +90,7 @@ class Departure:
         self._manager = manager
         self._config = config
         self._keep = keep
+        self._tell_notices = tell_notices
         self._told = told
         # What was said last: which step is saved, with which code it leaves, and what went wrong.
         self._end: tuple[int | None, int, str] | None = None
@@ -224,6 +227,7 @@ class Departure:
         # A program that catches the exit within the block comes here again at its end.
         if end is None or end != self._end:
             self._end = end
+            self._tell_notices()
             self._tell(step, code, reason, error, blocked_seconds, advice)
         if not error:
             self._told()

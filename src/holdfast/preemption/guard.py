@@ -61,7 +61,7 @@ class Guard:
         self._save_fn = config.save_fn
         self._has_exit_fn = config.exit_fn is not None
         self._keep = keep
-        self._departure = Departure(manager, config, keep, self.hearing.note_leaving)
+        self._departure = Departure(manager, config, keep, self.hearing.tell, self.hearing.note_leaving)
         self._process = os.getpid()
         # The save that was begun after a notice, in the grace period.
         self._early: SaveHandle | None = None
@@ -291,7 +291,7 @@ class Guard:
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
-        advice, count = self.hearing.advice(), self.hearing.count
+        advice, count = self.hearing.advice, self.hearing.count
         if error or not self._has_exit_fn:
             self.hearing.take_no_more()
         try:

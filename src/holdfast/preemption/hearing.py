@@ -31,6 +31,9 @@ _LOOK_SECONDS: Final = 0.1
 _STAND_IN_SECONDS: Final = 0.3
 """How long Python may take before a signal is heard without its handler."""
 
+_TELLING_SECONDS: Final = 2.0
+"""How long to wait for whoever tells of notices already."""
+
 _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
 
@@ -65,6 +68,7 @@ class Hearing:
         self._settled = 0
         self._takes_more = True
         self._told = 0
+        self._telling = threading.Lock()
         # The signals since the main thread last ran a handler that nobody has heard, and how long it has not although
         # somebody insists. Whoever takes one out of the list, in one go, is who hears it.
         self._unanswered: list[_Rung] = []
@@ -91,6 +95,11 @@ class Hearing:
     def count(self) -> int:
         """How many notices were heard, those that have been dealt with included."""
         return len(self._heard)
+
+    @property
+    def advice(self) -> str:
+        """How the job is started again, for people; or an empty string."""
+        return next((each.notice.advice for each in self.pending if each.notice.advice), "")
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -143,10 +152,6 @@ class Hearing:
         """Whether it was a person at a terminal, and nobody else."""
         return all(each.notice.by_hand for each in self.pending)
 
-    def advice(self) -> str:
-        """How the job is started again, for people; or an empty string."""
-        return next((each.notice.advice for each in self.pending if each.notice.advice), "")
-
     def forget(self, count: int) -> None:
         """So many notices, counted from the beginning, have been dealt with."""
         # In this order: what is heard meanwhile is found, or rings the alarm again.
@@ -183,17 +188,26 @@ class Hearing:
         if somebody insists.
         """
         self._count_unanswered(timeout_seconds)
-        while self._told < len(self._heard):
-            notice = self._heard[self._told].notice
-            self._told += 1
-            demand = notice.demand.name.lower()
-            self._emit(
-                NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
-            )
+        self.tell()
         # None is left if their handlers run this very moment.
         for rung in self._unanswered[-1:] if self._stuck_seconds >= _SLACK_SECONDS else ():
             say_amid("holdfast: the main thread is stuck, and a signal insists: ending at once, without a save.")
             os._exit(128 + rung.number)
+
+    def tell(self) -> None:
+        """**Thread-safe.** **Blocks.** Makes events of the notices that are none yet, as before the process leaves."""
+        if not self._telling.acquire(timeout=_TELLING_SECONDS):
+            return  # A sink hangs: that must not keep anybody from leaving.
+        try:
+            while self._told < len(self._heard):
+                notice = self._heard[self._told].notice
+                self._told += 1
+                demand = notice.demand.name.lower()
+                self._emit(
+                    NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
+                )
+        finally:
+            self._telling.release()
 
     def _takes(self, notice: Notice) -> bool:
         if not notice.insists:
