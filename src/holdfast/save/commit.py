@@ -146,10 +146,12 @@ def _name_versions() -> dict[str, str]:
 
 @cache
 def _version_of(library: str) -> str:
-    # Imported here: it brings the parsers of e-mail along, and an import of holdfast is to be quick.
+    if told := getattr(sys.modules.get(library), "__version__", None):
+        return str(told)
+    # Imported here: it brings the parsers of e-mail along, which few saves need.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(library)
     except PackageNotFoundError:
-        return str(getattr(sys.modules.get(library), "__version__", "unknown"))
+        return "unknown"

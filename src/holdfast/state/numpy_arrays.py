@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.state.adapters import StateAdapter
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
-from holdfast.state.registry import register_adapter, register_backend
+from holdfast.state.registry import register_backend
 from holdfast.state.strides import extent_of, may_share_elements
 
 _DTYPES = {
@@ -132,18 +131,4 @@ def _stored_as(dtype: Any) -> str:
     return _DTYPES.get(dtype.name, "") if dtype.newbyteorder("<") == dtype else ""
 
 
-def _set_generator(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
 register_backend(np.ndarray, NumpyBackend())
-register_adapter(
-    np.random.Generator,
-    StateAdapter("numpy.generator", lambda obj: obj.bit_generator.state, _set_generator, last=True),
-)
-register_adapter(
-    np.random.RandomState,
-    StateAdapter(
-        "numpy.random_state", lambda obj: obj.get_state(legacy=False), lambda obj, s: obj.set_state(s), last=True
-    ),
-)

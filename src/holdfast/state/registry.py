@@ -36,6 +36,7 @@ __all__ = [
 INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "numpy": "holdfast.state.numpy_arrays",
+        "numpy.random": "holdfast.state.numpy_random",
         "torch": "holdfast.integrations.torch",
         # It takes torch a second to import this, and most programs do without.
         "torch.distributed.tensor": "holdfast.integrations.torch.meshes",

@@ -1,0 +1,25 @@
+"""NumPy's random generators: apart from its arrays, since NumPy imports them when they are first used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdfast.state.registry import StateAdapter, register_adapter
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+register_adapter(
+    np.random.Generator,
+    StateAdapter("numpy.generator", lambda obj: obj.bit_generator.state, _set_generator, last=True),
+)
+register_adapter(
+    np.random.RandomState,
+    StateAdapter(
+        "numpy.random_state", lambda obj: obj.get_state(legacy=False), lambda obj, s: obj.set_state(s), last=True
+    ),
+)
