@@ -51,10 +51,13 @@ storage = Full(sys.argv[1])
 """
 
 
-def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [200_000, 4_000_000])
+def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) -> None:
+    """The larger state is being written already while most of it is still to be copied."""
     done = run_python(
         """
         import random, signal, sys, numpy as np, holdfast as hf
+        from pathlib import Path
 
         class Interrupted(BaseException):
             pass
@@ -68,7 +71,8 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path) -> None:
             manager.restore()
         signal.signal(signal.SIGALRM, interrupt)
         dice = random.Random(4)
-        array = np.zeros(200_000)
+        size = int(sys.argv[2])
+        array = np.zeros(size)
         interrupted = 0
         for life in range(12):
             manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array), keep=hf.Latest(3), threads=3)
@@ -76,20 +80,24 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path) -> None:
             for step in range(life * 100 + 1, life * 100 + 15):
                 array[:] = step
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
+                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3 + size * 2e-9))
                     manager.save(step)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except Interrupted:
                     interrupted += 1
             manager.wait()
             for kept in manager.steps():
-                found = np.zeros(200_000)
+                found = np.zeros(size)
                 restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=found)).restore(kept)
                 assert (found == kept).all(), (kept, np.unique(found))
             manager.close()
+            # What was begun and called off is gone, whoever had begun to write it.
+            debris = [path for path in Path(sys.argv[1]).glob("step-*") if not any(path.glob("manifest*"))]
+            assert not debris, debris
         print(interrupted)
         """,
         str(tmp_path),
+        str(size),
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "the interrupts did hit"
@@ -232,6 +240,22 @@ def test_a_device_that_lost_bytes_counts_as_damage() -> None:
         read(errno.EACCES)
 
 
+def run_with_fault(program: str, run: Path, data: Path, fault: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program whose reads of one file go wrong in the system's own calls."""
+    calls = "pread64,preadv,preadv2"
+    inject = ["-P", str(data), "-e", f"trace={calls}", "-e", f"inject={calls}:{fault}"]
+    done = subprocess.run(
+        ["strace", "-f", "-o", f"{run}.log", *inject, sys.executable, "-c", textwrap.dedent(program), str(run)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode != 0 and "ptrace" in done.stderr:
+        pytest.skip("strace may not trace here")
+    return done
+
+
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None:
     array = np.zeros(100_000)
@@ -245,19 +269,8 @@ def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None
         restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array)).restore()
         print(restored.step, array.min(), array.max(), len(restored.passed_over))
         """
-    log = str(tmp_path.parent / "log")
     (data,) = tmp_path.glob("step-000000002.*/data-*")
-    calls = "pread64,preadv,preadv2"
-    inject = ["-P", str(data), "-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO:when=1"]
-    done = subprocess.run(
-        ["strace", "-f", "-o", log, *inject, sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode != 0 and "ptrace" in done.stderr:
-        pytest.skip("strace may not trace here")
+    done = run_with_fault(program, tmp_path, data, "error=EIO:when=1")
     assert done.stdout == "1 1.0 1.0 1\n", done.stderr
 
 
@@ -278,19 +291,8 @@ def test_a_read_that_is_cut_short_goes_on_unless_somebody_interrupts_it(tmp_path
         print(array.sum())
         """
     (data,) = (tmp_path / "run").glob("step-*/data-*")
-    calls = "pread64,preadv,preadv2"
-    run = str(tmp_path / "run")
-    fault = f"inject={calls}:error=EINTR" + (f":signal={signal_name}:when=2+" if signal_name else ":when=2..4")
-    inject = ["-P", str(data), "-e", f"trace={calls}", "-e", fault]
-    done = subprocess.run(
-        ["strace", "-f", "-o", str(tmp_path / "log"), *inject, sys.executable, "-c", textwrap.dedent(program), run],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode != 0 and "ptrace" in done.stderr:
-        pytest.skip("strace may not trace here")
+    fault = "error=EINTR" + (f":signal={signal_name}:when=2+" if signal_name else ":when=2..4")
+    done = run_with_fault(program, tmp_path / "run", data, fault)
     if signal_name:
         assert done.stdout.startswith("interrupted "), done.stdout + done.stderr
     else:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from command_line import run_python
-from holdfast.save.moves import NATIVE, Move, plan_jobs
+from holdfast.save.moves import NATIVE, Move, plan_copies
 from holdfast.storage.crew import Crew
 
 PACKAGE = Path(holdfast.__file__).parent
@@ -58,8 +58,8 @@ def test_each_byte_comes_where_it_belongs_and_no_other_is_touched(
         moves.append((ctypes.addressof(target) + begin, ctypes.addressof(source) + origin, size))
         expected[begin : begin + size] = memoryview(source)[origin : origin + size]
         begin, origin = begin + size, origin + size
-    for job in plan_jobs(moves, native=native):
-        job()
+    for copy in plan_copies(moves, native=native):
+        copy.run()
     is_right = memoryview(target).cast("B") == expected
     # What is compared is too much to be shown.
     assert is_right
@@ -76,12 +76,12 @@ def test_several_threads_share_out_pieces_of_all_sizes(native: bool) -> None:
     for size in counts:
         moves.append((ctypes.addressof(target) + begin, ctypes.addressof(source) + begin, size))
         begin += size
-    jobs = plan_jobs(moves, native=native)
-    assert len(jobs) > 6
+    copies = plan_copies(moves, native=native)
+    assert len(copies) > 6
     crew = Crew(3, "test-moves")
     crew.start()
     try:
-        crew.run(jobs)
+        crew.run(copy.run for copy in copies)
     finally:
         crew.close()
     is_right = memoryview(target) == memoryview(source)

@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.layout import round_up
 from holdfast.save.buffer import HostBuffer
-from holdfast.save.moves import plan_jobs
+from holdfast.save.moves import plan_copies
 from holdfast.save.write import PIECE_BYTES
 from holdfast.storage.crew import Crew
 from holdfast.storage.direct import address_of
@@ -88,7 +88,8 @@ class MemoryProbe:
         """**Blocks.** Copies into memory of its own; that is fresh at the first call, and touched from then on."""
         begun_at = time.perf_counter()
         target = self._buffer.take(self.size_bytes)
-        self._crew.run(plan_jobs([(address_of(target), address_of(self._source), self.size_bytes)]))
+        copies = plan_copies([(address_of(target), address_of(self._source), self.size_bytes)])
+        self._crew.run(copy.run for copy in copies)
         return self.size_bytes / (time.perf_counter() - begun_at)
 
     def digest(self) -> float:

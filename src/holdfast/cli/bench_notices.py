@@ -122,8 +122,9 @@ def _about_figures(known: Circumstances) -> Iterator[Notice]:
     if not known.is_compiled:
         yield Notice(
             "not_compiled",
-            "holdfast was installed without a C compiler, and copies and reads the state with what Python has: where "
-            "there is one, installed anew, a save may hold training up for less, and a restore be quicker",
+            "holdfast copies and reads the state with what Python has, since it was installed without a C compiler, or "
+            "with a package of xxhash that does not show its functions: installed anew where there is a compiler, with "
+            "xxhash's own wheel, a save may hold training up for less, and a restore be quicker",
         )
     if measured.restore_cold_seconds is None:
         yield Notice(

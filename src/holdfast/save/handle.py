@@ -60,7 +60,7 @@ class SaveHandle:
         self._delivered = delivered
         # Guards whether the save goes on or is called off, whichever comes first.
         self._lock = threading.Lock()
-        self._begun = False
+        self._begun = self._taken = False
         self._cancelled = False
         # Each of these is set once, before its gate is opened; a failure opens them all but the last.
         self._skipped = ""
@@ -106,8 +106,13 @@ class SaveHandle:
 
     @property
     def begun(self) -> bool:
-        """True once the background has the save; from then on it ends one way or the other."""
-        return self._begun
+        """True once the background has the save, which ends one way or the other; False again if it was called off."""
+        return self._begun or (self._taken and not self._ended.is_open)
+
+    @property
+    def called_off(self) -> bool:
+        """True if the save will never be, since the call that asked for it was interrupted."""
+        return self._cancelled
 
     @property
     def failed(self) -> bool:
@@ -174,11 +179,16 @@ class SaveHandle:
         """
         self._wait_for(self._ended, timeout_seconds, "did not end")
 
-    def try_begin(self) -> bool:
-        """Called by the background: True if the save is now its own, False if it was called off."""
+    def try_begin(self, *, ahead: bool = False) -> bool:
+        """Called by the background: True if the save is now its own, False if it was called off.
+
+        Args:
+            ahead: Whether only to write what is still being copied, so that it may still be called off.
+        """
         with self._lock:
-            self._begun = not self._cancelled
-            return self._begun
+            self._taken = not self._cancelled
+            self._begun = self._taken and not ahead
+            return self._taken
 
     def try_cancel(self) -> bool:
         """Called by `save` when it is interrupted: True if the save will never begin, False if it goes on."""

@@ -63,6 +63,8 @@ class Incremental:
         Raises:
             StorageError: If the place fails; what was written stays as debris.
         """
+        # What has changed is not known before.
+        snapshot.copied.settle()
         places = snapshot.layout.places
         spans = dict(zip((place.name for place in places), take_digests(snapshot, crew), strict=True))
         unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.worker))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from holdfast.storage.addresses import MEMORY
 from holdfast.storage.parts import batches
@@ -19,6 +19,19 @@ Move: TypeAlias = tuple[int, int, int]
 """Where to, where from, and how many bytes."""
 NativeCopy: TypeAlias = "Callable[[array[int], array[int], array[int]], None]"
 """Takes columns of the same length: where to, where from, and how many bytes."""
+
+
+class Copy(NamedTuple):
+    """Some copies that are made in one go.
+
+    Attributes:
+        begin: The lowest address that they fill.
+        run: Makes them.
+    """
+
+    begin: int
+    run: Job
+
 
 PART_BYTES: Final = 16 << 20
 """What one thread copies of a large array at a time, so that the work is shared out evenly."""
@@ -53,8 +66,8 @@ NATIVE: Final = _find_native()
 """The compiled copy (`_moves.c`); None where holdfast was installed without a compiler."""
 
 
-def plan_jobs(moves: Sequence[Move], *, native: bool = True) -> list[Job]:
-    """The jobs that make some copies.
+def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
+    """Some copies, put together to such as one thread makes in one go.
 
     Args:
         moves: The copies, in the order of where to. None of them overlap.
@@ -64,8 +77,8 @@ def plan_jobs(moves: Sequence[Move], *, native: bool = True) -> list[Job]:
     if copy is None:
         large = (move for move in moves if move[2] >= _LARGE_BYTES)
         # The small ones last, so that the other threads have something to do meanwhile.
-        jobs: list[Job] = [partial(ctypes.memmove, *part) for part in _cut(large, PART_BYTES)]
-        return [*jobs, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
+        copies = [Copy(part[0], partial(ctypes.memmove, *part)) for part in _cut(large, PART_BYTES)]
+        return [*copies, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
     parts = _cut(moves, _NATIVE_BATCH_BYTES)
     return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
 
@@ -76,11 +89,11 @@ def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
             yield target + begin, source + begin, min(limit_bytes, size_bytes - begin)
 
 
-def _call_native(copy: NativeCopy, batch: list[Move]) -> Job:
-    return partial(copy, *(array("Q", column) for column in zip(*batch, strict=True)))
+def _call_native(copy: NativeCopy, batch: list[Move]) -> Copy:
+    return Copy(batch[0][0], partial(copy, *(array("Q", column) for column in zip(*batch, strict=True))))
 
 
-def _plan_small(small: list[Move]) -> Iterator[Job]:
+def _plan_small(small: list[Move]) -> Iterator[Copy]:
     lone: list[Move] = []
     for run in _runs(small):
         if len(run) < _LEAST_JOINED:
@@ -89,7 +102,7 @@ def _plan_small(small: list[Move]) -> Iterator[Job]:
         for batch in batches(run, itemgetter(2), _BATCH_BYTES):
             yield _join(batch)
     for batch in batches(lone, itemgetter(2), _BATCH_BYTES):
-        yield partial(_move_small, *map(list, zip(*batch, strict=True)))
+        yield Copy(batch[0][0], partial(_move_small, *map(list, zip(*batch, strict=True))))
 
 
 def _runs(small: list[Move]) -> Iterator[list[Move]]:
@@ -107,7 +120,7 @@ def _runs(small: list[Move]) -> Iterator[list[Move]]:
         yield run
 
 
-def _join(run: list[Move]) -> Job:
+def _join(run: list[Move]) -> Copy:
     """One call that makes copies which fill the image without a gap."""
     import numpy as np
 
@@ -115,7 +128,7 @@ def _join(run: list[Move]) -> Job:
     memory = np.frombuffer(MEMORY[1:], dtype=np.uint8)
     sources = [memory[source - 1 : source - 1 + size_bytes] for _, source, size_bytes in run]
     (begin, _, _), (end, _, last_bytes) = run[0], run[-1]
-    return partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes])
+    return Copy(begin, partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes]))
 
 
 def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:

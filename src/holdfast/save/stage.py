@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
-from holdfast.save.moves import PART_BYTES, Job, Move, plan_jobs
+from holdfast.save.moves import PART_BYTES, Copy, Job, Move, plan_copies
+from holdfast.save.watermark import Watermark
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
 from holdfast.storage.parts import batches
@@ -65,10 +67,11 @@ class Stager:
             None if witnesses is None else witnesses.snapshot,
             captured.loose,
             captured.own,
+            Watermark(
+                [*(copy.begin - base for copy in moves.now), *(plan.begins[number] for number in moves.others_now)]
+            ),
         )
-        staging = Staging(snapshot, captured, witnesses)
-        staging.now += moves.now
-        staging.later += moves.later
+        staging = Staging(snapshot, captured, witnesses, moves.now, [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
         staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
@@ -77,7 +80,7 @@ class Stager:
 
     def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> None:
         """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library."""
-        for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
+        for places, jobs in ((moves.others_now, staging.others_now), (moves.others_later, staging.later)):
             by_backend: dict[str, list[int]] = {}
             for place in places:
                 by_backend.setdefault(captured.backends[plan.order[place]].name, []).append(place)
@@ -104,6 +107,7 @@ class Staging:
         witnesses: The same for what other workers write, and is to be compared.
         now: Copies that have to be made before anything goes on.
         later: Copies of what is held: what nothing but a step changes, which waits for them.
+        others_now: As `now`, of what is no plain memory of the host.
         kept: What is held, by its place: another array of the same memory, which lasts as long as this.
         versions: How often each of these had been changed when it was captured.
     """
@@ -111,16 +115,32 @@ class Staging:
     snapshot: Snapshot
     captured: Captured
     witnesses: Staging | None = None
-    now: list[Job] = field(default_factory=list)
+    now: Sequence[Copy] = ()
     later: list[Job] = field(default_factory=list)
+    others_now: list[Job] = field(default_factory=list)
     kept: dict[int, Any] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     _transfers: list[Transfer] = field(default_factory=list)
 
-    def copy_now(self, crew: Crew) -> None:
-        """**Blocks.** Makes the copies that training waits for."""
-        crew.run([job for one in self._all for job in one.now])
+    def copy_now(self, crew: Crew, begun: Job | None = None) -> None:
+        """**Blocks.** Makes the copies that training waits for.
+
+        Args:
+            crew: The threads that copy.
+            begun: Called as soon as they do, on some thread: to begin what goes on behind the copies, with the threads
+                that would be no help to them.
+        """
+        jobs: list[Job] = []
+        for one in self._all:
+            jobs += [partial(one.snapshot.copied.make, number, copy.run) for number, copy in enumerate(one.now)]
+            jobs += one.others_now
+        if begun is None:
+            crew.run(jobs)
+        else:
+            crew.run([begun, *jobs], most_helpers=len(os.sched_getaffinity(0)) - 1)
         self._finish_transfers()
+        for one in self._all:
+            one.snapshot.copied.finish()
 
     def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
         """**Blocks.** Makes the other copies.
@@ -224,8 +244,8 @@ class _Moves:
     base: int
     addresses: list[int | None]
     held: frozenset[int]
-    now: list[Job] = field(default_factory=list)
-    later: list[Job] = field(default_factory=list)
+    now: list[Copy] = field(default_factory=list)
+    later: list[Copy] = field(default_factory=list)
     others_now: list[int] = field(default_factory=list)
     others_later: list[int] = field(default_factory=list)
 
@@ -235,7 +255,7 @@ class _Moves:
 
 def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
     moves = _Moves(base, captured.addresses, captured.held)
-    for is_held, jobs, others in (
+    for is_held, copies, others in (
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),
     ):
@@ -248,5 +268,5 @@ def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
                 others += [number] if size_bytes else []
             else:
                 plain.append((base + plan.begins[number], address, size_bytes))
-        jobs += plan_jobs(plain)
+        copies += plan_copies(plain)
     return moves

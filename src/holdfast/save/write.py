@@ -14,6 +14,7 @@ from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.coverage import digest_values
 from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.storage.crew import Crew
+from holdfast.storage.digesting import digest_parts
 from holdfast.storage.protocol import FileWriter, Storage
 
 PIECE_BYTES: Final = 8 << 20
@@ -87,7 +88,7 @@ def _write_data(snapshot: Snapshot, writer: FileWriter, crew: Crew) -> list[list
     """Writes the data file; gives for each array, in the order of the file, the digests of its spans."""
     digests = _room_for_digests(snapshot)
     try:
-        crew.run(_pieces(snapshot, writer, digests))
+        crew.run(snapshot.copied.among(_pieces(snapshot, writer, digests)))
         writer.finish()
     finally:
         writer.abandon()
@@ -101,14 +102,14 @@ def _pieces(snapshot: Snapshot, writer: FileWriter, digests: list[list[str]]) ->
     """
     spans = _spans(snapshot)
     ahead = next(spans, None)
-    image = snapshot.image
-    for begin in range(0, len(image), PIECE_BYTES):
-        end = min(begin + PIECE_BYTES, len(image))
+    image_bytes = len(snapshot.image)
+    for begin in range(0, image_bytes, PIECE_BYTES):
+        end = min(begin + PIECE_BYTES, image_bytes)
         own: list[tuple[int, int, int, int]] = []
         while ahead is not None and ahead[2] < end:
             own.append(ahead)
             ahead = next(spans, None)
-        yield partial(_write_piece, image, writer, begin, end, own, digests)
+        yield partial(_write_piece, snapshot, writer, begin, end, own, digests)
 
 
 def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
@@ -119,20 +120,22 @@ def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _write_piece(
-    image: memoryview,
+    snapshot: Snapshot,
     writer: FileWriter,
     begin: int,
     end: int,
     spans: list[tuple[int, int, int, int]],
     digests: list[list[str]],
 ) -> None:
-    _digest_spans(image, spans, digests)
-    writer.write_at(begin, image[begin:end])
+    snapshot.copied.wait(end)
+    _digest_spans(snapshot.image, spans, digests)
+    writer.write_at(begin, snapshot.image[begin:end])
 
 
 def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], digests: list[list[str]]) -> None:
-    for number, span, begin, end in spans:
-        digests[number][span] = digest(image[begin:end])
+    found = digest_parts(image, [begin for _, _, begin, _ in spans], [end for _, _, _, end in spans])
+    for (number, span, _, _), text in zip(spans, found, strict=True):
+        digests[number][span] = text
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:

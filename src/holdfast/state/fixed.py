@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from holdfast.state.finding import fixed_arrays_in
 from holdfast.state.registry import fixed_types
+
+_WARNING: Final = (
+    "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "
+    "is in others, and is NOT saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = "
+    "{name} (run.checkpoint, if run is resumable's). If nothing of it is trained, all is well"
+)
 
 
 class FixedArrays:
@@ -24,8 +30,15 @@ class FixedArrays:
         # Not by `fixed_types` first: a library may be met here for the first time.
         self._seen = {name: list(map(weakref.ref, fixed_arrays_in(root))) for name, root in objects.items()}
 
-    def look(self, objects: Mapping[str, object], step: int) -> list[str]:
-        """The objects that hold the very arrays of an earlier step, and such as cannot change; each is named once."""
+    def look(self, objects: Mapping[str, object], step: int) -> str:
+        """A warning of objects that hold the very arrays of an earlier step, and such as cannot change; "" if none do.
+
+        Each is named once.
+        """
+        same = self._find_same(objects, step)
+        return _WARNING.format(names=", ".join(same), name=same[0]) if same else ""
+
+    def _find_same(self, objects: Mapping[str, object], step: int) -> list[str]:
         if not fixed_types():
             self._step = step
             return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,13 +53,17 @@ class Crew:
         self._started = started
         started.wait(threading.TIMEOUT_MAX)
 
-    def run(self, jobs: Iterable[Callable[[], object]]) -> None:
+    def run(self, jobs: Iterable[Callable[[], object]], most_helpers: int = sys.maxsize) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
 
         The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
+
+        Args:
+            jobs: What is to be done.
+            most_helpers: How many of the threads help at most; the others are left to other rounds.
         """
         share = _Round(iter(jobs))
-        for _ in range(min(self._count, self._size - 1)):
+        for _ in range(min(self._count, self._size - 1, most_helpers)):
             self._work.put(share.work)
         try:
             share.work()

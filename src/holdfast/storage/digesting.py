@@ -1,4 +1,4 @@
-"""Reads that take digests of many places of memory as they fill them: in one compiled call, where there is one."""
+"""Digests of many places of memory, as they are or as a read fills them: in one compiled call, where there is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
 
 
 class NativeDigests:
-    """**Thread-safe.** The compiled function (`_digesting.c`). It runs without the interpreter's lock."""
+    """**Thread-safe.** The compiled functions (`_digesting.c`). They run without the interpreter's lock."""
 
     def __init__(self, compiled: Any, functions: array[int]) -> None:
         """Takes the compiled module, and the addresses of what it calls."""
@@ -53,15 +54,16 @@ class NativeDigests:
             that was filled.
         """
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
-        text = found.hex()
-        return end_bytes, [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
+        return end_bytes, _as_texts(found)
+
+    def digest_each(self, memory: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[str]:
+        """The digest of each of some parts of a memory."""
+        return _as_texts(self._compiled.digest_each(memory, array("q", begins), array("q", ends), self._functions))
 
 
 @cache
 def find_native() -> NativeDigests | None:
-    """The compiled function, with those of the xxHash library that the package of that name contains.
-
-    It is looked for at the first read: saves do without it.
+    """The compiled functions, with those of the xxHash library that the package of that name contains.
 
     Returns:
         None where holdfast was installed without a compiler, or where the library does not show its functions.
@@ -75,6 +77,19 @@ def find_native() -> NativeDigests | None:
         return native if _works(native, path) else None
     except (ImportError, AttributeError, OSError, TypeError, ValueError):
         return None  # There is none, or it is of another version.
+
+
+def digest_parts(memory: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[str]:
+    """**Thread-safe.** The digest of each of some parts of a memory; other threads may run meanwhile."""
+    native = find_native()
+    if native is not None:
+        return native.digest_each(memory, begins, ends)
+    return digest_each(memory[begin:end] for begin, end in zip(begins, ends, strict=True))
+
+
+def _as_texts(found: bytes) -> list[str]:
+    text = found.hex()
+    return [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:
@@ -96,5 +111,8 @@ def _works(native: NativeDigests, path: Path) -> bool:
                 parts.append(memoryview(bytearray(length)))
                 size_bytes += length
         end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
+    expected = digest_each(parts)
+    ends = list(accumulate(map(len, parts)))
+    again = native.digest_each(memoryview(content), [0, *ends[:-1]], ends)
     is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
-    return is_read and found == digest_each(parts)
+    return is_read and found == again == expected

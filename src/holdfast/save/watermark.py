@@ -1,0 +1,119 @@
+"""Up to where a snapshot has been copied: who writes it may begin while the rest is still being copied."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from holdfast.gate import Gate
+
+
+class CalledOffError(Exception):
+    """The copy will never be complete, since the save was called off; nobody has failed."""
+
+
+class Watermark:
+    """**Thread-safe.** Up to which byte an image is complete, from the first one on.
+
+    Copies are made in any order: it is the lowest byte of those that are not made yet.
+    """
+
+    def __init__(self, begins: Sequence[int] = ()) -> None:
+        """Everything is there but what some copies bring.
+
+        Args:
+            begins: For each copy the lowest byte that it fills; `make` goes by its number in here.
+        """
+        self._begins = begins
+        self._order = sorted(range(len(begins)), key=begins.__getitem__)
+        # Guards all below.
+        self._lock = threading.Lock()
+        self._made = bytearray(len(begins))
+        self._first = 0
+        self._waiting: list[tuple[float, Gate]] = []
+        self._is_called_off = False
+        self._is_complete = not begins
+        self._completed_at = time.monotonic()
+        # What one thread does when all is there; taken out by it.
+        self._duties: list[Callable[[], None]] = []
+
+    @property
+    def completed_at(self) -> float:
+        """When they were, by the monotonic clock."""
+        return self._completed_at
+
+    def make(self, number: int, copy: Callable[[], object]) -> None:
+        """**Blocks.** Makes the copy of that number."""
+        copy()
+        with self._lock:
+            self._made[number] = True
+            while self._first < len(self._order) and self._made[self._order[self._first]]:
+                self._first += 1
+            self._wake()
+
+    def finish(self) -> None:
+        """All copies are made, also those that did not go by way of `make`."""
+        with self._lock:
+            self._completed_at = time.monotonic()
+            self._is_complete = True
+            self._wake()
+
+    def call_off(self) -> None:
+        """No further copy will be made; harmless if all are."""
+        with self._lock:
+            self._is_called_off = not self._is_complete
+            self._wake()
+
+    def wait(self, end: float = math.inf) -> None:
+        """**Blocks** until the image is complete up to that byte, exclusive; by default, until `finish` is called.
+
+        Raises:
+            CalledOffError: If it never will be.
+        """
+        gate = Gate()
+        with self._lock:
+            self._waiting.append((end, gate))
+            self._wake()
+        gate.wait(threading.TIMEOUT_MAX)
+        if self._is_called_off:
+            raise CalledOffError
+
+    def add_duty(self, duty: Callable[[], None]) -> None:
+        """Adds what is to be done once all is copied, by whoever writes: what it raises ends the writing."""
+        self._duties.append(duty)
+
+    def among(self, jobs: Iterable[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+        """The jobs, and the duty among them, as soon as all is copied."""
+        for job in jobs:
+            if self._duties and self._is_complete:
+                yield self._duties.pop()
+            yield job
+
+    def settle(self) -> None:
+        """**Blocks** until all is copied, and does the duty unless it is done.
+
+        Raises:
+            CalledOffError: If it never will be.
+        """
+        self.wait()
+        if self._duties:
+            self._duties.pop()()
+
+    def _wake(self) -> None:
+        """Lets those go on who wait for no more than there is."""
+        if self._waiting:
+            level = self._find_level()
+            waiting, self._waiting = self._waiting, []
+            for end, gate in waiting:
+                if end <= level:
+                    gate.open()
+                else:
+                    self._waiting.append((end, gate))
+
+    def _find_level(self) -> float:
+        if self._is_complete or self._is_called_off:
+            return math.inf
+        return self._begins[self._order[self._first]] if self._first < len(self._order) else sys.maxsize

@@ -1,0 +1,119 @@
+"""Who writes a snapshot that is still being copied sees no byte of it before it is there."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.save.watermark import CalledOffError, Watermark
+from holdfast.storage.crew import Crew
+
+
+class Writer(threading.Thread):
+    """Waits for the image up to some byte, and notes how many copies were made by then."""
+
+    def __init__(self, copied: Watermark, end: int, made: list[int]) -> None:
+        super().__init__(daemon=True)
+        self._copied = copied
+        self._made = made
+        self.end = end
+        self.seen: set[int] | None = None
+
+    def run(self) -> None:
+        self._copied.wait(self.end)
+        self.seen = set(self._made)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    begins=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    ends=st.lists(st.integers(0, 120), max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_a_part_is_waited_for_until_all_that_it_holds_is_copied_and_no_longer(
+    begins: list[int], ends: list[int], seed: int
+) -> None:
+    copied, made = Watermark(begins), list[int]()
+    writers = [Writer(copied, end, made) for end in ends]
+    for writer in writers:
+        writer.start()
+    order = random.Random(seed).sample(range(len(begins)), len(begins))
+    for count in range(len(order) + 1):
+        level = min((begins[number] for number in order[count:]), default=1000)
+        for writer in writers:
+            if writer.end <= level:
+                writer.join(60)
+                assert writer.seen is not None
+        if count < len(order):
+            copied.make(order[count], lambda number=order[count]: made.append(number))  # type: ignore[misc]
+    for writer in writers:
+        assert writer.seen is not None
+        assert {number for number, begin in enumerate(begins) if begin < writer.end} <= writer.seen
+
+
+def test_all_of_it_is_there_when_that_is_said() -> None:
+    copied = Watermark([0, 8])
+    seen: list[str] = []
+
+    def write() -> None:
+        copied.wait()
+        seen.append("written")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    copied.make(0, list)
+    copied.make(1, list)
+    # Copies of devices may have begun and not ended.
+    seen.append("finished")
+    copied.finish()
+    thread.join(60)
+    assert seen == ["finished", "written"]
+
+
+def test_a_copy_that_is_called_off_is_waited_for_by_nobody() -> None:
+    copied = Watermark([0, 8])
+    ended: list[int] = []
+
+    def write(end: int) -> None:
+        with pytest.raises(CalledOffError):
+            copied.wait(end)
+        ended.append(end)
+
+    threads = [threading.Thread(target=write, args=(end,)) for end in (1, 9, 20)]
+    for thread in threads:
+        thread.start()
+    copied.call_off()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(ended) == [1, 9, 20]
+
+
+def test_what_is_complete_can_no_longer_be_called_off() -> None:
+    copied = Watermark([0])
+    copied.finish()
+    copied.call_off()
+    copied.wait()
+
+
+def test_the_duty_is_done_once_and_as_soon_as_all_is_there() -> None:
+    copied = Watermark([0])
+    done: list[str] = []
+    copied.add_duty(lambda: done.append("duty"))
+    jobs = copied.among([lambda: done.append("first"), copied.finish, lambda: done.append("last")])
+    Crew(1, "one").run(jobs)
+    copied.settle()
+    assert done == ["first", "duty", "last"]
+
+
+def test_a_duty_that_no_job_came_behind_is_done_in_the_end() -> None:
+    copied = Watermark([0])
+    done: list[str] = []
+    copied.add_duty(lambda: done.append("duty"))
+    copied.finish()
+    copied.settle()
+    copied.settle()
+    assert done == ["duty"]
