@@ -74,8 +74,13 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
         size = int(sys.argv[2])
         array = np.zeros(size)
         interrupted = 0
+        events = []
+
+        def steps_told(kind):
+            return [event.step for event in events if type(event).__name__ == kind]
         for life in range(12):
-            manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array), keep=hf.Latest(3), threads=3)
+            options = {"keep": hf.Latest(3), "threads": 3, "sinks": [events.append]}
+            manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array), **options)
             manager.restore()
             for step in range(life * 100 + 1, life * 100 + 15):
                 array[:] = step
@@ -85,15 +90,18 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except Interrupted:
                     interrupted += 1
+                    if not interrupted % 4:
+                        manager.wait()
+                        # What was called off is gone, whoever had begun to write it.
+                        debris = [path for path in Path(sys.argv[1]).glob("step-*") if not any(path.glob("manifest*"))]
+                        assert not debris, debris
             manager.wait()
             for kept in manager.steps():
                 found = np.zeros(size)
                 restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=found)).restore(kept)
                 assert (found == kept).all(), (kept, np.unique(found))
             manager.close()
-            # What was begun and called off is gone, whoever had begun to write it.
-            debris = [path for path in Path(sys.argv[1]).glob("step-*") if not any(path.glob("manifest*"))]
-            assert not debris, debris
+            assert steps_told("Staged") == steps_told("Committed") and not steps_told("Failed"), events
         print(interrupted)
         """,
         str(tmp_path),
@@ -101,6 +109,47 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "the interrupts did hit"
+
+
+class Refusing(MemoryStorage):
+    """A storage that refuses to write while it is told to; notes which events came before files were made to last."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self.told_before_last: list[str] = []
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        if self.refuses:
+            raise StorageError("refused", path=path)
+        return super().open_writer(path, size_bytes)
+
+    def sync_directory(self, path: str) -> None:
+        self.told_before_last = [*self.told]
+        super().sync_directory(path)
+
+    def hear(self, event: Event) -> None:
+        self.told.append(type(event).__name__)
+
+
+def test_what_fails_while_the_state_is_copied_is_told_when_it_has_been() -> None:
+    storage = Refusing()
+    manager = hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(8_000_000)), sinks=[storage.hear])
+    storage.refuses = True
+    handle = manager.save(1)
+    handle.wait_staged()
+    with pytest.raises(SaveFailedError, match="refused"):
+        handle.wait_committed()
+    handle.wait_ended()
+    assert storage.told == ["GenerationOpened", "Staged", "Failed"]
+    storage.refuses = False
+    storage.told.clear()
+    manager.save(2).wait_committed()
+    # What the background takes counts from the end of the copy, which is long before all is written.
+    assert storage.told_before_last == ["Staged"]
+    manager.close()
 
 
 @pytest.mark.parametrize("kind", ["manager", "resumable"])

@@ -27,6 +27,20 @@ def test_does_each_job_once(size: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crew")]
 
 
+@pytest.mark.parametrize("most_helpers", [0, 1])
+def test_no_more_threads_help_than_may(most_helpers: int) -> None:
+    crew = Crew(4, "crew")
+    crew.start()
+    seen: set[int] = set()
+    try:
+        for _ in range(50):
+            crew.run((lambda: seen.add(threading.get_ident()) for _ in range(50)), most_helpers)
+            assert len(seen) <= 1 + most_helpers
+            seen.clear()
+    finally:
+        crew.close()
+
+
 def test_the_first_error_ends_the_round_and_not_the_crew() -> None:
     crew = Crew(3, "crew")
     crew.start()

@@ -102,18 +102,18 @@ def test_what_is_complete_can_no_longer_be_called_off() -> None:
 def test_the_duty_is_done_once_and_as_soon_as_all_is_there() -> None:
     copied = Watermark([0])
     done: list[str] = []
-    copied.add_duty(lambda: done.append("duty"))
+    copied.set_duty(lambda: done.append("duty"))
     jobs = copied.among([lambda: done.append("first"), copied.finish, lambda: done.append("last")])
     Crew(1, "one").run(jobs)
-    copied.settle()
+    copied.wait_complete()
     assert done == ["first", "duty", "last"]
 
 
 def test_a_duty_that_no_job_came_behind_is_done_in_the_end() -> None:
     copied = Watermark([0])
     done: list[str] = []
-    copied.add_duty(lambda: done.append("duty"))
+    copied.set_duty(lambda: done.append("duty"))
     copied.finish()
-    copied.settle()
-    copied.settle()
+    copied.wait_complete()
+    copied.wait_complete()
     assert done == ["duty"]

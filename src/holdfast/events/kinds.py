@@ -72,7 +72,7 @@ class Written(Event, frozen=True):
     Attributes:
         step: The step being saved.
         generation: The generation that saves it.
-        background_seconds: How long the writing took, behind training.
+        background_seconds: How long the writing took behind training; it begins while training still copies.
         size_bytes: What was written.
     """
 
@@ -82,8 +82,8 @@ class Written(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        rate = f" ({size_text(self.size_bytes / self.background_seconds)}/s)" if self.background_seconds > 0 else ""
-        return f"step {self.step} written: {size_text(self.size_bytes)} in {time_text(self.background_seconds)}{rate}"
+        seconds = time_text(self.background_seconds)
+        return f"step {self.step} written: {size_text(self.size_bytes)}, {seconds} in the background"
 
 
 class Committed(Event, frozen=True):

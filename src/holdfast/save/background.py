@@ -47,9 +47,9 @@ class Work(msgspec.Struct):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long training was held up."""
-        end_at = self.staging.snapshot.copied.completed_at if isinstance(self.staging, Staging) else self.begun_at
-        return end_at - self.order.asked_at
+        """How long training was held up, once all is copied that it waits for."""
+        assert isinstance(self.staging, Staging)
+        return self.staging.snapshot.copied.completed_at - self.order.asked_at
 
 
 class Background:
@@ -118,7 +118,7 @@ class Background:
             if isinstance(work.staging, OutOfMemoryError):
                 raise work.staging
             if not work.is_ahead:
-                self._tell_staged(work)
+                self._tell_staged(work, work.staging)
             try:
                 self._copy_later(work, work.staging)
             finally:
@@ -153,8 +153,11 @@ class Background:
         """
         if not work.handle.try_begin():
             raise CalledOffError
-        work.begun_at = time.monotonic()
-        self._tell_staged(work)
+        assert isinstance(work.staging, Staging)
+        work.begun_at = work.staging.snapshot.copied.completed_at
+        # Also where the call that copied is interrupted behind its last copy.
+        work.handle.mark_staged()
+        self._tell_staged(work, work.staging)
 
     def _note_held(self, step: int, seconds: float) -> None:
         """Called on the training thread when a step has been held up."""
@@ -165,21 +168,20 @@ class Background:
         """**Blocks** until it is known whether a save goes on that something has ended; False if it was called off."""
         try:
             if isinstance(work.staging, Staging):
-                work.staging.snapshot.copied.settle()
+                work.staging.snapshot.copied.wait_complete()
         except CalledOffError:
             return False
         return not work.handle.called_off
 
-    def _tell_staged(self, work: Work) -> None:
-        if isinstance(work.staging, Staging):
-            staged = Staged(
-                step=work.order.step,
-                generation=self._line.generation or 0,
-                blocked_seconds=work.blocked_seconds,
-                size_bytes=work.staging.snapshot.layout.size_bytes,
-                reason=work.order.reason,
-            )
-            self._emit(staged)
+    def _tell_staged(self, work: Work, staging: Staging) -> None:
+        staged = Staged(
+            step=work.order.step,
+            generation=self._line.generation or 0,
+            blocked_seconds=work.blocked_seconds,
+            size_bytes=staging.snapshot.layout.size_bytes,
+            reason=work.order.reason,
+        )
+        self._emit(staged)
 
     def _copy_later(self, work: Work, staging: Staging) -> None:
         """Copies what is held, and lets go of it."""
@@ -200,7 +202,7 @@ class Background:
         work.handle.mark_named(name)
         try:
             receipts = self._line.write(staging.snapshot, name, work.crew, order.metrics)
-            staging.snapshot.copied.settle()
+            staging.snapshot.copied.wait_complete()
             self._emit(
                 Written(
                     step=order.step,
@@ -257,7 +259,7 @@ class Background:
         try:
             self._line.give_up(name)
         except HoldfastError as error:
-            self._emit(Warned(text=f"what a failed save left in {name.directory} is still there: {error}"))
+            self._emit(Warned(text=f"what an unfinished save left in {name.directory} is still there: {error}"))
 
     def _fail(self, work: Work, error: BaseException, seconds: float) -> None:
         step = work.order.step

@@ -6,7 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError
 from holdfast.events import Event, Sink, Warned
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
     from holdfast.save.company import Company
 
 
+_PARTING_SECONDS: Final = 2.0
+
+
 class Saver:
     """Makes saves, one at a time.
 
     `begin` belongs to the training thread, everything behind it to the one save in flight. The two meet in the handle,
-    the reports and the queue of events alone; the rest is handed over when a save begins, and back when it has ended.
+    the reports, the watermark of the copy and the queue of events alone; the rest is handed over when a save begins,
+    and back when it has ended.
     """
 
     def __init__(
@@ -146,14 +150,17 @@ class Saver:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
                 self._background.serve(inbox)
         except BaseException:
+            # First, and whether or not all is copied by now: an interrupt may come here too.
+            if work is not None and isinstance(work.staging, Staging):
+                work.staging.snapshot.copied.call_off()
             if work is None or handle.try_cancel():
                 inbox.put(None)
-                if work is not None and isinstance(work.staging, Staging):
-                    work.staging.snapshot.copied.call_off()
                 if self._hold is not None:
                     self._hold.forget()
                 self._reports.mark_cancelled(handle)
-                crew.close()
+                crew.end()
+                # Who still writes may be held up by the storage; the next save waits for that.
+                crew.join(_PARTING_SECONDS)
             raise
 
     def _try_stage(self, captured: Captured, order: SaveOrder) -> Staging | OutOfMemoryError:
@@ -169,9 +176,9 @@ class Saver:
             hand_over()
             return
         if work.is_ahead:
-            staging.snapshot.copied.add_duty(partial(self._background.enter, work))
-        staging.copy_now(work.crew, hand_over if work.is_ahead else None)
+            staging.snapshot.copied.set_duty(partial(self._background.enter, work))
         self._background.held_seconds = 0.0
+        staging.copy_now(work.crew, hand_over if work.is_ahead else None)
         if not staging.captured.has_held:
             work.handle.mark_staged()
         elif self._hold is not None:

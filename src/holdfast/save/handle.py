@@ -58,7 +58,7 @@ class SaveHandle:
         self._is_alone = worker.is_alone
         self._timeout_seconds = find_limit(timeout_seconds, worker)
         self._delivered = delivered
-        # Guards whether the save goes on or is called off, whichever comes first.
+        # Guards whether the save goes on or is called off, whichever comes first, and the gate that two threads open.
         self._lock = threading.Lock()
         self._begun = self._taken = False
         self._cancelled = False
@@ -75,6 +75,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         states = (
+            (self._cancelled, "called off"),
             (bool(self._skipped), "left out"),
             (self._error is not None, "failed"),
             (self._is_committed, "committed"),
@@ -186,9 +187,10 @@ class SaveHandle:
             ahead: Whether only to write what is still being copied, so that it may still be called off.
         """
         with self._lock:
-            self._taken = not self._cancelled
-            self._begun = self._taken and not ahead
-            return self._taken
+            if self._cancelled:
+                return False
+            self._taken, self._begun = True, not ahead
+            return True
 
     def try_cancel(self) -> bool:
         """Called by `save` when it is interrupted: True if the save will never begin, False if it goes on."""
@@ -198,8 +200,9 @@ class SaveHandle:
 
     def mark_staged(self) -> None:
         """Called by the save when the copy is complete."""
-        self._copied = True
-        self._staged.open()
+        with self._lock:
+            self._copied = True
+            self._staged.open()
 
     def mark_named(self, name: StepName) -> None:
         """Called by the save when its place is known."""
@@ -214,8 +217,9 @@ class SaveHandle:
     def mark_failed(self, error: HoldfastError) -> None:
         """Called by the save when it has failed."""
         self._error = error
-        for gate in (self._staged, self._named, self._settled):
-            gate.open()
+        with self._lock:
+            for gate in (self._staged, self._named, self._settled):
+                gate.open()
 
     def mark_ended(self) -> None:
         """Called by the save as its last act."""

@@ -64,7 +64,7 @@ class Incremental:
             StorageError: If the place fails; what was written stays as debris.
         """
         # What has changed is not known before.
-        snapshot.copied.settle()
+        snapshot.copied.wait_complete()
         places = snapshot.layout.places
         spans = dict(zip((place.name for place in places), take_digests(snapshot, crew), strict=True))
         unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.worker))

@@ -37,7 +37,7 @@ class SaveReports:
         hold(self)
 
     def mark_cancelled(self, handle: SaveHandle) -> None:
-        """A save was called off before it could begin."""
+        """A save was called off, and will never be."""
         with self._lock:
             self._in_flight = None
             self._release_if_done()

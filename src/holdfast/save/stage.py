@@ -122,22 +122,22 @@ class Staging:
     versions: list[int | None] = field(default_factory=list)
     _transfers: list[Transfer] = field(default_factory=list)
 
-    def copy_now(self, crew: Crew, begun: Job | None = None) -> None:
+    def copy_now(self, crew: Crew, hand_over: Job | None = None) -> None:
         """**Blocks.** Makes the copies that training waits for.
 
         Args:
             crew: The threads that copy.
-            begun: Called as soon as they do, on some thread: to begin what goes on behind the copies, with the threads
-                that would be no help to them.
+            hand_over: Called as soon as they do, on some thread: lets those begin who write behind the copies, with the
+                threads that would be no help to these.
         """
         jobs: list[Job] = []
         for one in self._all:
             jobs += [partial(one.snapshot.copied.make, number, copy.run) for number, copy in enumerate(one.now)]
             jobs += one.others_now
-        if begun is None:
+        if hand_over is None:
             crew.run(jobs)
         else:
-            crew.run([begun, *jobs], most_helpers=len(os.sched_getaffinity(0)) - 1)
+            crew.run([hand_over, *jobs], most_helpers=_count_processors() - 1)
         self._finish_transfers()
         for one in self._all:
             one.snapshot.copied.finish()
@@ -193,6 +193,11 @@ class Staging:
                 f"{', '.join(changed[:3])}{more} changed while being copied, and not by a step of the optimizer",
                 leaves=tuple(changed),
             )
+
+
+def _count_processors() -> int:
+    # Some systems have no such call.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Plan(msgspec.Struct):

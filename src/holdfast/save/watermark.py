@@ -7,8 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from holdfast.gate import Gate
+
+_LOOK_SECONDS: Final = 1.0
 
 
 class CalledOffError(Exception):
@@ -37,8 +40,7 @@ class Watermark:
         self._is_called_off = False
         self._is_complete = not begins
         self._completed_at = time.monotonic()
-        # What one thread does when all is there; taken out by it.
-        self._duties: list[Callable[[], None]] = []
+        self._duty: Callable[[], None] | None = None
 
     @property
     def completed_at(self) -> float:
@@ -57,12 +59,13 @@ class Watermark:
     def finish(self) -> None:
         """All copies are made, also those that did not go by way of `make`."""
         with self._lock:
-            self._completed_at = time.monotonic()
-            self._is_complete = True
+            if not self._is_complete:
+                self._completed_at = time.monotonic()
+                self._is_complete = True
             self._wake()
 
     def call_off(self) -> None:
-        """No further copy will be made; harmless if all are."""
+        """No further copy will be made; harmless if all are, and twice."""
         with self._lock:
             self._is_called_off = not self._is_complete
             self._wake()
@@ -77,41 +80,47 @@ class Watermark:
         with self._lock:
             self._waiting.append((end, gate))
             self._wake()
-        gate.wait(threading.TIMEOUT_MAX)
+        # Who calls off may be interrupted in that, again.
+        while not gate.wait(_LOOK_SECONDS) and not self._is_called_off:
+            pass
         if self._is_called_off:
             raise CalledOffError
 
-    def add_duty(self, duty: Callable[[], None]) -> None:
-        """Adds what is to be done once all is copied, by whoever writes: what it raises ends the writing."""
-        self._duties.append(duty)
+    def set_duty(self, duty: Callable[[], None]) -> None:
+        """Sets what is to be done once all is copied, by whoever writes: what it raises ends the writing."""
+        self._duty = duty
 
     def among(self, jobs: Iterable[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-        """The jobs, and the duty among them, as soon as all is copied."""
+        """The jobs, and the duty among them as soon as all is copied, or behind them."""
         for job in jobs:
-            if self._duties and self._is_complete:
-                yield self._duties.pop()
+            if self._duty is not None and self._is_complete:
+                yield self.wait_complete
             yield job
+        yield self.wait_complete
 
-    def settle(self) -> None:
+    def wait_complete(self) -> None:
         """**Blocks** until all is copied, and does the duty unless it is done.
 
         Raises:
             CalledOffError: If it never will be.
         """
         self.wait()
-        if self._duties:
-            self._duties.pop()()
+        with self._lock:
+            duty, self._duty = self._duty, None
+        if duty is not None:
+            duty()
 
     def _wake(self) -> None:
-        """Lets those go on who wait for no more than there is."""
+        """Lets those go on who wait for no more than there is.
+
+        It may be interrupted where it is called by the training thread: then the next call finds them all again.
+        """
         if self._waiting:
             level = self._find_level()
-            waiting, self._waiting = self._waiting, []
-            for end, gate in waiting:
+            for end, gate in self._waiting:
                 if end <= level:
                     gate.open()
-                else:
-                    self._waiting.append((end, gate))
+            self._waiting = [(end, gate) for end, gate in self._waiting if end > level]
 
     def _find_level(self) -> float:
         if self._is_complete or self._is_called_off:

@@ -87,9 +87,13 @@ class Crew:
 
     def close(self) -> None:
         """**Blocks.** Ends the threads, once they have done what was handed over before; harmless twice."""
+        self.end()
+        self.join(threading.TIMEOUT_MAX)
+
+    def end(self) -> None:
+        """As `close`, but waits for nobody."""
         for _ in range(self._size):
             self._work.put(None)
-        self.join(threading.TIMEOUT_MAX)
 
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits that long for the threads to end, which somebody closes."""
@@ -113,8 +117,8 @@ class Crew:
 
     def _has_come(self, thread: threading.Thread, arrival: Gate) -> bool:
         """**Blocks** until a thread is at work, or for certain will not be: one that lacks memory dies unheard."""
-        while not arrival.wait(_LOOK_SECONDS) and thread.is_alive():
-            pass
+        while not arrival.is_open and thread.is_alive():
+            arrival.wait(_LOOK_SECONDS)
         return arrival.is_open
 
     def _serve(self, arrival: Gate) -> None:
@@ -149,7 +153,7 @@ class _Round:
             self.error = self.error or error
 
     def wait(self) -> None:
-        """Waits for helpers in the middle of a job; each job is one bounded piece of I/O."""
+        """Waits for helpers in the middle of a job; each is one bounded piece of I/O, and maybe a wait for a copy."""
         self._ended.wait(threading.TIMEOUT_MAX)
 
     def _take(self) -> Callable[[], object] | None:
