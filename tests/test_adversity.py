@@ -111,6 +111,65 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
+def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that_saves() -> None:
+    done = run_python(
+        """
+        import sys, numpy as np, holdfast as hf
+        from holdfast.state.numpy_arrays import NumpyBackend
+        from holdfast.state.registry import register_backend
+        from holdfast.storage import MemoryStorage
+
+        class Failing(np.ndarray):
+            fails = False
+
+        class Library(NumpyBackend):
+            def spec(self, array, path):
+                return super().spec(array.view(np.ndarray), path)
+
+            def copy_out(self, arrays, image, offsets_bytes):
+                if Failing.fails:
+                    Failing.failed = True
+                    raise RuntimeError("the library cannot copy it")
+                super().copy_out(arrays, image, offsets_bytes)
+
+        register_backend(Failing, Library())
+
+        class Interrupted(BaseException):
+            pass
+
+        def strike(frame, event, argument):
+            global calls
+            if Failing.failed and event == "call":
+                calls += 1
+                if calls == struck:
+                    raise Interrupted
+
+        outcomes = []
+        state = {"plain": np.zeros(4_000_000), "strided": np.zeros((300, 200))[:, ::2].view(Failing)}
+        for struck in range(0, 30):
+            manager = hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), timeout_seconds=20, threads=3)
+            manager.save(1).wait_committed()
+            calls = 0
+            Failing.fails, Failing.failed = True, False
+            sys.setprofile(strike)
+            try:
+                manager.save(2)
+            except (Interrupted, RuntimeError) as error:
+                outcomes.append(type(error).__name__)
+            sys.setprofile(None)
+            Failing.fails = False
+            manager.save(3).wait_committed()
+            assert [*manager.steps()] == [1, 3], manager.steps()
+            manager.close()
+        print(outcomes.count("RuntimeError"), outcomes.count("Interrupted"))
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    failed, interrupted = map(int, done.stdout.split())
+    assert failed >= 1
+    assert interrupted > 10
+
+
 class Refusing(MemoryStorage):
     """A storage that refuses to write while it is told to; notes which events came before files were made to last."""
 

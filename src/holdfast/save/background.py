@@ -51,6 +51,16 @@ class Work(msgspec.Struct):
         assert isinstance(self.staging, Staging)
         return self.staging.snapshot.copied.completed_at - self.order.asked_at
 
+    def call_off_copy(self) -> None:
+        """Nothing more is copied; harmless where all is."""
+        if isinstance(self.staging, Staging):
+            self.staging.snapshot.copied.call_off()
+
+    def forget(self) -> None:
+        """Lets go of what is to be done when all is copied: that keeps all of this alive."""
+        if isinstance(self.staging, Staging):
+            self.staging.snapshot.copied.set_duty(None)
+
 
 class Background:
     """Ends what a training thread has begun, one save at a time.
@@ -141,6 +151,7 @@ class Background:
                 if self.hold is not None:
                     self.hold.forget()
                 work.crew.close()
+                work.forget()
                 self.flush_events()
                 # Not before: from here on the program may end, or the next save begin.
                 self._reports.mark_ended(work.handle)

@@ -145,14 +145,17 @@ class Saver:
             is_ahead = is_handed_over and is_alone and isinstance(staging, Staging)
             work = Work(staging, order, handle, crew, is_ahead)
             self._reports.mark_begun(handle)
-            self._copy(work, partial(inbox.put, work))
+            self._copy(work, partial(_hand_over, work, inbox))
             if not is_handed_over:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
                 self._background.serve(inbox)
         except BaseException:
-            # First, and whether or not all is copied by now: an interrupt may come here too.
-            if work is not None and isinstance(work.staging, Staging):
-                work.staging.snapshot.copied.call_off()
+            if work is not None:
+                try:
+                    work.call_off_copy()
+                finally:
+                    # Once more, since another interrupt may have come before it was done.
+                    work.call_off_copy()
             if work is None or handle.try_cancel():
                 inbox.put(None)
                 if self._hold is not None:
@@ -223,3 +226,9 @@ class Saver:
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None
+
+
+def _hand_over(work: Work, inbox: queue.SimpleQueue[Work | None]) -> None:
+    # In this order: who is interrupted in between calls it off.
+    work.handle.is_handed = True
+    inbox.put(work)

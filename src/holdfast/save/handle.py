@@ -28,6 +28,7 @@ class SaveHandle:
     Attributes:
         step: The step that is being saved.
         replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
+        is_handed: Whether the background has been given it, or is to find it at once.
         sign: Given whenever something is asked of this; None if nobody waits for it.
     """
 
@@ -53,6 +54,7 @@ class SaveHandle:
         """
         self.step = step
         self.replaces = replaces
+        self.is_handed = False
         self.sign: Sign | None = None
         self._url = url
         self._is_alone = worker.is_alone
@@ -108,7 +110,7 @@ class SaveHandle:
     @property
     def begun(self) -> bool:
         """True once the background has the save, which ends one way or the other; False again if it was called off."""
-        return self._begun or (self._taken and not self._ended.is_open)
+        return self.is_handed and (not self._cancelled or (self._taken and not self._ended.is_open))
 
     @property
     def called_off(self) -> bool:

@@ -86,7 +86,7 @@ class Watermark:
         if self._is_called_off:
             raise CalledOffError
 
-    def set_duty(self, duty: Callable[[], None]) -> None:
+    def set_duty(self, duty: Callable[[], None] | None) -> None:
         """Sets what is to be done once all is copied, by whoever writes: what it raises ends the writing."""
         self._duty = duty
 

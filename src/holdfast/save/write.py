@@ -127,7 +127,8 @@ def _write_piece(
     spans: list[tuple[int, int, int, int]],
     digests: list[list[str]],
 ) -> None:
-    snapshot.copied.wait(end)
+    # The last of the spans that begin here may end beyond.
+    snapshot.copied.wait(max([end, *(span[3] for span in spans[-1:])]))
     _digest_spans(snapshot.image, spans, digests)
     writer.write_at(begin, snapshot.image[begin:end])
 
