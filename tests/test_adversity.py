@@ -202,7 +202,7 @@ def test_what_fails_while_the_state_is_copied_is_told_when_it_has_been() -> None
     with pytest.raises(SaveFailedError, match="refused"):
         handle.wait_committed()
     handle.wait_ended()
-    assert storage.told == ["GenerationOpened", "Staged", "Failed"]
+    assert storage.told == ["Staged", "GenerationOpened", "Failed"]
     storage.refuses = False
     storage.told.clear()
     manager.save(2).wait_committed()

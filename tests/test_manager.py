@@ -600,7 +600,7 @@ def test_events_tell_seconds_and_bytes(tmp_path: Path) -> None:
         manager.wait(60)
         totals = manager.totals
     kinds = [type(event).__name__ for event in events]
-    assert kinds[:5] == ["GenerationOpened", "Staged", "Written", "Committed", "Retained"]
+    assert kinds[:5] == ["Staged", "GenerationOpened", "Written", "Committed", "Retained"]
     committed = [event for event in events if isinstance(event, Committed)]
     assert all(event.size_bytes > 240_000 for event in committed)
     assert all(event.blocked_seconds > 0 and event.background_seconds > 0 for event in committed)

@@ -99,17 +99,17 @@ def test_what_is_complete_can_no_longer_be_called_off() -> None:
     copied.wait()
 
 
-def test_the_duty_is_done_once_and_as_soon_as_all_is_there() -> None:
+def test_what_is_not_taken_before_all_is_copied_is_left() -> None:
     copied = Watermark([0])
     done: list[str] = []
-    copied.set_duty(lambda: done.append("duty"))
-    jobs = copied.among([lambda: done.append("first"), copied.finish, lambda: done.append("last")])
+    jobs = iter([lambda: done.append("first"), copied.finish, lambda: done.append("last")])
+    Crew(1, "one").run(copied.while_copied(jobs))
+    assert done == ["first"]
     Crew(1, "one").run(jobs)
-    copied.wait_complete()
-    assert done == ["first", "duty", "last"]
+    assert done == ["first", "last"]
 
 
-def test_a_duty_that_no_job_came_behind_is_done_in_the_end() -> None:
+def test_the_duty_is_done_once_and_when_all_is_there() -> None:
     copied = Watermark([0])
     done: list[str] = []
     copied.set_duty(lambda: done.append("duty"))

@@ -36,6 +36,7 @@ class Work(msgspec.Struct):
         staging: What has been copied, or is being copied; or the error, where there was no memory to copy it into.
         is_ahead: Whether it is handed over while the training thread still copies, so that writing begins meanwhile.
         begun_at: From when on it is in the background alone.
+        opened: That it has opened a generation, to be told behind the copy; or None.
     """
 
     staging: Staging | OutOfMemoryError
@@ -44,6 +45,7 @@ class Work(msgspec.Struct):
     crew: Crew
     is_ahead: bool
     begun_at: float = 0.0
+    opened: GenerationOpened | None = None
 
     @property
     def blocked_seconds(self) -> float:
@@ -137,7 +139,7 @@ class Background:
         except LeftOutError as left:
             self._leave_out(work, left.reason)
         except CalledOffError:
-            pass  # Who called it off knows.
+            self._tell_opened(work)  # Who called it off knows all else.
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
             if self._is_on(work):
                 self._fail(work, error, time.monotonic() - work.begun_at)
@@ -169,6 +171,7 @@ class Background:
         # Also where the call that copied is interrupted behind its last copy.
         work.handle.mark_staged()
         self._tell_staged(work, work.staging)
+        self._tell_opened(work)
 
     def _note_held(self, step: int, seconds: float) -> None:
         """Called on the training thread when a step has been held up."""
@@ -181,6 +184,7 @@ class Background:
             if isinstance(work.staging, Staging):
                 work.staging.snapshot.copied.wait_complete()
         except CalledOffError:
+            self._tell_opened(work)
             return False
         return not work.handle.called_off
 
@@ -193,6 +197,12 @@ class Background:
             reason=work.order.reason,
         )
         self._emit(staged)
+
+    def _tell_opened(self, work: Work) -> None:
+        """Tells of the generation that was opened, if it has not been told."""
+        opened, work.opened = work.opened, None
+        if opened is not None:
+            self._emit(opened)
 
     def _copy_later(self, work: Work, staging: Staging) -> None:
         """Copies what is held, and lets go of it."""
@@ -208,7 +218,9 @@ class Background:
         order = work.order
         base = self._line.open(order.origin)
         if base is not None:
-            self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
+            work.opened = GenerationOpened(generation=base.generation, base_step=base.step)
+            if not work.is_ahead:
+                self._tell_opened(work)
         name = self._line.name(order.step)
         work.handle.mark_named(name)
         try:

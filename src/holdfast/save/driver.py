@@ -142,7 +142,7 @@ class Saver:
             self._crew = crew
             # Where steps wait for a part of the copy, or other workers for this one, all goes in its turn.
             is_alone = self._company is None and not captured.has_held
-            is_ahead = is_handed_over and is_alone and isinstance(staging, Staging)
+            is_ahead = is_handed_over and is_alone and isinstance(staging, Staging) and staging.is_coarse
             work = Work(staging, order, handle, crew, is_ahead)
             self._reports.mark_begun(handle)
             self._copy(work, partial(_hand_over, work, inbox))

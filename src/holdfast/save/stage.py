@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,8 @@ from holdfast.save.watermark import Watermark
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
 from holdfast.storage.parts import batches
+
+_SMALL_BYTES: Final = 256 << 10
 
 
 class Stager:
@@ -163,6 +165,15 @@ class Staging:
             backend.copy_out(arrays, self.snapshot.image, offsets)
         elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
             self._transfers.append(transfer)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether most of it are large arrays.
+
+        To write and copy many small ones at a time is to wait for the interpreter's lock, over and over.
+        """
+        layout = self.snapshot.layout
+        return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
     @property
     def _all(self) -> list[Staging]:

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from holdfast.gate import Gate
@@ -90,13 +90,10 @@ class Watermark:
         """Sets what is to be done once all is copied, by whoever writes: what it raises ends the writing."""
         self._duty = duty
 
-    def among(self, jobs: Iterable[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-        """The jobs, and the duty among them as soon as all is copied, or behind them."""
-        for job in jobs:
-            if self._duty is not None and self._is_complete:
-                yield self.wait_complete
+    def while_copied(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+        """As many of the jobs as are taken before all is copied; the others stay where they are."""
+        while not self._is_complete and (job := next(jobs, None)) is not None:
             yield job
-        yield self.wait_complete
 
     def wait_complete(self) -> None:
         """**Blocks** until all is copied, and does the duty unless it is done.

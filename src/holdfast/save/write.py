@@ -88,7 +88,11 @@ def _write_data(snapshot: Snapshot, writer: FileWriter, crew: Crew) -> list[list
     """Writes the data file; gives for each array, in the order of the file, the digests of its spans."""
     digests = _room_for_digests(snapshot)
     try:
-        crew.run(snapshot.copied.among(_pieces(snapshot, writer, digests)))
+        pieces = _pieces(snapshot, writer, digests)
+        # While training waits for the copy, more than this one thread would take the processors away from that.
+        crew.run(snapshot.copied.while_copied(pieces), most_helpers=0)
+        snapshot.copied.wait_complete()
+        crew.run(pieces)
         writer.finish()
     finally:
         writer.abandon()
