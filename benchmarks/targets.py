@@ -74,13 +74,18 @@ def _training(results: Results) -> Iterator[Target]:
         if lost is None:
             yield Target(title, must, "not measured", None)
             continue
-        share = f"{max(0.0, lost.median) / least:.2f} of it: " if least > 0 else ""
+        share = _share_of(lost.median, least) if least > 0 else ""
         holds = lost.median <= 0.25 * least if least > 0 else None
         # More than that of one peer's is more than that of the best one's; less need not be less.
         is_open = bool(holds) and len(peers) < _FEWEST_PEERS
         alone = "; no verdict, as no other peer was measured" if is_open else ""
         reached = f"{share}{show_spread(lost)} s; {best} {show_spread(peers[best])} s{alone}"
         yield Target(title, must, reached, None if is_open else holds)
+
+
+def _share_of(lost_seconds: float, least_seconds: float) -> str:
+    # Nobody gains time by saving: what is less than nothing says how unsteady the machine was.
+    return f"{lost_seconds / least_seconds:.2f} of it: " if lost_seconds > 0 else "too little to be told from noise: "
 
 
 def _restores(results: Results) -> Iterator[Target]:

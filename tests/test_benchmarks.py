@@ -463,6 +463,10 @@ def test_the_best_of_one_peer_is_no_best() -> None:
     (lost,) = [target for target in find_targets(results) if target.figure == "Training time lost for each save"]
     assert lost.holds is True
     assert "no verdict" not in lost.reached
+    lose("holdfast, overlapped", -0.2)
+    (lapped,) = [target for target in find_targets(results) if target.figure == "The same, overlapped copy"]
+    assert lapped.holds is True
+    assert lapped.reached.startswith("too little to be told from noise: -0.200")
 
 
 def test_the_page_says_why_a_peer_is_not_there() -> None:
