@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.descriptors import SharedDescriptor, open_directory
-from holdfast.storage.direct import PAGE_BYTES
+from holdfast.storage.direct import PAGE_BYTES, try_direct_reads
 from holdfast.storage.local_writer import LocalWriter
 from patience import read_line
 
@@ -166,7 +166,7 @@ def hostile(tmp_path: Path) -> Iterator[LocalStorage]:
 
 
 SPECIAL = ["fifo", "link", "dangling", "away", "loop", "socket"]
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="a socket is made by way of /proc")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="it goes by /proc")
 
 
 @needs_linux
@@ -462,3 +462,41 @@ def test_an_interrupt_on_the_way_closes_no_file_of_another(tmp_path: Path) -> No
             os.close(other)
         point += 1
     assert point > 20
+
+
+@needs_linux
+def test_an_interrupt_while_a_file_is_opened_leaves_none_open(tmp_path: Path) -> None:
+    """To look whether it can be read past the page cache may take as long as the disk likes, and is interrupted."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "file").write_bytes(bytes(2 << 20))
+    storage = LocalStorage(tmp_path)
+    storage.open_reader("one/file").close()
+    codes = {try_direct_reads.__code__, LocalStorage.open_reader.__code__, LocalStorage._open_plain.__code__}
+    count = len(list(OPEN_FILES.iterdir()))
+    point = 0
+    struck = True
+    while struck:
+        struck = False
+        left = point
+
+        def strike(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left, struck
+            if frame.f_code not in codes:
+                return None
+            if event == "line":
+                if left == 0:
+                    struck = True
+                    raise KeyboardInterrupt
+                left -= 1
+            return strike
+
+        before = sys.gettrace()
+        sys.settrace(strike)
+        try:
+            with suppress(KeyboardInterrupt):
+                storage.open_reader("one/file").close()
+        finally:
+            sys.settrace(before)
+        assert len(list(OPEN_FILES.iterdir())) == count, f"at point {point}"
+        point += 1
+    assert point > 15

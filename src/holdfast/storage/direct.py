@@ -100,18 +100,21 @@ def try_direct_reads(descriptor: int) -> int | None:
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return None
+    second = -1
     try:
         # By way of /proc the very file that is open is opened again, whatever lies at its path by now.
         second = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flag)
-    except OSError:
-        return None
-    pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
-    first = 0 if address_of(pages) % (2 * PAGE_BYTES) else PAGE_BYTES
-    try:
+        pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        first = 0 if address_of(pages) % (2 * PAGE_BYTES) else PAGE_BYTES
         if os.preadv(second, [pages[first : first + PAGE_BYTES]], PAGE_BYTES) == PAGE_BYTES:
             return second
-    except OSError:
-        pass
+    except BaseException as error:
+        # Also where Ctrl-C ends the read, which may have to wait for the disk.
+        if second >= 0:
+            os.close(second)
+        if not isinstance(error, OSError):
+            raise
+        return None
     os.close(second)
     return None
 

@@ -186,9 +186,16 @@ class LocalStorage:
 
     def open_reader(self, path: str) -> LocalReader:
         """Opens a file for reading; see `Storage`."""
-        with self._errors("read", path):
-            descriptor, size_bytes = self._open_plain(path)
-        return LocalReader(descriptor, path, self._root, size_bytes, direct=self._wants_direct)
+        descriptor = -1
+        try:
+            with self._errors("read", path):
+                descriptor, size_bytes = self._open_plain(path)
+            return LocalReader(descriptor, path, self._root, size_bytes, direct=self._wants_direct)
+        except BaseException:
+            # Ctrl-C, say, while it looks how the file can be read.
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise
 
     def list(self, path: str) -> list[Entry]:
         """What lies directly in a directory, in order of name; see `Storage`."""
@@ -308,18 +315,21 @@ class LocalStorage:
     def _open_plain(self, path: str) -> tuple[int, int]:
         """A descriptor of a plain file, and the file's size. `OSError` goes through."""
         *parents, name = split_path(path)
+        descriptor = -1
         try:
             with open_directory(self._root, parents) as directory:
                 descriptor = os.open(name, _READ, dir_fd=directory)
-        except OSError as error:
-            if error.errno in _NOT_PLAIN:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise self._not_plain(path)
+            return descriptor, status.st_size
+        except BaseException as error:
+            # Ctrl-C too: whoever catches it may restore again and again.
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in _NOT_PLAIN:
                 raise self._not_plain(path) from error
             raise
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            raise self._not_plain(path)
-        return descriptor, status.st_size
 
     def _not_plain(self, path: str) -> DamageError:
         return DamageError(
