@@ -114,7 +114,7 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
 def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that_saves() -> None:
     done = run_python(
         """
-        import sys, numpy as np, holdfast as hf
+        import gc, sys, threading, numpy as np, holdfast as hf
         from holdfast.state.numpy_arrays import NumpyBackend
         from holdfast.state.registry import register_backend
         from holdfast.storage import MemoryStorage
@@ -161,6 +161,11 @@ def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that
             manager.save(3).wait_committed()
             assert [*manager.steps()] == [1, 3], manager.steps()
             manager.close()
+            gc.collect()
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread():
+                    thread.join(20)
+                    assert not thread.is_alive(), f"{thread.name} is left behind an interrupt at call {struck}"
         print(outcomes.count("RuntimeError"), outcomes.count("Interrupted"))
         """
     )

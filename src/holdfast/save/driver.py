@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +12,7 @@ from holdfast.events import Event, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
-from holdfast.save.background import Background, Work
+from holdfast.save.background import Background, Inbox, Work
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.companies import join_line
 from holdfast.save.handle import SaveHandle
@@ -129,14 +128,14 @@ class Saver:
             UsageError: If the state cannot be laid out as a file.
         """
         crew = Crew(self._threads, f"holdfast-save-{order.step}")
-        inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        inbox = Inbox()
         work: Work | None = None
         if warning := self._fixed.look(self._objects, order.step):
             self.emit_soon(Warned(text=warning))
         try:
             # All threads are started while there is nothing to lose yet.
             crew.start()
-            is_handed_over = crew.try_hand_over(partial(self._background.serve, inbox))
+            is_handed_over = crew.try_hand_over(partial(self._background.serve, inbox.works))
             self._end_preparation()
             staging = self._try_stage(captured, order)
             self._crew = crew
@@ -148,7 +147,7 @@ class Saver:
             self._copy(work, partial(_hand_over, work, inbox))
             if not is_handed_over:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
-                self._background.serve(inbox)
+                self._background.serve(inbox.works)
         except BaseException:
             if work is not None:
                 try:
@@ -157,7 +156,7 @@ class Saver:
                     # Once more, since another interrupt may have come before it was done.
                     work.call_off_copy()
             if work is None or handle.try_cancel():
-                inbox.put(None)
+                inbox.works.put(None)
                 if self._hold is not None:
                     self._hold.forget()
                 self._reports.mark_cancelled(handle)
@@ -228,7 +227,7 @@ class Saver:
             self._preparation = None
 
 
-def _hand_over(work: Work, inbox: queue.SimpleQueue[Work | None]) -> None:
+def _hand_over(work: Work, inbox: Inbox) -> None:
     # In this order: who is interrupted in between calls it off.
     work.handle.is_handed = True
-    inbox.put(work)
+    inbox.works.put(work)

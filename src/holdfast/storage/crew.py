@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from holdfast.gate import Gate
@@ -34,12 +35,17 @@ class Crew:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._arrivals = [Gate() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=self._serve, args=(arrival,), name=f"{name}-{number}", daemon=True)
+            threading.Thread(target=_serve, args=(self._work, arrival), name=f"{name}-{number}", daemon=True)
             for number, arrival in enumerate(self._arrivals)
         ]
         self._size = size
         self._count = 0
         self._started: Gate | None = None
+
+    def __del__(self) -> None:
+        # What would have closed it may have been interrupted itself. The threads know the queue alone.
+        with suppress(AttributeError):  # So may `__init__`.
+            self.end()
 
     def start(self) -> None:
         """**Blocks.** Starts as many of the threads as can be had."""
@@ -121,10 +127,13 @@ class Crew:
             arrival.wait(_LOOK_SECONDS)
         return arrival.is_open
 
-    def _serve(self, arrival: Gate) -> None:
-        arrival.open()
-        while (work := self._work.get()) is not None:
-            work()
+
+def _serve(queued: queue.SimpleQueue[Callable[[], None] | None], arrival: Gate) -> None:
+    arrival.open()
+    while (work := queued.get()) is not None:
+        work()
+        # It may be what keeps the crew, or a whole save, alive.
+        del work
 
 
 class _Round:
