@@ -111,6 +111,63 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
+def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
+    """The second comes in what the first one has begun: nobody may wait then for a save that nobody makes."""
+    done = run_python(
+        """
+        import gc, random, signal, sys, threading, time, numpy as np, holdfast as hf
+        from holdfast.storage import MemoryStorage
+
+        class Interrupted(BaseException):
+            pass
+
+        def first(number, frame):
+            sys.setprofile(second)
+            raise Interrupted
+
+        def second(frame, event, argument):
+            global left
+            left -= event == "call"
+            if left == 0:
+                raise Interrupted  # Which ends the profile too.
+
+        # What is imported at the first save is imported by now: Python itself does not survive a torn import.
+        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=np.zeros(3))) as manager:
+            manager.save(1)
+        signal.signal(signal.SIGALRM, first)
+        dice = random.Random(7)
+        state = {"large": np.zeros(500_000), "small": np.zeros(10)}
+        hit = 0
+        for life in range(250):
+            manager = hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), timeout_seconds=20, threads=2)
+            manager.save(1).wait_committed()
+            left = dice.randrange(1, 25)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 1.5e-3))
+                manager.save(2)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                hit += left == 0
+            sys.setprofile(None)
+            manager.wait()
+            if life % 2:
+                manager.save(3).wait_committed()
+                assert manager.latest_step() == 3, manager.steps()
+            assert {*manager.steps()} <= {1, 2, 3}
+            manager.close()
+            gc.collect()
+            # Those whose start was interrupted may yet come, and go.
+            end_at = time.monotonic() + 20
+            while threading.active_count() > 1:
+                assert time.monotonic() < end_at, f"{threading.enumerate()} are left behind"
+                time.sleep(0.001)
+        print(hit)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "the second interrupts did hit"
+
+
 def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that_saves() -> None:
     done = run_python(
         """
@@ -158,8 +215,9 @@ def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that
                 outcomes.append(type(error).__name__)
             sys.setprofile(None)
             Failing.fails = False
-            manager.save(3).wait_committed()
-            assert [*manager.steps()] == [1, 3], manager.steps()
+            if struck % 2:
+                manager.save(3).wait_committed()
+                assert [*manager.steps()] == [1, 3], manager.steps()
             manager.close()
             gc.collect()
             for thread in threading.enumerate():

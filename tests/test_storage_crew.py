@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -123,3 +124,37 @@ def test_an_interrupt_at_any_point_leaves_nothing_to_hang_on() -> None:
     interrupted, alive = map(int, run.stdout.split())
     assert 0 < interrupted < 2000
     assert alive == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of this process is looked up in /proc")
+def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
+    done = run_python(
+        """
+        import os, resource, signal
+        from pathlib import Path
+        from holdfast.storage.crew import Crew
+
+        def work(spare_bytes):
+            taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + spare_bytes, -1))
+            signal.alarm(60)  # Whoever still waits then dies of it.
+            crew, done = Crew(3, "crew"), []
+            crew.start()
+            crew.run([lambda: done.append(1)])
+            crew.close()
+            return done == [1]
+
+        # A thread's stack takes 8 MiB, as a rule, and what is left then may be too little for its first call.
+        for spare in range(8 << 20, (8 << 20) + (300 << 10), 4 << 10):
+            process = os.fork()
+            if not process:
+                is_done = False
+                try:
+                    is_done = work(spare)
+                finally:
+                    os._exit(0 if is_done else 1)
+            _, status = os.waitpid(process, 0)
+            assert status == 0, (spare, status)
+        """
+    )
+    assert done.returncode == 0, done.stderr

@@ -374,6 +374,7 @@ class CheckpointManager:
         arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
         captured = captured or self._saver.capture(self.checkpoint.objects)
         untold = self._reports.take(last=False)
+        handle.call_off = partial(self._saver.call_off, handle)
         self._in_flight = handle
         try:
             self._saver.begin(captured, order, handle)

@@ -64,21 +64,6 @@ class Work(msgspec.Struct):
             self.staging.snapshot.copied.set_duty(None)
 
 
-class Inbox:
-    """Where the background waits for the work of one save.
-
-    Attributes:
-        works: What to wait at. It gets None as well when nobody is left who could put anything in, as where the call
-            that saves is interrupted, and once more in what it does then.
-    """
-
-    def __init__(self) -> None:
-        self.works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-
-    def __del__(self) -> None:
-        self.works.put(None)
-
-
 class Background:
     """Ends what a training thread has begun, one save at a time.
 
@@ -133,9 +118,9 @@ class Background:
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
 
-    def serve(self, works: queue.SimpleQueue[Work | None]) -> None:
+    def serve(self, inbox: queue.SimpleQueue[Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""
-        work = works.get()
+        work = inbox.get()
         if work is None or not work.handle.try_begin(ahead=work.is_ahead):
             return
         work.begun_at = time.monotonic()

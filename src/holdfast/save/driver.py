@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from holdfast.events import Event, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
-from holdfast.save.background import Background, Inbox, Work
+from holdfast.save.background import Background, Work
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.companies import join_line
 from holdfast.save.handle import SaveHandle
@@ -81,6 +82,8 @@ class Saver:
         self._fixed = FixedArrays()
         self._reports = reports
         self._crew: Crew | None = None
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._work: Work | None = None
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
         find_native()
 
@@ -127,43 +130,49 @@ class Saver:
         Raises:
             UsageError: If the state cannot be laid out as a file.
         """
-        crew = Crew(self._threads, f"holdfast-save-{order.step}")
-        inbox = Inbox()
-        work: Work | None = None
+        self._dismiss()
+        self._work = None
+        crew = self._crew = Crew(self._threads, f"holdfast-save-{order.step}")
+        inbox = self._inbox = queue.SimpleQueue()
         if warning := self._fixed.look(self._objects, order.step):
             self.emit_soon(Warned(text=warning))
         try:
             # All threads are started while there is nothing to lose yet.
             crew.start()
-            is_handed_over = crew.try_hand_over(partial(self._background.serve, inbox.works))
+            is_handed_over = crew.try_hand_over(partial(self._background.serve, inbox))
             self._end_preparation()
             staging = self._try_stage(captured, order)
-            self._crew = crew
             # Where steps wait for a part of the copy, or other workers for this one, all goes in its turn.
             is_alone = self._company is None and not captured.has_held
             is_ahead = is_handed_over and is_alone and isinstance(staging, Staging) and staging.is_coarse
-            work = Work(staging, order, handle, crew, is_ahead)
+            self._work = work = Work(staging, order, handle, crew, is_ahead)
             self._reports.mark_begun(handle)
             self._copy(work, partial(_hand_over, work, inbox))
             if not is_handed_over:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
-                self._background.serve(inbox.works)
+                self._background.serve(inbox)
+            handle.call_off = self._work = None
         except BaseException:
-            if work is not None:
-                try:
-                    work.call_off_copy()
-                finally:
-                    # Once more, since another interrupt may have come before it was done.
-                    work.call_off_copy()
-            if work is None or handle.try_cancel():
-                inbox.works.put(None)
-                if self._hold is not None:
-                    self._hold.forget()
-                self._reports.mark_cancelled(handle)
-                crew.end()
-                # Who still writes may be held up by the storage; the next save waits for that.
-                crew.join(_PARTING_SECONDS)
+            self.call_off(handle)
             raise
+
+    def call_off(self, handle: SaveHandle) -> None:
+        """**Blocks**, but not for long. Ends a save whose `begin` was interrupted, unless it goes on all the same.
+
+        It may be interrupted as well, and is called again then by whoever asks for that save next, in the same thread.
+        """
+        work = self._work
+        if work is not None:
+            work.call_off_copy()
+        if handle.try_cancel():
+            self._dismiss()
+            if self._hold is not None:
+                self._hold.forget()
+            self._reports.mark_cancelled(handle)
+            if self._crew is not None:
+                # Who still writes may be held up by the storage; the next save waits for that.
+                self._crew.join(_PARTING_SECONDS)
+        handle.call_off = self._work = None
 
     def _try_stage(self, captured: Captured, order: SaveOrder) -> Staging | OutOfMemoryError:
         try:
@@ -205,6 +214,7 @@ class Saver:
 
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until the thread of a save that has ended is gone too, and lets go of buffer and disk."""
+        self._dismiss()
         if self._crew is not None:
             self._crew.join(timeout_seconds)
         try:
@@ -221,13 +231,19 @@ class Saver:
         """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
         self._own_line.abandon()
 
+    def _dismiss(self) -> None:
+        """Ends the threads of a save that has ended: what should have done so may have been interrupted itself."""
+        self._inbox.put(None)
+        if self._crew is not None:
+            self._crew.end()
+
     def _end_preparation(self) -> None:
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None
 
 
-def _hand_over(work: Work, inbox: Inbox) -> None:
+def _hand_over(work: Work, inbox: queue.SimpleQueue[Work | None]) -> None:
     # In this order: who is interrupted in between calls it off.
     work.handle.is_handed = True
-    inbox.works.put(work)
+    inbox.put(work)

@@ -30,6 +30,7 @@ class SaveHandle:
         replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
         is_handed: Whether the background has been given it, or is to find it at once.
         sign: Given whenever something is asked of this; None if nobody waits for it.
+        call_off: Ends it where the call that begins it was interrupted; None once that call is over.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class SaveHandle:
         self.replaces = replaces
         self.is_handed = False
         self.sign: Sign | None = None
+        self.call_off: Callable[[], None] | None = None
+        self._thread = threading.get_ident()
         self._url = url
         self._is_alone = worker.is_alone
         self._timeout_seconds = find_limit(timeout_seconds, worker)
@@ -198,6 +201,8 @@ class SaveHandle:
         """Called by `save` when it is interrupted: True if the save will never begin, False if it goes on."""
         with self._lock:
             self._cancelled = not self._begun
+            if self._cancelled and not self._taken:
+                self._ended.open()
             return self._cancelled
 
     def mark_staged(self) -> None:
@@ -238,6 +243,9 @@ class SaveHandle:
         self.mark_failed(UsageError(f"step {self.step} was not saved: {reason}"))
 
     def _give_sign(self) -> None:
+        if self.call_off is not None and self._thread == threading.get_ident():
+            # The thread that began it asks for something else: an interrupt has cut off even what ends it.
+            self.call_off()
         if self.sign is not None:
             self.sign.give()
 

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 from holdfast.gate import Gate
 
 _LOOK_SECONDS: Final = 0.05
+_START_SECONDS: Final = 5.0
 
 
 class Crew:
@@ -50,14 +52,23 @@ class Crew:
     def start(self) -> None:
         """**Blocks.** Starts as many of the threads as can be had."""
         started = Gate()
+        sign = _Sign()
+        lives = weakref.ref(sign)
         # `Thread.start` waits for the thread in Python code, and interrupted there it leaves a lock locked and the
         # thread hanging. Signal handlers run in the main thread only, so another one does it.
         try:
-            _thread.start_new_thread(self._start_all, (started,))
-        except RuntimeError:
-            started.open()  # None can be had any more: the callers of `run` do the work alone.
+            _thread.start_new_thread(self._start_all, (started, sign))
+        except (RuntimeError, MemoryError):
+            return  # None can be had any more: the callers of `run` do the work alone.
+        del sign
         self._started = started
-        started.wait(threading.TIMEOUT_MAX)
+        # A thread that lacks memory dies unheard: that one too, or one of those for which it would wait for ever.
+        end_at = time.monotonic() + _START_SECONDS
+        while not started.wait(_LOOK_SECONDS):
+            if lives() is None or time.monotonic() > end_at:
+                self._started = None
+                self._count = sum(arrival.is_open for arrival in self._arrivals)
+                return
 
     def run(self, jobs: Iterable[Callable[[], object]], most_helpers: int = sys.maxsize) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
@@ -103,19 +114,19 @@ class Crew:
 
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits that long for the threads to end, which somebody closes."""
-        if self._started is None:
-            return  # They were not started, or `start` was interrupted: then they find that there is no work.
         end_at = time.monotonic() + timeout_seconds
-        self._started.wait(timeout_seconds)
+        if self._started is not None:
+            self._started.wait(timeout_seconds)
+        # Where `start` was interrupted, those that come yet find that there is no work.
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(min(end_at - time.monotonic(), threading.TIMEOUT_MAX), 0.0))
 
-    def _start_all(self, started: Gate) -> None:
+    def _start_all(self, started: Gate, _: _Sign) -> None:
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             pass  # No more can be had: fewer do the work.
         finally:
             self._count = sum(map(self._has_come, self._threads, self._arrivals))
@@ -134,6 +145,10 @@ def _serve(queued: queue.SimpleQueue[Callable[[], None] | None], arrival: Gate) 
         work()
         # It may be what keeps the crew, or a whole save, alive.
         del work
+
+
+class _Sign:
+    """Held by one thread alone, so that it goes when the thread does, whatever has ended that."""
 
 
 class _Round:
