@@ -580,6 +580,39 @@ def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, way: st
     assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [1]
 
 
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import os, sys, threading, numpy as np, holdfast as hf
+        from holdfast.errors import UsageError
+        from holdfast.storage import MemoryStorage
+
+        class Held(MemoryStorage):
+            def publish(self, path, data):
+                go_on.wait()
+                return super().publish(path, data)
+
+        go_on = threading.Event()
+        manager = hf.CheckpointManager(Held(), hf.Checkpoint(a=np.zeros(3)))
+        handle = manager.save(1)
+        pid = os.fork()
+        if pid == 0:
+            told = 0
+            for wait in (manager.wait, handle.wait_committed):
+                try:
+                    wait()
+                except UsageError:
+                    told += 1
+            os._exit(told)
+        told = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        go_on.set()
+        manager.close()
+        sys.exit(told)
+        """
+    )
+    assert done.returncode == 2, done.stderr
+
+
 def test_a_forked_child_leaves_its_parents_run_alone(tmp_path: Path) -> None:
     done = run_python(
         """

@@ -116,6 +116,8 @@ def test_the_lines_for_people() -> None:
         "step 450 passed over, it is damaged: step-000000450.g0002/data-00000-of-00001.safetensors at byte 4096 "
         "(model/head.weight): digest differs"
     )
+    missing = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data is missing; restore another")
+    assert str(missing) == "step 5 passed over, it is damaged: step-5/data is missing; restore another"
     assert lines[8] == "write of step 600 failed: no space left on device"
     assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"

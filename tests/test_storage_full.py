@@ -68,6 +68,22 @@ storage.write("small", b"1")
     )
 
 
+def test_limit_on_the_size_of_files_that_is_met_in_the_room_of_another(tmp_path: Path) -> None:
+    """Nothing is allocated then, and a direct write that the limit cuts short within a page is called invalid."""
+    _run(
+        tmp_path,
+        """
+import mmap
+large = memoryview(mmap.mmap(-1, 4 << 20))
+writer = storage.open_writer("data", len(large))
+resource.setrlimit(resource.RLIMIT_FSIZE, ((2 << 20) + 1, resource.RLIM_INFINITY))
+error = failure(writer.write_at, 0, large)
+assert isinstance(error, StorageFullError), error
+assert "ulimit -f" in error.hint, error
+""",
+    )
+
+
 def test_a_writer_that_ran_out_of_room_is_at_its_end(tmp_path: Path) -> None:
     """Room that is made afterwards does not revive it."""
     _run(

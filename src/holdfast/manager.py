@@ -84,8 +84,7 @@ class CheckpointManager:
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
             failures_allowed: How many saves in a row may fail before an error is raised; the last of a job never may.
             begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
-            incremental: True to write only arrays that have changed, and refer to the steps where the others lie, which
-                stay then, whatever `keep` says.
+            incremental: True to write only arrays that have changed, and refer to the others' steps, which stay then.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
                 file system can; until the manager is closed, the run takes one data file more. False if others read
                 files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
@@ -94,7 +93,7 @@ class CheckpointManager:
             threads: How many threads write, and read at a restore. They wait for the disk most of the time.
             overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
                 waits for it. Only for programs that change these by `step()` alone; another change meanwhile fails the
-                save and ends this, but autograd does not see all (`.data`, NumPy, fused kernels called by hand).
+                save and ends this, but autograd does not see all (`.data`, NumPy, collectives, fused kernels by hand).
             reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
@@ -117,8 +116,7 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._storage = open_storage(directory)
         self._save_every, self._when_busy = save_every, when_busy
-        self.timeout_seconds, self._threads = timeout_seconds, threads
-        self._totals = Totals()
+        self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
@@ -205,6 +203,7 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If an earlier save failed and nobody was told yet. This one, its `next_save`, goes on.
             DeadlineError: If the save before does not end in time.
+            StorageError: If old files could not be removed behind an earlier save. This one goes on.
         """
         return self._save(step, metrics, metadata, replace=replace)
 

@@ -71,10 +71,11 @@ class BenchPage:
         else:
             self._screen.say(Styled(subject.location, STRONG))
             self._screen.prose(Styled(disk, FAINT))
+        nothing = "no checkpoint could be read" if subject.has_checkpoint else "there is no checkpoint"
         origin = {
             "option": "",
             "checkpoint": f", as in step {subject.step}",
-            "default": " (no size was given, and there is no checkpoint)",
+            "default": f" (no size was given, and {nothing})",
         }[subject.size_from]
         how = f"; {counted(wish.threads, 'thread')}, {'medians of ' if wish.rounds > 1 else ''}"
         self._screen.prose(

@@ -209,7 +209,9 @@ class PassedOver(Event, frozen=True):
         if self.tensor:
             place += f" ({self.tensor})"
         # Most errors begin with the file's name, which then need not stand twice. Some are about no file.
-        error = f"{place}: {self.error.removeprefix(self.file + ': ')}" if self.file else self.error
+        error = self.error.removeprefix(f"{self.file}: ")
+        if self.file and (place != self.file or not error.startswith(self.file)):
+            error = f"{place}: {error}"
         return f"step {self.step} passed over, it is damaged: {error}"
 
 

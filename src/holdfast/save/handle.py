@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -58,7 +59,7 @@ class SaveHandle:
         self.is_handed = False
         self.sign: Sign | None = None
         self.call_off: Callable[[], None] | None = None
-        self._thread = threading.get_ident()
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self._url = url
         self._is_alone = worker.is_alone
         self._timeout_seconds = find_limit(timeout_seconds, worker)
@@ -259,6 +260,12 @@ class SaveHandle:
     def _wait_for(self, gate: Gate, timeout_seconds: float | None, miss: str) -> None:
         self._give_sign()
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        if os.getpid() != self._process and not gate.is_open:
+            raise UsageError(
+                f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "
+                "child of it, which would not hear of its end",
+                hint="Wait in the process that saves.",
+            )
         if not gate.wait(limit_seconds):
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(

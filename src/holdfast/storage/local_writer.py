@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Final
@@ -153,6 +155,9 @@ class LocalWriter:
 
     def _fail(self, error: OSError) -> StorageError:
         """Ends the writer; the first failure is the one that every later call raises."""
+        if error.errno == errno.EINVAL and self._size_bytes > resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+            # A direct write up to the limit is cut short within a page, which no such write may be.
+            error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         failure = storage_error(error, "write", self._path, self._root, self._size_bytes)
         with self._lock:
             if self._failure is None:
