@@ -91,7 +91,12 @@ def main(
                 f"{path} holds figures that would be lost: {misfit}. Give another directory with --out, or --anew to "
                 "forget them."
             )
-        _measure(scale, rounds, parts or PARTS, peers, out, before, begun_at)
+        try:
+            _measure(scale, rounds, parts or PARTS, peers, out, before, begun_at)
+        except KeyboardInterrupt:
+            kept = f"; the parts that were measured to their end are in {path}" if path.exists() else ""
+            click.echo(f"\nstopped{kept}", err=True)
+            sys.exit(130)
     results = _read(path)
     place = docs or (_DOCS if _is_whole(results) else out)
     (place / "benchmarks.md").write_text(render_report(results, "benchmarks.svg"))
