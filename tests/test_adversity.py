@@ -111,6 +111,49 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
+def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it() -> None:
+    """As a signal handler may: two saves would share one memory."""
+    done = run_python(
+        """
+        import numpy as np, holdfast as hf
+        from holdfast.errors import DeadlineError, UsageError
+        from holdfast.state.numpy_arrays import NumpyBackend
+        from holdfast.state.registry import register_backend
+        from holdfast.storage import MemoryStorage
+
+        class Asking(np.ndarray):
+            pass
+
+        def ask(call, *arguments):
+            try:
+                call(*arguments)
+            except (DeadlineError, UsageError) as error:
+                told.append(type(error).__name__)
+
+        class Library(NumpyBackend):
+            def spec(self, array, path):
+                return super().spec(array.view(np.ndarray), path)
+
+            def copy_out(self, arrays, image, offsets_bytes):
+                ask(manager.save, 2)
+                ask(manager.restore)
+                ask(manager.wait, 0.01)
+                super().copy_out(arrays, image, offsets_bytes)
+
+        register_backend(Asking, Library())
+        told = []
+        state = np.ones((300, 200))[:, ::2].view(Asking)
+        # One thread: the calling one copies.
+        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), threads=1, timeout_seconds=20) as manager:
+            manager.save(1).wait_committed()
+            assert told == ["UsageError", "UsageError", "DeadlineError"], told
+            manager.save(2).wait_committed()
+            assert [*manager.steps()] == [1, 2]
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
     """The second comes in what the first one has begun: nobody may wait then for a save that nobody makes."""
     done = run_python(

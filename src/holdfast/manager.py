@@ -247,7 +247,7 @@ class CheckpointManager:
             NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
             StorageError: If the place fails.
         """
-        arguments.check_usable(self.url, self._process, is_closed=self._closed)
+        arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
         self._settle(None)
         restoration = restore_objects(
             self._storage,
@@ -342,7 +342,7 @@ class CheckpointManager:
         captured: Captured | None = None,
     ) -> SaveHandle:
         asked_at = time.monotonic()
-        arguments.check_usable(self.url, self._process, is_closed=self._closed)
+        arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
         clean_metrics, clean_metadata = check_notes(metrics, metadata)
         step = arguments.check_step(step)
         told = self._reports.mark_told
@@ -373,7 +373,7 @@ class CheckpointManager:
         arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
         captured = captured or self._saver.capture(self.checkpoint.objects)
         untold = self._reports.take(last=False)
-        handle.call_off = partial(self._saver.call_off, handle)
+        handle.end_if_left = partial(self._saver.end_if_left, handle, self._begin)
         self._in_flight = handle
         try:
             self._saver.begin(captured, order, handle)

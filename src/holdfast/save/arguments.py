@@ -11,22 +11,24 @@ from typing import Any, Final
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
+from holdfast.save.within import is_within
 from holdfast.storage import LocalStorage, Storage
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
 
-def check_usable(url: str, process: int, *, is_closed: bool) -> None:
+def check_usable(url: str, process: int, *, is_closed: bool, begin: object) -> None:
     """Whether a manager may be used now, by this process.
 
     Args:
         url: Where the run lies, for the error.
         process: The process that made the manager.
         is_closed: Whether it was closed.
+        begin: Its method that begins a save.
 
     Raises:
         ClosedError: If it was closed.
-        UsageError: If it belongs to another process.
+        UsageError: If it belongs to another process, or is at the beginning of a save in this thread.
     """
     if is_closed:
         raise ClosedError(f"the manager of {url} is closed", hint="Make a new one.")
@@ -34,6 +36,12 @@ def check_usable(url: str, process: int, *, is_closed: bool) -> None:
         raise UsageError(
             f"the manager of {url} belongs to process {process}, and this is a child of it",
             hint="Save in the process that made the manager, or make one of its own in the child.",
+        )
+    if is_within(begin):
+        # Two saves would share one memory, and a restore would change what is being captured.
+        raise UsageError(
+            f"a save into {url} has just begun, and this was called from within it",
+            hint="In a signal handler only set a flag, and save when the step has ended.",
         )
 
 

@@ -23,6 +23,7 @@ from holdfast.save.overlap import keep_steady
 from holdfast.save.prepare import Preparation, try_prepare
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
+from holdfast.save.within import is_within
 from holdfast.state import Captured, Captures, capture_objects
 from holdfast.state.fixed import FixedArrays
 from holdfast.storage import Storage
@@ -151,15 +152,26 @@ class Saver:
             if not is_handed_over:
                 # None can be had any more, as when the interpreter shuts down: the save is made here and now.
                 self._background.serve(inbox)
-            handle.call_off = self._work = None
+            handle.end_if_left = self._work = None
         except BaseException:
-            self.call_off(handle)
+            self._call_off(handle)
             raise
 
-    def call_off(self, handle: SaveHandle) -> None:
-        """**Blocks**, but not for long. Ends a save whose `begin` was interrupted, unless it goes on all the same.
+    def end_if_left(self, handle: SaveHandle, call: object) -> None:
+        """**Blocks**, but not for long. Ends a save whose `begin` was interrupted, and what should end it then as well.
 
-        It may be interrupted as well, and is called again then by whoever asks for that save next, in the same thread.
+        Args:
+            handle: The save.
+            call: The method that was called with that handle, in this thread, and has called `begin`. While it goes on,
+                nothing was interrupted: who asks was called from within.
+        """
+        if not is_within(call, handle=handle):
+            self._call_off(handle)
+
+    def _call_off(self, handle: SaveHandle) -> None:
+        """**Blocks**, but not for long. Ends a save that was interrupted, unless it goes on all the same.
+
+        It may be interrupted as well; then it is done again from the beginning.
         """
         work = self._work
         if work is not None:
@@ -172,7 +184,7 @@ class Saver:
             if self._crew is not None:
                 # Who still writes may be held up by the storage; the next save waits for that.
                 self._crew.join(_PARTING_SECONDS)
-        handle.call_off = self._work = None
+        handle.end_if_left = self._work = None
 
     def _try_stage(self, captured: Captured, order: SaveOrder) -> Staging | OutOfMemoryError:
         try:

@@ -31,7 +31,7 @@ class SaveHandle:
         replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
         is_handed: Whether the background has been given it, or is to find it at once.
         sign: Given whenever something is asked of this; None if nobody waits for it.
-        call_off: Ends it where the call that begins it was interrupted; None once that call is over.
+        end_if_left: Ends it if the call that begins it was interrupted; None once that has begun it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SaveHandle:
         self.replaces = replaces
         self.is_handed = False
         self.sign: Sign | None = None
-        self.call_off: Callable[[], None] | None = None
+        self.end_if_left: Callable[[], None] | None = None
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._url = url
         self._is_alone = worker.is_alone
@@ -244,9 +244,9 @@ class SaveHandle:
         self.mark_failed(UsageError(f"step {self.step} was not saved: {reason}"))
 
     def _give_sign(self) -> None:
-        if self.call_off is not None and self._thread == threading.get_ident():
+        if self.end_if_left is not None and self._thread == threading.get_ident():
             # The thread that began it asks for something else: an interrupt has cut off even what ends it.
-            self.call_off()
+            self.end_if_left()
         if self.sign is not None:
             self.sign.give()
 
