@@ -118,6 +118,8 @@ def test_the_lines_for_people() -> None:
     )
     missing = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data is missing; restore another")
     assert str(missing) == "step 5 passed over, it is damaged: step-5/data is missing; restore another"
+    other = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data-10 is missing")
+    assert str(other) == "step 5 passed over, it is damaged: step-5/data: step-5/data-10 is missing"
     assert lines[8] == "write of step 600 failed: no space left on device"
     assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"

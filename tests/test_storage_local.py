@@ -27,6 +27,7 @@ from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.descriptors import SharedDescriptor, open_directory
 from holdfast.storage.direct import PAGE_BYTES, try_direct_reads
 from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.residency import Residency
 from patience import read_line
 
 OPEN_FILES = Path("/proc/self/fd")
@@ -471,7 +472,8 @@ def test_an_interrupt_while_a_file_is_opened_leaves_none_open(tmp_path: Path) ->
     (tmp_path / "one" / "file").write_bytes(bytes(2 << 20))
     storage = LocalStorage(tmp_path)
     storage.open_reader("one/file").close()
-    codes = {try_direct_reads.__code__, LocalStorage.open_reader.__code__, LocalStorage._open_plain.__code__}
+    functions = (try_direct_reads, LocalStorage.open_reader, LocalStorage._open_plain, Residency.__init__)
+    codes = {function.__code__ for function in functions}
     count = len(list(OPEN_FILES.iterdir()))
     point = 0
     struck = True

@@ -352,7 +352,7 @@ class CheckpointManager:
         try:
             return self._begin(order, handle, captured, replace=replace)
         except BaseException as error:
-            if self.company is not None and exchange is not None and self._in_flight is not handle:
+            if self.company is not None and exchange is not None and not handle.begun:
                 self.company.tell(exchange, error)
                 # The others take this step for tried; what is due next must be the same here.
                 self._pace.saved(step)
@@ -381,7 +381,7 @@ class CheckpointManager:
             self._pace.saved(step)
         except BaseException:
             # Also Ctrl-C ends up here: whoever has the save by now keeps it, and what was to be told is not lost.
-            if not handle.begun:
+            if not handle.begun and not handle.is_beginning:
                 self._in_flight = None
             self._reports.put_back(untold)
             raise

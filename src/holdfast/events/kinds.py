@@ -210,7 +210,7 @@ class PassedOver(Event, frozen=True):
             place += f" ({self.tensor})"
         # Most errors begin with the file's name, which then need not stand twice. Some are about no file.
         error = self.error.removeprefix(f"{self.file}: ")
-        if self.file and (place != self.file or not error.startswith(self.file)):
+        if self.file and (place != self.file or not error.startswith(f"{self.file} ")):
             error = f"{place}: {error}"
         return f"step {self.step} passed over, it is damaged: {error}"
 

@@ -117,6 +117,11 @@ class SaveHandle:
         return self.is_handed and (not self._cancelled or (self._taken and not self._ended.is_open))
 
     @property
+    def is_beginning(self) -> bool:
+        """True until the call that begins it has done so or ended it, which an interrupt may cut off."""
+        return self.end_if_left is not None
+
+    @property
     def called_off(self) -> bool:
         """True if the save will never be, since the call that asked for it was interrupted."""
         return self._cancelled

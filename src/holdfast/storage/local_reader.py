@@ -60,8 +60,13 @@ class LocalReader:
         if direct and size_bytes >= _SMALLEST_DIRECT_BYTES:
             second = try_direct_reads(descriptor)
             if second is not None:
-                self._direct = SharedDescriptor(second, f"the direct reader of {root / path}")
-                self._residency = Residency(descriptor, size_bytes)
+                try:
+                    self._residency = Residency(descriptor, size_bytes)
+                    self._direct = SharedDescriptor(second, f"the direct reader of {root / path}")
+                except BaseException:
+                    # Ctrl-C, say: whoever opened the other one closes that.
+                    os.close(second)
+                    raise
 
     def read_into(self, offset_bytes: int, into: memoryview) -> None:
         """**Thread-safe.** **Blocks.** Fills `into` from the file.
