@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -430,38 +430,19 @@ def test_an_interrupt_on_the_way_closes_no_file_of_another(tmp_path: Path) -> No
     deepest = tmp_path / "one" / "two"
     deepest.mkdir(parents=True)
     others: list[int] = []
-    point = 0
-    struck = True
-    while struck:
-        struck = False
-        left = point
 
-        def strike(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal left, struck
-            if frame.f_code is not inspect.unwrap(open_directory).__code__:
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                if left == 0:
-                    struck = True
-                    # What another thread may do now: it gets the lowest number that is free.
-                    others.append(os.open(tmp_path, os.O_RDONLY))
-                    raise KeyboardInterrupt
-                left -= 1
-            return strike
+    def interrupt() -> None:
+        # What another thread may do now: it gets the lowest number that is free.
+        others.append(os.open(tmp_path, os.O_RDONLY))
+        raise KeyboardInterrupt
 
-        before = sys.gettrace()
-        sys.settrace(strike)
-        try:
-            with suppress(KeyboardInterrupt), open_directory(tmp_path, ("one", "two")) as descriptor:
-                assert os.path.samestat(os.fstat(descriptor), deepest.stat())
-        finally:
-            sys.settrace(before)
+    for point, striking in strikes({inspect.unwrap(open_directory).__code__}, "opcode", interrupt):
+        with striking, suppress(KeyboardInterrupt), open_directory(tmp_path, ("one", "two")) as descriptor:
+            assert os.path.samestat(os.fstat(descriptor), deepest.stat())
         while others:
             other = others.pop()
             assert os.path.samestat(os.fstat(other), tmp_path.stat()), f"closed under it at point {point}"
             os.close(other)
-        point += 1
     assert point > 20
 
 
@@ -475,30 +456,46 @@ def test_an_interrupt_while_a_file_is_opened_leaves_none_open(tmp_path: Path) ->
     functions = (try_direct_reads, LocalStorage.open_reader, LocalStorage._open_plain, Residency.__init__)
     codes = {function.__code__ for function in functions}
     count = len(list(OPEN_FILES.iterdir()))
-    point = 0
-    struck = True
-    while struck:
-        struck = False
-        left = point
+    for point, striking in strikes(codes, "line", interrupt):
+        with striking, suppress(KeyboardInterrupt):
+            storage.open_reader("one/file").close()
+        assert len(list(OPEN_FILES.iterdir())) == count, f"at point {point}"
+    assert point > 15
 
-        def strike(frame: FrameType, event: str, _: Any) -> Any:
+
+def strikes(
+    codes: set[CodeType], event: str, strike: Callable[[], None]
+) -> Iterator[tuple[int, AbstractContextManager[None]]]:
+    """For each point of some functions a context that calls `strike` there; ends once there is no such point."""
+    struck = True
+
+    @contextmanager
+    def striking(left: int) -> Iterator[None]:
+        def trace(frame: FrameType, found: str, _: Any) -> Any:
             nonlocal left, struck
             if frame.f_code not in codes:
                 return None
-            if event == "line":
-                if left == 0:
-                    struck = True
-                    raise KeyboardInterrupt
+            frame.f_trace_opcodes = event == "opcode"
+            if found == event:
                 left -= 1
-            return strike
+                if left < 0:
+                    struck = True
+                    strike()
+            return trace
 
         before = sys.gettrace()
-        sys.settrace(strike)
+        sys.settrace(trace)
         try:
-            with suppress(KeyboardInterrupt):
-                storage.open_reader("one/file").close()
+            yield
         finally:
             sys.settrace(before)
-        assert len(list(OPEN_FILES.iterdir())) == count, f"at point {point}"
+
+    point = 0
+    while struck:
+        struck = False
+        yield point, striking(point)
         point += 1
-    assert point > 15
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
