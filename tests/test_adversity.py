@@ -62,8 +62,12 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
         class Interrupted(BaseException):
             pass
 
+        # Another thread may take the signal, and hand it on when the timer has been stopped.
         def interrupt(number, frame):
-            raise Interrupted
+            global is_awaited
+            if is_awaited:
+                is_awaited = False
+                raise Interrupted
 
         # What is imported at the first save is imported by now: Python itself does not survive a torn import.
         with hf.CheckpointManager(sys.argv[1] + "-first", hf.Checkpoint(a=np.zeros(3))) as manager:
@@ -85,8 +89,10 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
             for step in range(life * 100 + 1, life * 100 + 15):
                 array[:] = step
                 try:
+                    is_awaited = True
                     signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3 + size * 2e-9))
                     manager.save(step)
+                    is_awaited = False
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except Interrupted:
                     interrupted += 1
@@ -164,9 +170,13 @@ def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
         class Interrupted(BaseException):
             pass
 
+        # Another thread may take the signal, and hand it on when the timer has been stopped.
         def first(number, frame):
-            sys.setprofile(second)
-            raise Interrupted
+            global is_awaited
+            if is_awaited:
+                is_awaited = False
+                sys.setprofile(second)
+                raise Interrupted
 
         def second(frame, event, argument):
             global left
@@ -186,8 +196,10 @@ def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
             manager.save(1).wait_committed()
             left = dice.randrange(1, 25)
             try:
+                is_awaited = True
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 1.5e-3))
                 manager.save(2)
+                is_awaited = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 hit += left == 0

@@ -6,12 +6,15 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -115,6 +118,30 @@ def test_both_ways_of_copying_store_the_same(tmp_path: Path, overlap: bool) -> N
     assert_same(restored(tmp_path, 1), job.values())
 
 
+def test_the_step_behind_a_save_that_interrupts_cut_off_waits_for_nobody(tmp_path: Path) -> None:
+    """The first comes when steps wait already, the second in what the first one has begun."""
+    job = Job()
+    job.train()
+    struck: list[str] = []
+
+    def strike(point: str, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == point:
+            struck.append(point)
+            raise KeyboardInterrupt  # Which takes the hook away, so there are two.
+
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, timeout_seconds=30) as manager:
+        manager.save(1).wait_committed(60)
+        sys.settrace(partial(strike, "_hand_over"))
+        sys.setprofile(partial(strike, "_call_off"))
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(2)
+        assert struck == ["_hand_over", "_call_off"]
+        job.train()  # Were the copy waited for, which nobody makes, this would be an error.
+        expected = job.values()
+        manager.save(3).wait_committed(60)
+    assert_same(restored(tmp_path, 3), expected)
+
+
 class BlockedStorage(MemoryStorage):
     """A storage whose writers wait until they may go on, so that a save stays in flight."""
 
@@ -159,7 +186,7 @@ def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends(
     assert adapter is not None
     assert hold.try_hold(job.optimizer, adapter)
     before = job.values()
-    hold.begin(7, lambda: None)
+    hold.begin(7, lambda: None, lambda: None)
     at_the_step = threading.Event()
     job.optimizer.register_step_pre_hook(lambda *_: at_the_step.set())  # Comes behind the one that waits.
     trainer = threading.Thread(target=job.optimizer.step)
@@ -181,7 +208,7 @@ def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() ->
     adapter = adapter_of(job.optimizer)
     assert adapter is not None
     hold.try_hold(job.optimizer, adapter)
-    hold.begin(7, lambda: None)
+    hold.begin(7, lambda: None, lambda: None)
     before = job.values()
     with pytest.raises(DeadlineError, match="step 7"):
         job.optimizer.step()
@@ -304,7 +331,7 @@ class OneCall:
         assert self.far.recv(1)  # From here on it is in the call.
 
     def run(self, hold: StepHold) -> None:
-        hold.begin(7, self.check)
+        hold.begin(7, self.check, lambda: None)
         self.near.sendall(bytes(self.SIZE_BYTES))
         self.changes += 1
 
@@ -347,7 +374,7 @@ class PythonWithin(TorchDispatchMode):
 
     def run(self) -> None:
         with self:
-            self.hold.begin(7, self.check)
+            self.hold.begin(7, self.check, lambda: None)
             self.tensor.add_(1.0)
             self.near.recv(1)
 
@@ -616,7 +643,7 @@ def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
 
 def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
     hold = StepHold(0.01, lambda step, seconds: None)
-    hold.begin(1, lambda: None)
+    hold.begin(1, lambda: None, lambda: None)
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # The end of a child that waits all the same.

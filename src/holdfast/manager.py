@@ -84,7 +84,7 @@ class CheckpointManager:
             when_busy: What a save does while the one before is in flight: wait for it, or be left out.
             failures_allowed: How many saves in a row may fail before an error is raised; the last of a job never may.
             begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
-            incremental: True to write only arrays that have changed, and refer to the others' steps, which stay then.
+            incremental: True to write only arrays that have changed; the steps of the others stay whatever `keep` says.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
                 file system can; until the manager is closed, the run takes one data file more. False if others read
                 files of removed checkpoints by NFS version 3. Jobs of several workers write new files.

@@ -205,7 +205,7 @@ class Saver:
         if not staging.captured.has_held:
             work.handle.mark_staged()
         elif self._hold is not None:
-            work.handle.sign = self._hold.begin(work.order.step, staging.check_unchanged)
+            work.handle.sign = self._hold.begin(work.order.step, staging.check_unchanged, lambda: work.handle.ended)
         if not work.is_ahead:
             hand_over()
 

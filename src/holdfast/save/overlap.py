@@ -37,6 +37,7 @@ class _Copying:
     Attributes:
         step: The step that is being saved.
         check: Raises a `ChangedError` if something has changed since it was captured.
+        ask: Asks after the save, which ends it if an interrupt has cut off what should.
         places: Where in its program training was then.
         trainer: The thread that had the step saved.
         gate: Opens when `transfers` are all that is left of the copy.
@@ -49,6 +50,7 @@ class _Copying:
 
     step: int
     check: Callable[[], None]
+    ask: Callable[[], object]
     places: list[Place]
     trainer: int = field(default_factory=threading.get_ident)
     gate: Gate = field(default_factory=Gate)
@@ -70,7 +72,8 @@ class _Copying:
                 self.settled.open()
 
     def forget(self) -> None:
-        self.check, self.transfers, self.error = _ask_nothing, [], None
+        self.check = self.ask = _ask_nothing
+        self.transfers, self.error = [], None
 
 
 class StepHold:
@@ -113,17 +116,18 @@ class StepHold:
             self._hooks[obj] = adapter.before_step(obj, lambda: _call(wait))
         return self._hooks[obj] is not None
 
-    def begin(self, step: int, check: Callable[[], None]) -> Sign:
+    def begin(self, step: int, check: Callable[[], None], ask: Callable[[], object]) -> Sign:
         """From now on steps wait, until `release`.
 
         Args:
             step: The step that is being saved.
             check: Raises a `ChangedError` if something has changed since it was captured.
+            ask: Asks after the save, which ends it if an interrupt has cut off what should.
 
         Returns:
             What is to be given whenever the training thread asks something of holdfast.
         """
-        copying = self._copying = self._newest = _Copying(step, check, trace_places(sys._getframe()))
+        copying = self._copying = self._newest = _Copying(step, check, ask, trace_places(sys._getframe()))
         return copying.sign
 
     def give_sign(self) -> None:
@@ -211,6 +215,7 @@ class StepHold:
         if copying is None or os.getpid() != self._process:
             return
         begun_at = time.monotonic()
+        copying.ask()
         if not copying.gate.wait(self._timeout_seconds):
             raise DeadlineError(
                 f"the copy of step {copying.step} did not end in {self._timeout_seconds:g} s; no step may begin before",
