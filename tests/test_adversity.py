@@ -117,12 +117,12 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
-def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it() -> None:
+def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it_nor_waits() -> None:
     """As a signal handler may: two saves would share one memory."""
     done = run_python(
         """
         import numpy as np, holdfast as hf
-        from holdfast.errors import DeadlineError, UsageError
+        from holdfast.errors import UsageError
         from holdfast.state.numpy_arrays import NumpyBackend
         from holdfast.state.registry import register_backend
         from holdfast.storage import MemoryStorage
@@ -133,7 +133,7 @@ def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it() -> No
         def ask(call, *arguments):
             try:
                 call(*arguments)
-            except (DeadlineError, UsageError) as error:
+            except UsageError as error:
                 told.append(type(error).__name__)
 
         class Library(NumpyBackend):
@@ -143,7 +143,7 @@ def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it() -> No
             def copy_out(self, arrays, image, offsets_bytes):
                 ask(manager.save, 2)
                 ask(manager.restore)
-                ask(manager.wait, 0.01)
+                ask(manager.wait)
                 super().copy_out(arrays, image, offsets_bytes)
 
         register_backend(Asking, Library())
@@ -152,7 +152,7 @@ def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it() -> No
         # One thread: the calling one copies.
         with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), threads=1, timeout_seconds=20) as manager:
             manager.save(1).wait_committed()
-            assert told == ["UsageError", "UsageError", "DeadlineError"], told
+            assert told == ["UsageError"] * 3, told
             manager.save(2).wait_committed()
             assert [*manager.steps()] == [1, 2]
         """
