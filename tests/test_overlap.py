@@ -26,6 +26,7 @@ from torch.optim.adam import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast as hf
+from command_line import run_python
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned
 from holdfast.integrations.torch import optimizers
@@ -639,6 +640,40 @@ def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
         manager.save(2)
         assert len(calls._calls) == 1
     assert not calls._calls
+
+
+def test_an_optimizer_may_be_collected_wherever_the_collector_of_garbage_comes() -> None:
+    """Its end takes its hook away, and may come in the midst of another one being put there or taken away."""
+    done = run_python(
+        """
+        import faulthandler, gc, torch
+        from holdfast.state.registry import adapter_of
+
+        def make():
+            return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+        one = make()
+        adapter = adapter_of(one)
+        faulthandler.dump_traceback_later(60, exit=True)
+        met = []
+        for allocations in range(1, 30):
+            gc.collect()
+            gc.set_threshold(0)
+            gone = make()
+            adapter.before_step(gone, int)
+            gone.itself = gone
+            del gone
+            gc.set_threshold(gc.get_count()[0] + allocations, 1000, 1000)
+            adapter.before_step(one, int)()
+            gc.set_threshold(0)
+            met.append(gc.collect() == 0)
+        print(met.count(True), met.count(False))
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    early, late = map(int, done.stdout.split())
+    assert early
+    assert late
 
 
 def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:

@@ -40,35 +40,36 @@ class _Steps:
     """**Thread-safe.** What is called before each step of any optimizer of torch.
 
     torch's own list of hooks is not to change while another thread's optimizer goes through it: so one stands there,
-    from the first time that one is needed, and those behind it are replaced whole.
+    from the first time that one is needed, and it goes through a copy of those behind it.
     """
 
     def __init__(self) -> None:
-        # Guards changes.
+        # Guards the hook. The calls have no lock: one is removed by the end of an optimizer too, which the collector
+        # of garbage may bring about anywhere, with the lock held as well.
         self._lock = threading.Lock()
-        self._calls: tuple[Callable[[], None], ...] = ()
+        self._calls: dict[object, Callable[[], None]] = {}
         self._hook: Callable[..., None] | None = None
         self._is_left_alone = False
 
     def add(self, call: Callable[[], None]) -> Callable[[], None]:
         """From now on that is called as well, until what is returned is called; harmless twice."""
-
-        def remove() -> None:
-            with self._lock:
-                self._calls = tuple(one for one in self._calls if one is not call)
-
+        key = object()
+        self._calls[key] = call
         with self._lock:
-            self._calls = (*self._calls, call)
             # What Dynamo has compiled does not wait, unless it leaves the hook alone. To ask for that takes a second
             # where nothing is compiled.
             if self._hook is None or ("torch._dynamo" in sys.modules and not self._is_left_alone):
                 self._is_left_alone = "torch._dynamo" in sys.modules
                 self._hook = torch.compiler.disable(self._before) if self._is_left_alone else self._before
                 register_optimizer_step_pre_hook(self._hook)
+
+        def remove() -> None:
+            self._calls.pop(key, None)
+
         return remove
 
     def _before(self, *_: object) -> None:
-        for call in self._calls:
+        for call in self._calls.copy().values():
             call()
 
 
