@@ -25,8 +25,7 @@ class HostBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._unpin: Callable[[], None] | None = None
+        self._memory: _Memory | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -40,19 +39,21 @@ class HostBuffer:
             OutOfMemoryError: If there is not that much; then nothing is held.
         """
         if self._memory is None or len(self._memory) < size_bytes:
-            # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
-            # keeps it alive, and it goes with the view.
-            self.release()
-            self._memory = _map(max(round_up(size_bytes), mmap.PAGESIZE))
+            wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
+            if self._memory is None or not self._memory.try_grow(wanted_bytes):
+                # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
+                # keeps it alive, and it goes with the view.
+                self.release()
+                self._memory = _map(wanted_bytes)
         return memoryview(self._memory)[:size_bytes]
 
     def pin(self, pin: Callable[[memoryview], Callable[[], None] | None]) -> None:
         """Pins the memory for a device, unless it is pinned."""
-        if self._unpin is None and self._memory is not None:
+        if self._memory is not None and self._memory.unpin is None:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # What was not touched yet: a device has fewer pages to be told of, and the processor copies nothing.
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-            self._unpin = pin(memoryview(self._memory))
+            self._memory.unpin = pin(memoryview(self._memory))
 
     def touch(self) -> Iterator[Callable[[], object]]:
         """Jobs that give each page memory of its own, so that the first copy need not."""
@@ -64,15 +65,37 @@ class HostBuffer:
 
     def release(self) -> None:
         """Gives the memory back as soon as no view of it is left."""
-        if self._unpin is not None:
-            self._unpin()
-        self._memory = self._unpin = None
+        self._memory = None
 
 
-def _map(size_bytes: int) -> mmap.mmap:
+class _Memory(mmap.mmap):
+    """Memory that is unpinned right before it goes, whoever was the last to hold it.
+
+    Were it to go while it is pinned, a device would take other memory that comes to lie there for pinned as well, and
+    copy to pages that are nobody's.
+    """
+
+    unpin: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+
+    def try_grow(self, size_bytes: int) -> bool:
+        """Takes more memory, and keeps what has been touched; False if it cannot, as while there are views of it."""
+        if self.unpin is not None:
+            return False
+        try:
+            self.resize(size_bytes)
+        except (BufferError, OSError, SystemError):
+            return False
+        return True
+
+
+def _map(size_bytes: int) -> _Memory:
     # Private memory is touched for the first time far more quickly than shared memory.
     try:
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _Memory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise OutOfMemoryError(
             f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
 
@@ -91,8 +93,18 @@ class TorchDevices:
         runtime: Any = torch.cuda.cudart()
         address = ctypes.addressof(ctypes.c_char.from_buffer(image))
         if int(runtime.cudaHostRegister(address, image.nbytes, _PORTABLE)) != 0:
-            return None  # As where the limit of locked memory is low: copies work all the same, only slower.
-        return lambda: runtime.cudaHostUnregister(address)
+            # As where the limit of locked memory is low: copies work all the same, only slower. CUDA keeps the error
+            # for whoever asks next, and torch would raise it at this thread's next kernel: this one is there for that.
+            with suppress(RuntimeError):
+                torch.ones((), device="cuda")
+            return None
+        process = os.getpid()
+
+        def unpin() -> None:
+            if os.getpid() == process:  # CUDA does not live on in a forked child.
+                runtime.cudaHostUnregister(address)
+
+        return unpin
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
