@@ -117,8 +117,8 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
-def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it_nor_waits() -> None:
-    """As a signal handler may: two saves would share one memory."""
+def test_who_asks_from_within_a_save_is_told_so_at_once() -> None:
+    """As a signal handler may: two saves would share one memory, and a closed manager holds up no step."""
     done = run_python(
         """
         import numpy as np, holdfast as hf
@@ -129,6 +129,14 @@ def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it_nor_wai
 
         class Asking(np.ndarray):
             pass
+
+        class Live:
+            def state_dict(self):
+                ask(manager.close)  # While the state is looked at, before there is a save to be waited for.
+                return {}
+
+            def load_state_dict(self, state):
+                pass
 
         def ask(call, *arguments):
             try:
@@ -144,15 +152,16 @@ def test_who_asks_from_within_a_save_neither_ends_it_nor_saves_beside_it_nor_wai
                 ask(manager.save, 2)
                 ask(manager.restore)
                 ask(manager.wait)
+                ask(manager.close)
                 super().copy_out(arrays, image, offsets_bytes)
 
         register_backend(Asking, Library())
         told = []
-        state = np.ones((300, 200))[:, ::2].view(Asking)
+        state = hf.Checkpoint(a=np.ones((300, 200))[:, ::2].view(Asking), live=Live())
         # One thread: the calling one copies.
-        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), threads=1, timeout_seconds=20) as manager:
+        with hf.CheckpointManager(MemoryStorage(), state, threads=1, timeout_seconds=20) as manager:
             manager.save(1).wait_committed()
-            assert told == ["UsageError"] * 3, told
+            assert told == ["UsageError"] * 5, told
             manager.save(2).wait_committed()
             assert [*manager.steps()] == [1, 2]
         """

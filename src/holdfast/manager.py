@@ -40,7 +40,7 @@ from holdfast.storage import Storage, open_storage
 class CheckpointManager:
     """Saves the state of live objects as checkpoints of a run, in the background, and restores it.
 
-    Use it from one thread, the one that trains. With `with`, leaving the block drains and closes.
+    Use it from one thread, the one that trains, never within `save`. With `with`, leaving the block drains and closes.
 
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
@@ -113,8 +113,7 @@ class CheckpointManager:
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
         arguments.check_switches(check_replicas=check_replicas)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
-        self.checkpoint = checkpoint
-        self._storage = open_storage(directory)
+        self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self._save_every, self._when_busy = save_every, when_busy
         self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
@@ -286,6 +285,7 @@ class CheckpointManager:
             SaveFailedError: If a save failed and nobody has been told yet.
             DeadlineError: If it takes longer; the save goes on.
         """
+        arguments.check_apart(self.url, self._begin)
         self._settle(timeout_seconds)
         raise_newest(self._reports.take(last=False), None)
 
@@ -307,6 +307,7 @@ class CheckpointManager:
         """
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
+        arguments.check_apart(self.url, self._begin)
         self._settle(timeout_seconds)
         self._closed = True
         self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
@@ -316,8 +317,7 @@ class CheckpointManager:
 
     def abandon(self) -> None:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
-        self._closed = True
-        self._in_flight = None
+        self._closed, self._in_flight = True, None
         self._saver.abandon()
         self._reports.abandon()
         if self.company is not None:

@@ -37,11 +37,25 @@ def check_usable(url: str, process: int, *, is_closed: bool, begin: object) -> N
             f"the manager of {url} belongs to process {process}, and this is a child of it",
             hint="Save in the process that made the manager, or make one of its own in the child.",
         )
+    check_apart(url, begin)
+
+
+def check_apart(url: str, begin: object) -> None:
+    """Whether this thread does something else than to begin a save.
+
+    Args:
+        url: Where the run lies, for the error.
+        begin: The manager's method that begins a save.
+
+    Raises:
+        UsageError: If it was called from there.
+    """
     if is_within(begin):
-        # Two saves would share one memory, and a restore would change what is being captured.
+        # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what it
+        # waits for, and a manager that is closed does not hold up the step for a copy.
         raise UsageError(
             f"a save into {url} has just begun, and this was called from within it",
-            hint="In a signal handler only set a flag, and save when the step has ended.",
+            hint="In a signal handler only set a flag, and do the rest when the step has ended.",
         )
 
 

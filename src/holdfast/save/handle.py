@@ -271,11 +271,6 @@ class SaveHandle:
                 "child of it, which would not hear of its end",
                 hint="Wait in the process that saves.",
             )
-        if self.is_beginning and self._thread == threading.get_ident() and not gate.is_open:
-            raise UsageError(
-                f"the save of step {self.step} into {self._url} has just begun, and this was called from within it",
-                hint="A signal handler that waits for it holds it up. Only set a flag there, and wait later.",
-            )
         if not gate.wait(limit_seconds):
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(
