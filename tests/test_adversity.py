@@ -169,6 +169,41 @@ def test_who_asks_from_within_a_save_is_told_so_at_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_signal_handler_that_waits_while_training_does_hangs_nothing() -> None:
+    done = run_python(
+        """
+        import faulthandler, random, signal, numpy as np, holdfast as hf
+        from holdfast.errors import UsageError
+        from holdfast.storage import MemoryStorage
+
+        dice = random.Random(1)
+        refused = waited = 0
+
+        def wait(number, frame):
+            global refused, waited
+            try:
+                manager.wait()
+                waited += 1
+            except UsageError:
+                refused += 1
+            signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 5e-4))
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=np.zeros(1000)), keep=hf.Latest(2)) as manager:
+            signal.signal(signal.SIGALRM, wait)
+            signal.setitimer(signal.ITIMER_REAL, 1e-3)
+            for step in range(1, 2000):
+                manager.save(step)
+                manager.wait()
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            assert manager.latest_step() == 1999
+        print(refused, waited)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(map(int, done.stdout.split())), "the signals did come"
+
+
 def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
     """The second comes in what the first one has begun: nobody may wait then for a save that nobody makes."""
     done = run_python(

@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast as hf
 from command_line import run_python
-from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError
+from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned
+from holdfast.gate import Gate
 from holdfast.integrations.torch import optimizers
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.overlap import StepHold
@@ -187,7 +188,7 @@ def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends(
     assert adapter is not None
     assert hold.try_hold(job.optimizer, adapter)
     before = job.values()
-    hold.begin(7, lambda: None, lambda: None)
+    hold.begin(7, lambda: None, lambda: False)
     at_the_step = threading.Event()
     job.optimizer.register_step_pre_hook(lambda *_: at_the_step.set())  # Comes behind the one that waits.
     trainer = threading.Thread(target=job.optimizer.step)
@@ -209,7 +210,7 @@ def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() ->
     adapter = adapter_of(job.optimizer)
     assert adapter is not None
     hold.try_hold(job.optimizer, adapter)
-    hold.begin(7, lambda: None, lambda: None)
+    hold.begin(7, lambda: None, lambda: False)
     before = job.values()
     with pytest.raises(DeadlineError, match="step 7"):
         job.optimizer.step()
@@ -332,7 +333,7 @@ class OneCall:
         assert self.far.recv(1)  # From here on it is in the call.
 
     def run(self, hold: StepHold) -> None:
-        hold.begin(7, self.check, lambda: None)
+        hold.begin(7, self.check, lambda: False)
         self.near.sendall(bytes(self.SIZE_BYTES))
         self.changes += 1
 
@@ -361,6 +362,101 @@ def test_nothing_is_certain_while_training_is_in_the_call_that_it_was_in_when_th
     assert hold.gives_up
 
 
+def test_a_step_in_another_thread_makes_nothing_certain() -> None:
+    hold = StepHold(0.05, lambda step, seconds: None)
+    call = OneCall(hold)
+    hold.copy(lambda: hold.release([]))
+    hold.wait()  # Of any optimizer: the hook is that of all.
+    with pytest.raises(DeadlineError, match="in one call"):
+        hold.make_sure()
+    call.end()
+    with pytest.raises(ChangedError):
+        hold.make_sure()
+
+
+class OnDevice:
+    """A copy that a device goes on with; notes whose stream waits for it."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+
+    def hold(self) -> None:
+        self.held.add(threading.get_ident())
+
+    def wait(self) -> None:
+        pass
+
+
+def test_each_step_waits_for_what_a_device_still_copies_since_each_thread_has_its_stream() -> None:
+    hold, transfer = StepHold(60, lambda step, seconds: None), OnDevice()
+    hold.begin(7, lambda: None, lambda: False)
+    hold.release([transfer])
+    hold.wait()
+    other = threading.Thread(target=hold.wait)
+    other.start()
+    other.join(60)
+    assert len(transfer.held) == 2
+    transfer.held.clear()
+    hold.forget()
+    hold.wait()
+    assert not transfer.held
+
+
+def test_a_step_waits_as_well_for_a_save_that_a_signal_handler_makes_while_it_waits() -> None:
+    hold = StepHold(60, lambda step, seconds: None)
+    has_saved = threading.Event()
+
+    def save(number: int, frame: FrameType | None) -> None:
+        hold.release([])
+        hold.begin(8, lambda: None, lambda: False)
+        has_saved.set()
+
+    def copy() -> None:
+        while sys._current_frames()[threading.main_thread().ident or 0].f_code is not Gate.wait.__code__:
+            time.sleep(0.001)  # Until the step waits.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert has_saved.wait(60)
+        hold.release([])
+
+    hold.begin(7, lambda: None, lambda: False)
+    before = signal.signal(signal.SIGUSR1, save)
+    copying = threading.Thread(target=copy)
+    try:
+        copying.start()
+        hold.wait()
+    finally:
+        copying.join(60)
+        signal.signal(signal.SIGUSR1, before)
+    newest = hold._newest
+    assert newest is not None
+    assert newest.step == 8
+    assert newest.settled.is_open, "it was waited for"
+
+
+def test_a_step_from_within_the_save_that_it_would_wait_for_is_told_so() -> None:
+    hold = StepHold(60, lambda step, seconds: None)
+    hold.begin(7, lambda: None, lambda: True)
+    with pytest.raises(UsageError, match="from within it"):
+        hold.wait()
+
+
+def test_a_program_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
+    """The tensors that were kept for the copy must not go when the interpreter is half gone."""
+    done = run_python(
+        """
+        import sys, torch, holdfast as hf
+        model = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(300)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(model=model, o=optimizer), overlap_copy=True)
+        manager.save(1)
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint()) as manager:
+        assert manager.latest_step() == 1
+
+
 class PythonWithin(TorchDispatchMode):
     """Python code within one call of torch's, which counts its change when this has returned."""
 
@@ -375,7 +471,7 @@ class PythonWithin(TorchDispatchMode):
 
     def run(self) -> None:
         with self:
-            self.hold.begin(7, self.check, lambda: None)
+            self.hold.begin(7, self.check, lambda: False)
             self.tensor.add_(1.0)
             self.near.recv(1)
 
@@ -619,16 +715,19 @@ def test_once_a_save_has_ended_nothing_of_it_is_kept_alive(fails: bool) -> None:
     replaced = weakref.ref(array)
     del array
     manager = hf.CheckpointManager(Storage(), hf.Checkpoint(model=model, optimizer=optimizer), overlap_copy=True)
-    manager.save(1)
-    with pytest.raises(SaveFailedError) if fails else nullcontext():
-        manager.wait(60)
+    handle = manager.save(1)
+    handle.wait_ended(60)
     memory = weakref.ref(manager._saver._buffer._memory)
     model.weight.data = torch.zeros(3, 3)
     gc.collect()
+    # Though nobody has been told of the error yet, which knows where it came from.
     assert replaced() is None
+    with pytest.raises(SaveFailedError) if fails else nullcontext():
+        manager.wait(60)
     manager.close(60)
     gc.collect()
     assert memory() is None
+    assert handle.failed is fails
 
 
 def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
@@ -678,7 +777,7 @@ def test_an_optimizer_may_be_collected_wherever_the_collector_of_garbage_comes()
 
 def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
     hold = StepHold(0.01, lambda step, seconds: None)
-    hold.begin(1, lambda: None, lambda: None)
+    hold.begin(1, lambda: None, lambda: False)
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # The end of a child that waits all the same.

@@ -141,7 +141,7 @@ class CheckpointManager:
         self._living, self._newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), Pace()
         self._in_flight: SaveHandle | None = None
-        self._settling = threading.Lock()  # Held to clear that: another thread may wait while this one begins a save.
+        self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
         if reserve_bytes is not None:
             self._saver.prepare(reserve_bytes)
         self.begin_anew, self._closed = begin_anew, False
@@ -394,7 +394,7 @@ class CheckpointManager:
             return
         handle.wait_ended(timeout_seconds)
         with self._settling:
-            if self._in_flight is handle:
-                if handle.committed:
-                    self._living.add(handle.step)
+            if handle.committed and self._in_flight is handle:
+                self._living.add(handle.step)
+            if self._in_flight is handle:  # A signal handler may have waited, and saved, since.
                 self._in_flight = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,10 @@ class Work(msgspec.Struct):
             self.staging.snapshot.copied.call_off()
 
     def forget(self) -> None:
-        """Lets go of what is to be done when all is copied: that keeps all of this alive."""
+        """Lets go of the arrays, and of what is to be done when all is copied: that keeps all of this alive."""
         if isinstance(self.staging, Staging):
             self.staging.snapshot.copied.set_duty(None)
+            self.staging.forget()
 
 
 class Background:
@@ -153,10 +155,14 @@ class Background:
                 if self.hold is not None:
                     self.hold.forget()
                 work.crew.close()
+                # Tensors that go when the program has begun to end abort it: torch takes the interpreter's lock for
+                # that, which this thread does not get any more.
                 work.forget()
                 self.flush_events()
+                handle = work.handle
+                del work  # An error keeps what is named here.
                 # Not before: from here on the program may end, or the next save begin.
-                self._reports.mark_ended(work.handle)
+                self._reports.mark_ended(handle)
 
     def enter(self, work: Work) -> None:
         """All is copied: from here on the save goes on, unless it was called off.
@@ -290,6 +296,7 @@ class Background:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
+        _empty_frames(error)
         try:
             if self._joint is not None:
                 # Before anybody here hears of it, who may end the process at once.
@@ -309,3 +316,14 @@ class Background:
         )
         if isinstance(error, ChangedError):
             self._emit(Warned(text=GIVING_UP))
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Lets go of what the functions that have failed were about, which is large, and the error may be kept for long.
+
+    Where they failed stays to be seen.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

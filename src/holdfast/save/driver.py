@@ -205,7 +205,8 @@ class Saver:
         if not staging.captured.has_held:
             work.handle.mark_staged()
         elif self._hold is not None:
-            work.handle.sign = self._hold.begin(work.order.step, staging.check_unchanged, lambda: work.handle.ended)
+            ask = partial(_is_beginning, work.handle)
+            work.handle.sign = self._hold.begin(work.order.step, staging.check_unchanged, ask)
         if not work.is_ahead:
             hand_over()
 
@@ -253,6 +254,11 @@ class Saver:
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None
+
+
+def _is_beginning(handle: SaveHandle) -> bool:
+    """Asks after a save, which ends it if an interrupt has cut off what should: True if `begin` goes on with it."""
+    return not handle.ended and handle.is_beginning
 
 
 def _hand_over(work: Work, inbox: queue.SimpleQueue[Work | None]) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from holdfast.errors import ChangedError, DeadlineError
+from holdfast.errors import ChangedError, DeadlineError, UsageError
 from holdfast.gate import Gate
 from holdfast.save.progress import CallWatch, Place, Sign, trace_places
 from holdfast.state.adapters import Adapter
@@ -37,7 +37,7 @@ class _Copying:
     Attributes:
         step: The step that is being saved.
         check: Raises a `ChangedError` if something has changed since it was captured.
-        ask: Asks after the save, which ends it if an interrupt has cut off what should.
+        ask: Asks after the save, which ends it if an interrupt has cut off what should; True while it is being begun.
         places: Where in its program training was then.
         trainer: The thread that had the step saved.
         gate: Opens when `transfers` are all that is left of the copy.
@@ -46,11 +46,12 @@ class _Copying:
         sign: What training gives by itself when it has left that call.
         settled: Opens when it is known whether something had changed.
         error: What had changed, or None.
+        has_held: Whether a step has waited for it.
     """
 
     step: int
     check: Callable[[], None]
-    ask: Callable[[], object]
+    ask: Callable[[], bool]
     places: list[Place]
     trainer: int = field(default_factory=threading.get_ident)
     gate: Gate = field(default_factory=Gate)
@@ -59,8 +60,9 @@ class _Copying:
     sign: Sign = field(default_factory=Sign)
     settled: Gate = field(default_factory=Gate)
     error: ChangedError | None = None
-    # Guards that it is settled once.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    has_held: bool = False
+    # Guards that it is settled once; by one thread also twice, where a signal handler comes in between.
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def settle(self) -> None:
         with self.lock:
@@ -72,7 +74,7 @@ class _Copying:
                 self.settled.open()
 
     def forget(self) -> None:
-        self.check = self.ask = _ask_nothing
+        self.check, self.ask = _check_nothing, _ask_nothing
         self.transfers, self.error = [], None
 
 
@@ -116,13 +118,13 @@ class StepHold:
             self._hooks[obj] = adapter.before_step(obj, lambda: _call(wait))
         return self._hooks[obj] is not None
 
-    def begin(self, step: int, check: Callable[[], None], ask: Callable[[], object]) -> Sign:
+    def begin(self, step: int, check: Callable[[], None], ask: Callable[[], bool]) -> Sign:
         """From now on steps wait, until `release`.
 
         Args:
             step: The step that is being saved.
             check: Raises a `ChangedError` if something has changed since it was captured.
-            ask: Asks after the save, which ends it if an interrupt has cut off what should.
+            ask: Asks after the save, and ends it if an interrupt has cut off what should; True while it is being begun.
 
         Returns:
             What is to be given whenever the training thread asks something of holdfast.
@@ -210,23 +212,41 @@ class StepHold:
 
         Raises:
             DeadlineError: If the copy does not end in time.
+            UsageError: If the step is made from within the `save` that waits to begin the copy.
         """
-        copying = self._copying
-        if copying is None or os.getpid() != self._process:
-            return
+        copying = None
+        while self._copying is not copying and os.getpid() == self._process:
+            # Again, if a signal handler has saved meanwhile.
+            copying = self._copying
+            if copying is not None:
+                self._wait_for(copying)
+
+    def _wait_for(self, copying: _Copying) -> None:
         begun_at = time.monotonic()
-        copying.ask()
+        is_trainer = threading.get_ident() == copying.trainer
+        if copying.ask() and is_trainer:
+            raise UsageError(
+                f"the save of step {copying.step} has just begun, and the optimizer's step was called from within it",
+                hint="In a signal handler only set a flag, and do the rest when the step has ended.",
+            )
         if not copying.gate.wait(self._timeout_seconds):
             raise DeadlineError(
                 f"the copy of step {copying.step} did not end in {self._timeout_seconds:g} s; no step may begin before",
                 hint="Find out what holds the machine up; overlap_copy=False copies before save() returns.",
             )
+        # Each thread has streams of its own.
         for transfer in copying.transfers:
             transfer.hold()
         # The step itself is a change, and may be made once this is over.
-        copying.settle()
-        self._copying = None
-        self._report(copying.step, time.monotonic() - begun_at)
+        if is_trainer:
+            copying.settle()
+        elif not copying.has_held:
+            # What the trainer is about is not known here. To wait for it longer might be to wait for ever, if it waits
+            # for this thread; and if this step changes what is held before it is known, the save fails.
+            copying.settled.wait(_SOON_SECONDS)
+        if not copying.has_held:
+            copying.has_held = True
+            self._report(copying.step, time.monotonic() - begun_at)
 
     def end(self) -> None:
         """Takes all hooks away."""
@@ -252,8 +272,12 @@ def keep_steady(captured: Captured, hold: StepHold) -> Captured:
     return replace(captured, held=frozenset(steady), witnesses=witnesses)
 
 
-def _ask_nothing() -> None:
+def _check_nothing() -> None:
     pass
+
+
+def _ask_nothing() -> bool:
+    return False
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -23,8 +23,8 @@ class SaveReports:
         A save under which state has changed does not count: as a rule there is one such, and two at the most.
         """
         self._failures_allowed = failures_allowed
-        self._lock = threading.Lock()
-        # The lock guards these four.
+        # Taken anew by a signal handler that waits, say, in the midst of what it guards: these four.
+        self._lock = threading.RLock()
         self._untold: list[HoldfastError] = []
         self._failures_in_a_row = 0
         self._changes_in_a_row = 0

@@ -159,6 +159,13 @@ class Staging:
         started([transfer for one in self._all for transfer in one._transfers])
         self._finish_transfers()
 
+    def forget(self) -> None:
+        """Lets go of the arrays: the save has ended."""
+        for one in self._all:
+            # New ones, since another thread may be looking through the old.
+            one.captured = msgspec.structs.replace(one.captured, arrays=[])
+            one.later, one.others_now, one.kept = [], [], {}
+
     def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
         """**Thread-safe.** Copies arrays by means of their library."""
         if backend.devices is None:
@@ -194,7 +201,8 @@ class Staging:
         changed = [
             one.captured.names[place].partition(WITNESS)[0]
             for one in self._all
-            for (place, kept), version in zip(one.kept.items(), one.versions, strict=True)
+            # None is kept once the save has ended.
+            for (place, kept), version in zip(one.kept.items(), one.versions, strict=False)
             if one.captured.backends[place].version(kept) != version
             or one.captured.backends[place].address(kept) != one.captured.addresses[place]
         ]
