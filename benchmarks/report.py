@@ -123,6 +123,8 @@ def _noise(results: Results) -> str:
     factors: dict[str, float] = {}
     for workload in _NAMES:
         for key, limit in limits_of(results, workload).items():
+            if limit.count == 1:
+                return "The machine's own limits were measured once: how steady it was is not known."
             factors[key] = max(factors.get(key, 1.0), limit.high / limit.low)
     if not factors:
         return "The machine's own limits were not measured."

@@ -106,6 +106,19 @@ def ratio_to(
     return spread(ratios) if ratios else None
 
 
+def ratio_to_quickest(
+    results: Results, workload: str, contender: str, figure: str, limits: Sequence[str]
+) -> Spread | None:
+    """**Pure.** A contender's figure over the least of some of the machine's limits of the same round."""
+    known = {(entry.slice, entry.number): entry.figures for entry in rounds_of(results, workload, LIMITS)}
+    ratios = [
+        entry.figures[figure] / min(found[limit] for limit in limits)
+        for entry in rounds_of(results, workload, contender)
+        if figure in entry.figures and set(limits) <= (found := known.get((entry.slice, entry.number), {})).keys()
+    ]
+    return spread(ratios) if ratios else None
+
+
 def _standing(results: Results, workload: str, name: str) -> Standing:
     own = [e for e in results.rounds if e.workload == workload and e.contender == name]
     limits = {

@@ -19,7 +19,7 @@ _PIECE_BYTES: Final = 8 << 20
 """One write."""
 
 _GATHERED_BYTES: Final = 1 << 20
-"""One write of what has to be gathered: each thread has memory of its own for that, which is fresh with each save."""
+"""One write where anything has to be gathered: each thread has memory of its own for that, fresh with each save."""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -72,7 +72,9 @@ def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer:
     Raises:
         StorageError: If the place fails.
     """
-    piece_bytes = _PIECE_BYTES if len(moves) == 1 else _GATHERED_BYTES
+    lies_alike = len(moves) == 1 and (moves[0].image_begin - moves[0].begin) % ALIGNMENT_BYTES == 0
+    # The header is gathered in any case, by one thread.
+    piece_bytes = _PIECE_BYTES if lies_alike else _GATHERED_BYTES
     crew.run(_pieces(_Gathering(image, layout, writer, piece_bytes), moves, piece_bytes))
 
 

@@ -83,7 +83,9 @@ class TorchDevices:
                     for tensor, offset in _gathered(own):
                         _into(image, tensor, offset)
                         copies.sources.append(tensor)
-                    copies.done[device] = stream.record_event()
+                    # Whoever waits for it leaves the processor to training.
+                    copies.done[device] = torch.cuda.Event(blocking=True)
+                    copies.done[device].record(stream)
         return copies
 
     def pin(self, image: memoryview) -> Callable[[], None] | None:
@@ -134,6 +136,8 @@ def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
     run: list[torch.Tensor] = []
     begin = end = 0
     for tensor, offset in items:
+        # Otherwise torch would conjugate or negate in the host's memory, and not wait with it for the transfer.
+        tensor = tensor.resolve_conj().resolve_neg()
         if run and (offset != end or tensor.nbytes > GATHERED_BYTES):
             yield torch.cat(run), begin
             run = []
@@ -142,6 +146,7 @@ def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
         elif tensor.numel():
             begin = begin if run else offset
             end = offset + tensor.nbytes
-            run.append(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+            # One element counts as contiguous whatever its stride, which a view of its bytes does not take.
+            run.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8))
     if run:
         yield torch.cat(run), begin

@@ -162,6 +162,9 @@ class TorchBackend:
         """Fills a tensor from bytes."""
         if array.numel() == 0:
             return
+        if array.is_cuda:
+            # This may be any thread, whose stream is not that of the program: what that has asked for comes first.
+            torch.cuda.synchronize(array.device)
         with torch.no_grad():
             array.detach().copy_(tensor_over(data, array.dtype, array.shape))
 
