@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -372,6 +373,32 @@ def test_a_step_in_another_thread_makes_nothing_certain() -> None:
     call.end()
     with pytest.raises(ChangedError):
         hold.make_sure()
+
+
+def test_an_optimizer_of_the_checkpoint_may_step_in_another_thread_while_training_waits_for_it(tmp_path: Path) -> None:
+    """As where optimizers step within `backward()`, on a thread of autograd's."""
+    job = Job()
+    job.train()
+    with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True) as manager, ThreadPoolExecutor(1) as pool:
+        for step in (1, 2, 3):
+            expected = job.values()
+            handle = manager.save(step)
+            pool.submit(job.optimizer.step).result(60)
+            handle.wait_committed(60)
+            assert_same(restored(tmp_path, step), expected)
+
+
+def test_an_error_whose_causes_go_round_fails_the_save_like_any_other() -> None:
+    class Round(MemoryStorage):
+        def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+            first, second = StorageError("first"), StorageError("second")
+            first.__cause__, second.__cause__ = second, first
+            raise first
+
+    manager = hf.CheckpointManager(Round(), hf.Checkpoint(a=np.zeros(3)))
+    with pytest.raises(SaveFailedError, match="first"):
+        manager.save(1).wait_committed(60)
+    manager.close(60)
 
 
 class OnDevice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from holdfast.save.handoffs import LeftOutError
 from holdfast.save.line import Line
 from holdfast.save.order import SaveOrder
 from holdfast.save.overlap import GIVING_UP, StepHold
+from holdfast.save.progress import RESUMED
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Staging
 from holdfast.save.watermark import CalledOffError
@@ -296,7 +298,6 @@ class Background:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__ = error
-        _empty_frames(error)
         try:
             if self._joint is not None:
                 # Before anybody here hears of it, who may end the process at once.
@@ -316,6 +317,7 @@ class Background:
         )
         if isinstance(error, ChangedError):
             self._emit(Warned(text=GIVING_UP))
+        _empty_frames(error)
 
 
 def _empty_frames(error: BaseException) -> None:
@@ -323,7 +325,12 @@ def _empty_frames(error: BaseException) -> None:
 
     Where they failed stays to be seen.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if not frame.f_code.co_flags & RESUMED:  # Clearing one that may go on ends it.
+                with suppress(RuntimeError):  # It has not ended.
+                    frame.clear()
+        one = one.__cause__ or one.__context__

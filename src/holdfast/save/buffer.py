@@ -87,7 +87,7 @@ class _Memory(mmap.mmap):
             return False
         try:
             self.resize(size_bytes)
-        except (BufferError, OSError, SystemError):
+        except (BufferError, OSError, OverflowError, SystemError, ValueError):
             return False
         return True
 

@@ -21,6 +21,7 @@ from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
+from holdfast.save.commit import check_fence
 from holdfast.save.company import Company
 from holdfast.save.coverage import Coverage, digest_shards
 from holdfast.save.exchange import Exchange, heed
@@ -180,6 +181,8 @@ class JointLine:
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
+            # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
+            check_fence(self._storage, name.generation)
             raise self._peers.make_error(unseen)
         shards = [self._shards, *(part.shards for part in parts)]
         self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])

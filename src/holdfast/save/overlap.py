@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from msgspec.structs import replace
@@ -64,6 +65,11 @@ class _Copying:
     # Guards that it is settled once; by one thread also twice, where a signal handler comes in between.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the save has ended, and a step has been told of."""
+        return self.has_held and self.ask is _ask_nothing
+
     def settle(self) -> None:
         with self.lock:
             if not self.settled.is_open:
@@ -115,7 +121,7 @@ class StepHold:
         if obj not in self._hooks:
             # The hook must not keep this alive, nor what hangs on it.
             wait = weakref.WeakMethod(self.wait)
-            self._hooks[obj] = adapter.before_step(obj, lambda: _call(wait))
+            self._hooks[obj] = adapter.before_step(obj, partial(_call, wait))
         return self._hooks[obj] is not None
 
     def begin(self, step: int, check: Callable[[], None], ask: Callable[[], bool]) -> Sign:
@@ -207,8 +213,11 @@ class StepHold:
             # A step that comes after this may still look at it.
             copying.forget()
 
-    def wait(self) -> None:
+    def wait(self, stepping: object = None) -> None:
         """**Blocks.** Called before each step.
+
+        Args:
+            stepping: Whose step it is.
 
         Raises:
             DeadlineError: If the copy does not end in time.
@@ -218,10 +227,10 @@ class StepHold:
         while self._copying is not copying and os.getpid() == self._process:
             # Again, if a signal handler has saved meanwhile.
             copying = self._copying
-            if copying is not None:
-                self._wait_for(copying)
+            if copying is not None and not copying.is_over:
+                self._wait_for(copying, stepping)
 
-    def _wait_for(self, copying: _Copying) -> None:
+    def _wait_for(self, copying: _Copying, stepping: object) -> None:
         begun_at = time.monotonic()
         is_trainer = threading.get_ident() == copying.trainer
         if copying.ask() and is_trainer:
@@ -238,12 +247,10 @@ class StepHold:
         for transfer in copying.transfers:
             transfer.hold()
         # The step itself is a change, and may be made once this is over.
-        if is_trainer:
+        # Of another thread only that of an optimizer that is held, as within backward(): no program changes what it
+        # steps meanwhile. From one that has no part in this, nothing follows for the call that the trainer is in.
+        if is_trainer or stepping in self._hooks:
             copying.settle()
-        elif not copying.has_held:
-            # What the trainer is about is not known here. To wait for it longer might be to wait for ever, if it waits
-            # for this thread; and if this step changes what is held before it is known, the save fails.
-            copying.settled.wait(_SOON_SECONDS)
         if not copying.has_held:
             copying.has_held = True
             self._report(copying.step, time.monotonic() - begun_at)
@@ -280,7 +287,7 @@ def _ask_nothing() -> bool:
     return False
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _call(method: weakref.WeakMethod[Callable[..., None]], stepping: object) -> None:
     alive = method()
     if alive is not None:
-        alive()
+        alive(stepping)

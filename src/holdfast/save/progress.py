@@ -17,7 +17,8 @@ Place: TypeAlias = tuple[int, CodeType, int]
 _LIBRARY: Final = f"{os.sep}torch{os.sep}"
 """What the paths of the library's files have in common."""
 
-_RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of the code of functions that give way and are resumed."""
 
 
 _LENT: Final = frozenset({"__torch_dispatch__", "forward"})
@@ -92,7 +93,7 @@ def trace_places(frame: FrameType | None) -> list[Place]:
     while frame is not None:
         places.append((id(frame), frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    if places and places[-1][1].co_flags & _RESUMED:
+    if places and places[-1][1].co_flags & RESUMED:
         # A generator that gave way while it was looked at no longer knows who had called it.
         return []
     places.reverse()

@@ -173,8 +173,8 @@ class Adapter:
         """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
         return None
 
-    def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
-        """Has `call` called before each step of the object, which must not begin before it returns.
+    def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
+        """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.
 
         Returns:
             What ends that, or None for an object that has no steps which could wait.

@@ -46,12 +46,12 @@ class _Steps:
     def __init__(self) -> None:
         # Guards the hook. The calls have no lock: one is removed by the end of an optimizer too, which the collector
         # of garbage may bring about anywhere, with the lock held as well.
-        self._lock = threading.Lock()
-        self._calls: dict[object, Callable[[], None]] = {}
+        self._lock = threading.RLock()
+        self._calls: dict[object, Callable[[object], None]] = {}
         self._hook: Callable[..., None] | None = None
         self._is_left_alone = False
 
-    def add(self, call: Callable[[], None]) -> Callable[[], None]:
+    def add(self, call: Callable[[object], None]) -> Callable[[], None]:
         """From now on that is called as well, until what is returned is called; harmless twice."""
         key = object()
         self._calls[key] = call
@@ -68,9 +68,9 @@ class _Steps:
 
         return remove
 
-    def _before(self, *_: object) -> None:
+    def _before(self, optimizer: object, *_: object) -> None:
         for call in self._calls.copy().values():
-            call()
+            call(optimizer)
 
 
 _STEPS: Final = _Steps()
@@ -110,7 +110,7 @@ class OptimizerAdapter(Adapter):
         """Those who have a part in the mesh of the parameters: their steps are counted there alone."""
         return holders_of([parameter for group in obj.param_groups for parameter in group["params"]])
 
-    def before_step(self, obj: Any, call: Callable[[], None]) -> Callable[[], None] | None:
+    def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """A hook of all optimizers of torch, since another one may step the same parameters.
 
         Fused ones raise no version counter, so nothing would tell of it. It runs before the hooks of single optimizers.
