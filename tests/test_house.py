@@ -69,6 +69,9 @@ PUBLIC = [
     "resumable",
 ]
 
+MAX_LINES = 600
+"""A file holds one idea, as long as that needs: it is neither packed nor split to meet a smaller number."""
+
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "core", "base", "types", "misc"}
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "runpy", "code"}
@@ -221,7 +224,7 @@ def test_only_these_modules_import_by_name() -> None:
 def test_a_module_says_what_it_is_and_is_not_too_long(module: Path) -> None:
     text = module.read_text()
     assert (ast.get_docstring(ast.parse(text)) or "").strip(), "it has no docstring"
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize("module", MODULES, ids=NAMES)
