@@ -19,13 +19,13 @@ from hypothesis.extra import numpy as hnp
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import ApplyError, FormatError, UnsupportedValueError, UsageError
 from holdfast.format.encoding import MAX_VALUES
+from holdfast.format.strides import may_share_elements
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import RNG, undisturbed
-from holdfast.state.strides import may_share_elements
 from state_trip import bring_back, match, store
 
 DTYPES = ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8", ">f4", ">i8"]

@@ -145,6 +145,33 @@ def test_any_mesh_goes_into_any_other(data: st.DataObject) -> None:
     assert torch.equal(plain["tensors"]["w"], whole)
 
 
+def test_parts_on_a_mesh_that_are_made_anew_lie_as_they_lay() -> None:
+    whole = torch.randn(8, 3, 2, 5).to(memory_format=torch.channels_last)
+
+    def part_of(values: Any, rank: int, workers: int) -> DTensor:
+        mesh = DeviceMesh("cpu", torch.arange(workers))
+        local, shape, strides = values.tensor_split(workers)[rank], whole.shape, values.stride()
+        return DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=shape, stride=strides)
+
+    storage = MemoryStorage()
+    name, receipts = StepName(1, open_generation(storage)), []
+    for rank in range(2):
+        with being(Worker(rank, 2)):
+            receipts.append(save_part(storage, {"w": part_of(whole, rank, 2)}, name, Worker(rank, 2)))
+    commit_parts(storage, receipts, name)
+    for workers in (1, 2, 4):
+        for rank in range(workers):
+            with being(Worker(rank, workers)):
+                # What is expanded cannot be filled where it is.
+                like = part_of(torch.zeros(()).expand(whole.shape), rank, workers)
+                objects: dict[str, Any] = {"w": like}
+                restore_part(storage, objects, Worker(rank, workers))
+                made = objects["w"]
+                assert made is not like
+                assert torch.equal(made.to_local(), whole.tensor_split(workers)[rank])
+                assert made.stride() == made.to_local().stride() == whole.stride()
+
+
 def test_what_lies_with_some_workers_only_is_compared_with_the_others() -> None:
     def save(rank: int, value: float, *, is_row: bool = True) -> tuple[frozenset[str], str]:
         worker = Worker(rank, 4)

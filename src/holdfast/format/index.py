@@ -9,12 +9,13 @@ import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.digests import is_digest, span_count
-from holdfast.format.dtypes import array_bytes
+from holdfast.format.dtypes import MAX_ARRAY_BYTES, array_bytes
 from holdfast.format.envelope import seal, unseal
 from holdfast.format.layout import MAX_HEADER_BYTES
 from holdfast.format.names import MAX_WORKERS, StepName, data_name, find_order_problem
 from holdfast.format.shards import BoxRecord, ElsewhereRecord, StoredBox, find_part_problem, make_stored_box
 from holdfast.format.soundness import MAX_DIMENSIONS, is_hexadecimal, try_end
+from holdfast.format.strides import StridesRecord, is_dense
 
 KIND: Final = "index"
 MAX_INDEX_BYTES: Final = 1 << 30
@@ -104,6 +105,7 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         referred: Those arrays, in the order of the sources and of their places there; left out if there are none.
         boxes: What those arrays are that are no whole leaves; left out if all are.
         elsewhere: The leaves of which others have written a part, or all; left out if there are none.
+        strides: The leaves that did not lie in row-major order in this worker's memory; left out if all did.
     """
 
     step: int
@@ -121,6 +123,7 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
     referred: tuple[ReferredRecord, ...] = ()
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
+    strides: tuple[StridesRecord, ...] = ()
 
     @property
     def name(self) -> StepName:
@@ -147,6 +150,13 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         boxes = {part.name: part for part in self.boxes}
         for record in self.all_leaves():
             yield make_stored_box(record, boxes, self.rank)
+
+    def list_leaves(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The leaves that it names, wherever they lie: element type and shape of each."""
+        leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.elsewhere}
+        for stored in self.stored_boxes():
+            leaves[stored.leaf] = (stored.dtype, stored.global_shape)
+        return leaves
 
     def refers_to(self) -> dict[StepName, tuple[int, int]]:
         """For each step that it refers to, how many arrays and how many of their bytes lie there; in order of step."""
@@ -189,8 +199,10 @@ def _find_problem(index: Index) -> str:
     # Very many leaves are looked at together first; one by one only where something is wrong with them.
     is_alone = not index.sources and not index.referred
     if is_alone and try_end(index.leaves, index.header_bytes, index.span_bytes) == index.data_bytes:
-        return find_part_problem(index) if index.is_shared else ""
-    return find_leaf_problem(index) or find_part_problem(index)
+        problem = find_part_problem(index) if index.is_shared else ""
+    else:
+        problem = find_leaf_problem(index) or find_part_problem(index)
+    return problem or (_find_strides_problem(index) if index.strides else "")
 
 
 def find_leaf_problem(index: Index) -> str:
@@ -250,6 +262,18 @@ def _find_leaf_problem(leaf: LeafRecord, span_bytes: int, names: set[str]) -> st
     if leaf.name in names:
         return f"{leaf.name!r} stands twice"
     names.add(leaf.name)
+    return ""
+
+
+def _find_strides_problem(index: Index) -> str:
+    """What is wrong with the strides of leaves: memory is taken by them, and they are not to reach beyond it."""
+    leaves = index.list_leaves()
+    for record in index.strides:
+        _, shape = leaves.pop(record.leaf, ("", None))
+        if shape is None:
+            return f"the strides of {record.leaf!r} are those of no leaf, or stand twice"
+        if not is_dense(shape, record.strides) or max(record.strides, default=0) > MAX_ARRAY_BYTES:
+            return f"{record.leaf!r} of shape {list(shape)} cannot have the strides {list(record.strides)}"
     return ""
 
 

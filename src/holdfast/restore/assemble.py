@@ -18,14 +18,6 @@ from holdfast.state.leaves import ArraySpec, Target
 from holdfast.storage.protocol import FileReader, Storage
 
 
-def list_leaves(index: Index) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """**Pure.** The leaves that an index names, wherever they lie: element type and shape of each."""
-    leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in index.elsewhere}
-    for stored in index.stored_boxes():
-        leaves[stored.leaf] = (stored.dtype, stored.global_shape)
-    return leaves
-
-
 def assign_parts(
     storage: Storage, opened: OpenedStep, targets: Sequence[Target], leaves: Mapping[str, ArraySpec]
 ) -> list[tuple[Part, Order]]:

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from holdfast.catalog import Catalog, check_nothing_lost, read_catalog
 from holdfast.errors import (
     AbsentError,
@@ -25,7 +27,7 @@ from holdfast.format.manifest import SHARDS, Manifest
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.agreement import Agreement, AloneAgreement
-from holdfast.restore.assemble import assign_parts, list_leaves, read_orders
+from holdfast.restore.assemble import assign_parts, read_orders
 from holdfast.restore.choose import choose_candidates
 from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
@@ -356,14 +358,17 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
         DamageError: If all files together are too small for them.
     """
     index = opened.indexes[0]
-    if not index.is_shared:
-        return {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    specs = {name: spec_of(*leaf) for name, leaf in list_leaves(index).items()}
-    manifest = opened.manifest
-    # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
-    if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
-        path = opened.data_path(index.rank)
-        raise DamageError(f"{path}: its leaves are larger than all files of the step", step=manifest.step, path=path)
+    if index.is_shared:
+        specs = {name: spec_of(*leaf) for name, leaf in index.list_leaves().items()}
+        manifest = opened.manifest
+        # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
+        if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
+            path, step = opened.data_path(index.rank), manifest.step
+            raise DamageError(f"{path}: its leaves are larger than all files of the step", step=step, path=path)
+    else:
+        specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
+    for record in index.strides:
+        specs[record.leaf] = msgspec.structs.replace(specs[record.leaf], strides=record.strides)
     return specs
 
 

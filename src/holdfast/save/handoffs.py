@@ -7,6 +7,7 @@ import msgspec
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import ALONE, Worker
 from holdfast.save.watermark import Watermark
 from holdfast.state.leaves import Replica, Skeleton
@@ -26,6 +27,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
+        strides: The leaves that did not lie in row-major order.
         copied: Up to where the image is complete.
     """
 
@@ -39,6 +41,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     witnesses: Snapshot | None = None
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
+    strides: tuple[StridesRecord, ...] = ()
     copied: Watermark = msgspec.field(default_factory=Watermark)
 
 

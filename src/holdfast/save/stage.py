@@ -69,6 +69,7 @@ class Stager:
             None if witnesses is None else witnesses.snapshot,
             captured.loose,
             captured.own,
+            captured.strides,
             Watermark(
                 [*(copy.begin - base for copy in moves.now), *(plan.begins[number] for number in moves.others_now)]
             ),

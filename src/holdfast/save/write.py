@@ -169,4 +169,5 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
         objects=snapshot.objects,
         boxes=snapshot.boxes,
         elsewhere=snapshot.elsewhere,
+        strides=snapshot.strides,
     )

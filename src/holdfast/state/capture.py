@@ -153,6 +153,7 @@ class _Capturing(Encoder):
             witnesses,
             frozenset(sharing.loose),
             frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
+            tuple(sharing.strides),
         )
 
     def note_held(self, arrays: list[Any]) -> None:
@@ -296,6 +297,8 @@ class _Capturing(Encoder):
         backends = columns.backends[first:]
         if any(map(_differ, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
             return
+        if any(spec.strides for spec in columns.specs[first:]):
+            return  # How an array lies is noted where it is looked at by itself.
         glance = try_glance(backends[0], arrays)
         if glance is not None:
             self._captures.banks[path] = Bank(
@@ -323,6 +326,7 @@ class _Capturing(Encoder):
             name = self._unique(path)
             self._by_memory.setdefault(backend.name, {})[memory] = len(self._columns.names)
             self._add(name, spec, array, address, backend, memory)
+            self._sharing.note_strides(name, spec)
             return name
         return self._columns.names[place]
 

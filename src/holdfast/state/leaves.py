@@ -12,6 +12,7 @@ import msgspec
 from holdfast.format.boxes import Box
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.strides import StridesRecord, fit_layout
 from holdfast.format.workers import ALONE, Worker
 
 Skeleton: TypeAlias = Any
@@ -24,10 +25,13 @@ class ArraySpec(msgspec.Struct, frozen=True):
     Attributes:
         dtype: The element type, a key of `holdfast.format.dtypes.ITEM_BYTES`.
         shape: The length of each dimension; empty for a scalar.
+        strides: How an array that is made anew lies in memory, in elements; None for row-major order. A checkpoint's
+            data file holds the values in row-major order whatever the strides.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -94,6 +98,13 @@ def alias_of(array: Any) -> Any:
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
     return ArraySpec(dtype, tuple(shape))
+
+
+def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
+    """**Pure.** An array of another shape whose dimensions lie in memory in the same order."""
+    if spec.strides is None:
+        return spec_of(spec.dtype, shape)
+    return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))
 
 
 class Plain(msgspec.Struct, frozen=True):
@@ -185,7 +196,10 @@ class ArrayBackend(Protocol):
         ...
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """A new, uninitialised, contiguous array: where a live one of the same library lies, or in host memory."""
+        """A new, uninitialised array: where a live one of the same library lies, or in host memory.
+
+        It lies in memory as `spec.strides` say, as far as the library lets a program choose.
+        """
         ...
 
     def fillable(self, array: Any) -> bool:
@@ -241,6 +255,7 @@ class Captured(msgspec.Struct, frozen=True):
         witnesses: What this worker does not write of them, nothing but arrays; None if values are not to be compared.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
+        strides: The leaves that do not lie in row-major order here.
     """
 
     names: list[str]
@@ -257,6 +272,7 @@ class Captured(msgspec.Struct, frozen=True):
     witnesses: Captured | None = None
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
+    strides: tuple[StridesRecord, ...] = ()
 
     @property
     def size_bytes(self) -> int:

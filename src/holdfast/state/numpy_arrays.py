@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UnsupportedValueError
+from holdfast.format.strides import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend
-from holdfast.state.strides import extent_of, may_share_elements
 
 _DTYPES = {
     "bool": "BOOL",
@@ -53,7 +53,9 @@ class NumpyBackend:
                 path=path,
                 hint="Convert it to a type of numbers of at most 64 bits, or to a list.",
             )
-        return ArraySpec(dtype, array.shape)
+        if array.flags.c_contiguous:
+            return spec_of(dtype, array.shape)
+        return ArraySpec(dtype, array.shape, _find_layout(array))
 
     def alias_key(self, array: Any) -> Hashable:
         """Address, type, shape and strides."""
@@ -116,13 +118,26 @@ class NumpyBackend:
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new array."""
-        return np.empty(spec.shape, _NUMPY_DTYPES[spec.dtype])
+        dtype = _NUMPY_DTYPES[spec.dtype]
+        if spec.strides is None:
+            return np.empty(spec.shape, dtype)
+        order = order_dimensions(spec.shape, spec.strides)
+        return np.empty([spec.shape[one] for one in order], dtype).transpose(np.argsort(order))
 
     def fillable(self, array: Any) -> bool:
         """Whether the array may be written to, each element by itself."""
         flags = array.flags
         apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
         return bool(flags.writeable and apart)
+
+
+def _find_layout(array: Any) -> tuple[int, ...] | None:
+    """The strides, in elements, of a dense array with the same order of dimensions."""
+    item_bytes = array.itemsize
+    if any(stride % item_bytes for stride in array.strides):  # As of a field of records.
+        order = order_dimensions(array.shape, array.strides)
+        return find_layout(array.shape, strides_in_order(array.shape, order))
+    return find_layout(array.shape, tuple(stride // item_bytes for stride in array.strides))
 
 
 @lru_cache(maxsize=1 << 10)

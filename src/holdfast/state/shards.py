@@ -13,7 +13,7 @@ from holdfast.format.boxes import Box, find_box_problem
 from holdfast.format.workers import Worker
 from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
 from holdfast.state.finding import find_stateful
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_like
 from holdfast.state.pending import PendingArray
 from holdfast.state.registry import backend_of, register_adapter, register_sharder
 from holdfast.state.settling import settle
@@ -171,12 +171,12 @@ class _ShardSharder:
         box = Box(array.offsets, own.shape)
         memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
         local = LocalBox(box, array.tensor, holders)
-        return Sharding(spec_of(own.dtype, array.global_shape), backend, (local,), memory, is_by_hand=True)
+        return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)
         assert backend is not None  # It was looked at before.
-        tensor = backend.new(spec_of(spec.dtype, tuple(like.tensor.shape)), like.tensor)
+        tensor = backend.new(spec_like(spec, tuple(like.tensor.shape)), like.tensor)
         kind = _PendingShard if isinstance(tensor, PendingArray) else Shard
         return kind(tensor, like.global_shape, like.offsets, holders=like.holders)
 

@@ -11,6 +11,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import shift, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
 from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
 from holdfast.state.owners import plan_parts
@@ -30,6 +31,7 @@ class Sharing:
         replicas: The boxes that others hold too.
         witnesses: What this worker does not write of them, if their values are to be compared.
         checks_replicas: Whether that is so.
+        strides: The leaves that do not lie in row-major order here.
     """
 
     def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
@@ -41,6 +43,7 @@ class Sharing:
         self.elsewhere: list[ElsewhereRecord] = []
         self.loose: set[str] = set()
         self.replicas: list[Replica] = []
+        self.strides: list[StridesRecord] = []
         self.witnesses = Captured([], [], [], [], [], {}, worker=worker)
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
@@ -56,6 +59,7 @@ class Sharing:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
         """
         spec = sharding.spec
+        self.note_strides(leaf, spec)
         workers = sharding.workers or len(self.holders)
         if sharding.is_by_hand or (not self.is_own and workers < self.worker.world_size):
             self.loose.add(leaf)
@@ -99,6 +103,11 @@ class Sharing:
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
+
+    def note_strides(self, leaf: str, spec: ArraySpec) -> None:
+        """Notes how a leaf lies in memory, if not in row-major order."""
+        if spec.strides is not None:
+            self.strides.append(StridesRecord(leaf, spec.strides))
 
     def note_alias(self, path: str, replicas: range) -> None:
         """Notes that an array stands in one more place: with the others it has to stand there as well.

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box
+from holdfast.format.strides import row_major
 from holdfast.format.workers import Worker
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArraySpec, part_of, spec_of
+from holdfast.state.leaves import ArraySpec, part_of, spec_like
 from holdfast.state.registry import register_sharder
 from holdfast.state.shards import LocalBox, Sharding
 
@@ -32,7 +33,7 @@ class MeshSharder:
         mesh, placements, shape = array.device_mesh, tuple(array.placements), tuple(array.shape)
         local = array._local_tensor
         own = _BACKEND.spec(local, path)
-        spec = spec_of(own.dtype, shape)
+        spec = spec_like(own, shape)
         coordinate = mesh.get_coordinate()
         memory = (_BACKEND.alias_key(local), shape, placements, mesh)
         workers = len(_all_ranks(mesh))
@@ -61,9 +62,11 @@ class MeshSharder:
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A tensor on the same mesh, placed in the same way."""
         own = like._local_tensor
-        local = _BACKEND.new(spec_of(spec.dtype, tuple(own.shape)), own)
+        local = _BACKEND.new(spec_like(spec, tuple(own.shape)), own)
+        shape = tuple(like.shape)
+        stride = spec_like(spec, shape).strides or row_major(shape)
         return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
         )
 
 

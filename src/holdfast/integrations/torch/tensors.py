@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, gt
 from typing import Any, Final
 
 import torch
 
 from holdfast.errors import UnsupportedValueError
+from holdfast.format.strides import extent_of, find_layout, may_share_elements
 from holdfast.integrations.torch.devices import TorchDevices, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
-from holdfast.state.strides import extent_of, may_share_elements
 
 DTYPES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL",
@@ -49,6 +49,7 @@ _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
 _nbytes = attrgetter("nbytes")
 _offset = torch.Tensor.storage_offset
+_stride = torch.Tensor.stride
 _storage = torch.Tensor.untyped_storage
 _storage_bytes = torch.UntypedStorage.nbytes
 
@@ -76,7 +77,11 @@ class TorchBackend:
         ):
             what, hint = _why_not(array)
             raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
-        return _spec(name, array.shape)
+        shape = array.shape
+        # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
+        if array.is_contiguous() and 1 not in shape and 0 not in shape:
+            return _spec(name, shape)
+        return _spec_of_layout(name, shape, array.stride())
 
     def alias_key(self, array: Any) -> Hashable:
         """Address, device, type, shape, strides, and how values are read."""
@@ -104,10 +109,11 @@ class TorchBackend:
         return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
     def glance(self, arrays: Sequence[Any]) -> object:
-        """Address, shape and type of each, if all lie as they are stored."""
+        """Address, shape, type and strides of each, if all lie as they are stored."""
         addresses: list[int] = []
         shapes: list[torch.Size] = []
         dtypes: list[torch.dtype] = []
+        strides: list[tuple[int, ...]] = []
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
             kinds = list(map(_dtype, some))
@@ -116,9 +122,12 @@ class TorchBackend:
             if any(kind.is_complex for kind in set(kinds)) and any(map(_is_conj, some)):
                 return None
             addresses += map(_address, some)
-            shapes += map(_shape, some)
+            own = list(map(_shape, some))
+            if 1 in chain.from_iterable(own):  # What is contiguous may have any stride where a length is 1.
+                strides += map(_stride, some)
+            shapes += own
             dtypes += kinds
-        return addresses, shapes, dtypes
+        return addresses, shapes, dtypes, strides
 
     def version(self, array: Any) -> int | None:
         """What autograd counts for the tensor and all its views."""
@@ -182,8 +191,16 @@ def _spec(name: str, shape: torch.Size) -> ArraySpec:
     return spec_of(name, tuple(shape))
 
 
+@lru_cache(maxsize=1 << 16)
+def _spec_of_layout(name: str, shape: torch.Size, strides: tuple[int, ...]) -> ArraySpec:
+    layout = find_layout(tuple(shape), strides)
+    return _spec(name, shape) if layout is None else ArraySpec(name, tuple(shape), layout)
+
+
 def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
     try:
+        if spec.strides is not None:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=_TORCH_DTYPES[spec.dtype], device=device)
         return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
     except RuntimeError as error:  # torch has no error of its own for memory of the host
         raise MemoryError(f"no memory for an array of {spec.size_bytes} bytes on {device}: {error}") from error
