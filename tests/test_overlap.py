@@ -857,8 +857,9 @@ def test_objects_that_cannot_be_saved_yet_are_no_error_where_memory_is_made_read
         storage, hf.Checkpoint(kept=kept), reserve_bytes="auto", sinks=[events.append], overlap_copy=True
     ) as manager:
         warned = [event.text for event in events if isinstance(event, Warned)]
-        assert len(warned) == 1
-        assert "could not be made ready beforehand" in warned[0]
+        # An object of its own kind is not asked before it is saved: that might change it.
+        assert len(warned) == (kind != "unready")
+        assert all("could not be made ready beforehand" in text for text in warned)
         module(torch.zeros(2, 3))
         tree["w"] = torch.ones(3)
         unready.values = [1.0]

@@ -511,7 +511,7 @@ def test_state_that_cannot_be_read_or_taken_is_named() -> None:
     with pytest.raises(UnsupportedValueError, match="no state"):
         store(x=[Broken()])
     with pytest.raises(UsageError, match="no state"):
-        match(store(x=Counter()), {"x": Broken()})
+        match(store(x=Counter(n=np.ones(1))), {"x": Broken()})
     with pytest.raises(ApplyError, match="no thanks"):
         bring_back(store(x=Counter(a=1)), {"x": Stubborn()})
 

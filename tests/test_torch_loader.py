@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info  # noqa: E402
 
+import holdfast as hf  # noqa: E402
 from holdfast.errors import MismatchError, UnsupportedValueError, UsageError  # noqa: E402
 from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
@@ -337,3 +339,94 @@ class TestStatefulDataLoader:
         specs = dict(zip(other.names, other.specs, strict=True))
         matching = match_objects({"data": ResumableDataLoader(Augmented(), batch_size=BATCH)}, other.objects, specs)
         assert len(matching.differences.wrong_kind) == 1
+
+
+class Shuffled:
+    """A sampler as people write it for torchdata.nodes, with a generator of its own, from which each epoch draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []
+        self.place = 0
+        self.goes_on = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.goes_on:
+            self.order, self.place = torch.randperm(LENGTH, generator=self.generator).tolist(), 0
+        self.goes_on = False
+        while self.place < LENGTH:
+            self.place += 1
+            yield self.order[self.place - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order), "place": self.place, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.place, self.goes_on = list(state["order"]), state["place"], True
+        self.generator.set_state(state["generator"])
+
+
+class TestNodesLoader:
+    """torchdata.nodes.Loader, which begins an epoch, and draws its order, when it is asked for its state."""
+
+    def fresh(self) -> Any:
+        nodes = pytest.importorskip("torchdata.nodes")
+        return nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(Shuffled(seed=3)), BATCH, drop_last=False))
+
+    def loop(self, loader: Any) -> Iterator[Any]:
+        for _ in range(3):
+            yield from loader
+
+    def test_it_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        whole = list(self.loop(self.fresh()))
+        a_pass = -(-LENGTH // BATCH)
+        for taken in (1, a_pass + 2):
+            before, after, directory = self.fresh(), self.fresh(), tmp_path / str(taken)
+            head = list(itertools.islice(self.loop(before), taken))
+            # As a program does it that makes memory ready for its first save, and marks what is its worker's own.
+            with hf.CheckpointManager(directory, hf.Checkpoint(data=hf.PerWorker(before))) as manager:
+                manager.save(taken)
+            checkpoint = hf.Checkpoint(data=hf.PerWorker(after))
+            with hf.CheckpointManager(directory, checkpoint, reserve_bytes="auto") as manager:
+                assert manager.restore() is not None
+                # A save before the first batch has the position that was restored.
+                manager.save(taken + 1)
+            rest = list(itertools.chain.from_iterable(after for _ in range(3)))
+            assert head + rest[: len(whole) - taken] == whole
+
+
+class Asked:
+    """Counts how often it is asked for its state."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.times_asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.times_asked += 1
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class AskedData(Asked):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def test_a_restore_asks_no_object_for_its_state_that_can_be_loaded_without() -> None:
+    state: dict[str, Any] = {"epoch": 3, "seen": {1, 2}, "notes": [("a", None, 0.5)]}
+    plain_one, data = Asked(epoch=0), AskedData()
+    through_checkpoint(
+        {"a": Asked(**state), "tree": [AskedData(**state, order=torch.arange(3))]}, {"a": plain_one, "tree": [data]}
+    )
+    assert plain_one.state == state
+    assert data.state.pop("order").tolist() == [0, 1, 2]
+    assert data.state == state
+    assert (plain_one.times_asked, data.times_asked) == (0, 0)
+    # Where an average of weights belongs, only the live one tells.
+    average = Asked(shadow=torch.zeros(3))
+    through_checkpoint({"a": Asked(shadow=torch.ones(3))}, {"a": average})
+    assert average.times_asked == 1
+    assert average.state["shadow"].tolist() == [1, 1, 1]

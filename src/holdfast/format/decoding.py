@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import FormatError, UnsupportedValueError
@@ -215,6 +215,24 @@ class Decoder:
             if value is not ABSENT:
                 values[name] = value
         return values
+
+
+NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag"})
+"""Tags of values whose argument names a type of the program."""
+
+
+def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
+    """**Pure.** The tag and the argument of each tagged value in a node, arguments that are no text as None."""
+    ahead = [node]
+    while ahead:
+        part = ahead.pop()
+        if type(part) is list:
+            ahead += part
+        elif type(part) is dict:
+            tag, argument = part.get("$"), part.get("k")
+            if type(tag) is str:
+                yield tag, argument if type(argument) is str else None
+            ahead += part.values()
 
 
 def malformed(path: str, what: str) -> FormatError:

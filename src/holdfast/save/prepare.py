@@ -10,6 +10,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
 from holdfast.save.buffer import HostBuffer
 from holdfast.state import capture_objects
+from holdfast.state.finding import find_stateful
 from holdfast.state.registry import adapter_of
 from holdfast.storage.crew import Crew
 
@@ -68,12 +69,19 @@ def try_prepare(
 def reckon_bytes(objects: Mapping[str, object]) -> int:
     """The memory that the state of the objects takes, and will take when all have been used once.
 
+    Objects that may change when their state is read are left out: they are to be restored first.
+
     Raises:
         UnsupportedValueError: If something cannot be stored.
     """
-    captured = capture_objects(objects)
+    captured = capture_objects({name: obj for name, obj in objects.items() if not _may_change_when_read(obj)})
     awaited_bytes = sum(
         adapter.awaited_bytes(obj) for obj in objects.values() if (adapter := adapter_of(obj)) is not None
     )
     # And a header, of about so many bytes for each leaf.
     return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)
+
+
+def _may_change_when_read(obj: object) -> bool:
+    found = find_stateful(obj, "")
+    return any(adapter is not None and adapter.may_change_when_read(part) for _, part, adapter in found)

@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from holdfast.format.codecs import type_named
+from holdfast.format.decoding import NAMED, find_tags
 from holdfast.format.workers import Worker
 from holdfast.state.leaves import Differences, Skeleton
 
@@ -166,8 +168,15 @@ class Adapter:
             prepare()
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
-        """The state, as a tree of values. It changes nothing."""
+        """The state, as a tree of values."""
         raise NotImplementedError  # Each kind of object has its own. Not abstract: a plain Adapter() prepares others.
+
+    def may_change_when_read(self, obj: Any) -> bool:
+        """Whether `state_of` may change the object: a loader of data may start its workers, or draw random numbers.
+
+        Such state is read when it is saved, and otherwise only where nothing else will do.
+        """
+        return False
 
     def holders_of(self, obj: Any) -> Sequence[int] | None:
         """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
@@ -247,6 +256,37 @@ class StateAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Hands the stored state to `write`."""
         live = self._read(obj) if self._compare or not loading.wants() else None
+        state = loading.value(stored, live)
+        return lambda: void(self._write(obj, loading.complete(state)))
+
+
+class StateDictAdapter(StateAdapter):
+    """Serves any object that has `state_dict` and `load_state_dict`.
+
+    A restore hands over what is stored and does not ask the object for its present state, unless it cannot do without.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
+
+    def may_change_when_read(self, obj: Any) -> bool:
+        """Always: what `state_dict` does is not known."""
+        return True
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Prepares `load_state_dict`.
+
+        The present state is read where a part alone is restored, and where what is stored holds other objects, or
+        types that only a live value can name. It is also read where arrays are stored, since it says on which device
+        they belong; but not that of an object which can be iterated: it may begin to load data when it is asked.
+        """
+        tags = set(find_tags(stored))
+        needs_types = any(tag in NAMED and type_named(str(name)) is None for tag, name in tags)
+        has_arrays = any(tag == "array" for tag, _ in tags)
+        is_iterable = hasattr(type(obj), "__iter__") or hasattr(type(obj), "__next__")
+        has_objects = any(tag == "object" for tag, _ in tags)
+        needs_live = has_objects or needs_types or (has_arrays and not is_iterable)
+        live = self._read(obj) if needs_live or not loading.wants() else None
         state = loading.value(stored, live)
         return lambda: void(self._write(obj, loading.complete(state)))
 

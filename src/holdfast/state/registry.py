@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import UsageError
-from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter
+from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter, StateDictAdapter
 from holdfast.state.leaves import ArrayBackend
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _found: dict[type, Adapter | ArrayBackend | None] = {}
 _sharders: dict[type, Sharder] = {}
 _found_sharders: dict[type, Sharder | None] = {}
 
-_STATE_DICT = StateAdapter("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
+_STATE_DICT = StateDictAdapter()
 
 
 def register_adapter(cls: type, adapter: Adapter) -> None:

@@ -192,6 +192,10 @@ class _PerWorkerAdapter(Adapter):
         for _, part, adapter in find_stateful(obj.value, ""):
             (adapter or Adapter()).prepare(part)
 
+    def may_change_when_read(self, obj: Any) -> bool:
+        found = find_stateful(obj.value, "")
+        return any(adapter is not None and adapter.may_change_when_read(part) for _, part, adapter in found)
+
     def state_of(self, obj: Any, scene: Scene) -> Any:
         return obj.value
 

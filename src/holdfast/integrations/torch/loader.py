@@ -275,6 +275,10 @@ class LoaderAdapter(SamplerAdapter):
     def __init__(self) -> None:
         super().__init__(_sampler_of)
 
+    def may_change_when_read(self, obj: Any) -> bool:
+        """Whether it has a state of its own: torchdata's loader starts its workers when it is asked for that."""
+        return callable(getattr(obj, "state_dict", None))
+
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The loader's own state, or that of its sampler.
 
