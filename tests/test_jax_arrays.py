@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 # Before JAX is imported: one processor stands for several devices.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -34,6 +37,7 @@ from simulated_job import restore_part, save_job  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 Point = collections.namedtuple("Point", ["x", "y"])
+hf.register_type(Point)
 
 
 def placing(shape: tuple[int, ...], *axes: str | None) -> Any:
@@ -474,3 +478,157 @@ def test_nothing_is_said_of_one_step_that_is_looked_at_again(tmp_path: Path) -> 
             with run.checkpointable():
                 pass
     assert warnings == []
+
+
+@dataclasses.dataclass
+class Pair:
+    one: Any
+    two: Any
+
+
+class Extra(torch.nn.Module):
+    """A module that keeps more than tensors of torch."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.array = array
+
+    def get_extra_state(self) -> Any:
+        return {"array": self.array}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.array = state["array"]
+
+
+class Places(torch.utils.data.DataLoader[Any]):
+    """A loader with a state of its own."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__([1, 2, 3])
+        self.array = array
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array = state["array"]
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer whose state has a form of its own."""
+
+    def __init__(self, module: Extra, array: Any) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.array = array
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array = state["array"]
+
+
+def tree_of(make: Callable[[float], Any], number: float) -> dict[str, Any]:
+    """Arrays in each kind of container."""
+    return {
+        "array": make(number),
+        "list": [make(number), {"deep": (make(number), Point(make(number), 1))}],
+        "deque": collections.deque([make(number)], maxlen=3),
+        "ordered": collections.OrderedDict(one=make(number)),
+        "default": collections.defaultdict(list, one=[make(number)]),
+    }
+
+
+def arrays_in(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif isinstance(value, Pair):
+        value = [value.one, value.two]
+    elif isinstance(value, hf.Shard):
+        return [value.tensor]
+    if isinstance(value, list | tuple | collections.deque):
+        return [array for part in value for array in arrays_in(part)]
+    return [] if isinstance(value, int) else [value]
+
+
+LIBRARIES: dict[str, Callable[[float], Any]] = {
+    "jax": lambda number: jnp.full(3, number, jnp.float32),
+    "numpy": lambda number: np.full(3, number, np.float32),
+    "torch": lambda number: torch.full((3,), number),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_object_that_holds_state_gets_real_arrays(library: str, tmp_path: Path) -> None:
+    make = LIBRARIES[library]
+    kind = type(make(0.0))
+
+    def objects_of(number: float) -> dict[str, Any]:
+        model, weights = Extra(make(number)), Extra(make(number))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        sgd.param_groups[0]["scale"] = make(number)
+        return {
+            "tree": {**tree_of(make, number), "pair": Pair(make(number), {"deep": [make(number)]})},
+            "own": hf.PerWorker([make(number)]),
+            "shard": {"part": hf.Shard(make(number), [3], [0])},
+            "model": model,
+            "sgd": sgd,
+            "scaled": Scaled(weights, make(number)),
+            "loader": Places(make(number)),
+        }
+
+    def held_by(objects: dict[str, Any]) -> list[Any]:
+        found = arrays_in([objects["tree"], objects["own"].value, objects["shard"]])
+        scale = objects["sgd"].param_groups[0]["scale"]
+        return [*found, scale, *(objects[name].array for name in ("model", "scaled", "loader"))]
+
+    def check(objects: dict[str, Any]) -> None:
+        assert [type(array) for array in held_by(objects)] == [kind] * 15
+        assert all(array.tolist() == [5, 5, 5] for array in held_by(objects))
+
+    for name in ("backup", "run"):
+        for number in (5.0, 0.0):
+            objects = objects_of(number)
+            if name == "backup":
+                with hf.WorkerTrainingState(hf.Checkpoint(**objects), tmp_path / name) as state:
+                    if state.restore() is None:
+                        state.back_up(0)
+            else:
+                with hf.resumable(tmp_path / name, preemption="off", **objects) as run:
+                    list(run.steps(1))
+            check(objects)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_workspace_of_a_job_gets_real_arrays(library: str, tmp_path: Path) -> None:
+    make = LIBRARIES[library]
+
+    def make_job(epochs: int) -> hf.Job:
+        with hf.Job() as job:
+
+            @job.init_group
+            def begin(workspace: hf.jobs.Workspace) -> None:
+                workspace.update(tree_of(make, 0.0))
+
+            @job.epoch_group
+            def add(workspace: hf.jobs.Workspace) -> None:
+                workspace["array"] = workspace["array"] + 1
+
+        hf.epoch_limiter(job, epochs)
+        return job
+
+    def check(workspace: hf.jobs.Workspace, number: int) -> None:
+        arrays = arrays_in(dict(workspace))
+        assert [type(array) for array in arrays] == [type(make(0.0))] * 7
+        assert [array.tolist() for array in arrays] == [[number] * 3] + [[0] * 3] * 6
+
+    for epochs in (2, 4):  # The second run goes on from the first.
+        manager = hf.MultiNodeCheckpointManager(tmp_path)
+        with hf.LocalSession() as session:
+            assert hf.JobRunner(make_job(epochs), manager).train(session) == epochs
+            check(session.workspace(), epochs)
+    with hf.LocalSession(["local"]) as session:
+        runner = hf.JobRunner(make_job(4), hf.MultiNodeCheckpointManager(tmp_path))
+        runner.load_blobs_from_checkpoints(tree_of(make, 0.0), 3, session)
+        check(session.workspace(), 3)

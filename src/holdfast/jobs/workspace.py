@@ -115,7 +115,7 @@ class WorkspaceAdapter(Adapter):
             if name not in nodes and adapter_of(obj[name]) is not None and loading.wants(name):
                 loading.differences.missing.append(loading.name(name))
         whole = loading.wants()
-        return lambda: obj.replace(taken, whole=whole)
+        return lambda: obj.replace(loading.complete(taken), whole=whole)
 
 
 register_adapter(Workspace, WorkspaceAdapter())

@@ -306,7 +306,7 @@ class LoaderAdapter(SamplerAdapter):
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
             return leave_alone
-        return lambda: _begin_at(obj, state)
+        return lambda: _begin_at(obj, loading.complete(state))
 
 
 def _begin_at(loader: Any, state: Any) -> None:

@@ -79,7 +79,7 @@ class ModuleAdapter(Adapter):
             for key, value in live.items()
             if values[key] is not value and id(value) in own and not _BACKEND.fillable(value)
         ]
-        return lambda: _finish(obj, values if custom else None, new_memory)
+        return lambda: _finish(obj, loading.complete(values) if custom else None, new_memory)
 
 
 _BACKEND: Final = TorchBackend()

@@ -146,7 +146,7 @@ class OptimizerAdapter(Adapter):
         shapes = _stored_shapes(tree.pop("shapes", {}), loading)
         if tree.keys() == {"whole"}:
             whole = loading.value(tree["whole"], raw, "whole")
-            return lambda: obj.load_state_dict(whole)
+            return lambda: obj.load_state_dict(loading.complete(whole))
         if is_state_dict(tree) and _is_of_torchs_form(raw, obj):
             named = name_stored_parameters(tree, _layout_of(obj, loading.scene).groups, loading)
             if named is None:
@@ -154,7 +154,7 @@ class OptimizerAdapter(Adapter):
             tree, shapes = named
         elif is_state_dict(tree):
             whole = loading.value(tree, raw)
-            return lambda: obj.load_state_dict(whole)
+            return lambda: obj.load_state_dict(loading.complete(whole))
         if tree.keys() != {"state", "groups", "loose", "rest"}:
             raise malformed(loading.name(), "the state of an optimizer is malformed")
         if not _is_of_torchs_form(raw, obj):
@@ -179,7 +179,7 @@ class OptimizerAdapter(Adapter):
             stays = set(layout.names)
         state = _match_state(nodes, raw["state"], layout, known, stays, loading)
         ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
-        return lambda: _load(obj, ready, layout)
+        return lambda: _load(obj, loading.complete(ready), layout)
 
 
 def parameter_names(scene: Scene) -> dict[int, str]:
