@@ -997,6 +997,74 @@ def test_the_count_comes_back_and_steps_after_a_restart_take_the_time_that_they_
     assert steps_of(tmp_path) == [2, 4, 6, 8, 10, 12]
 
 
+class Count:
+    """What a handler of an earlier version kept, under a name that a user's object might have had."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_the_count_of_a_handler_is_in_nobodys_way(tmp_path: Path) -> None:
+    handled, plain, old, mine = (tmp_path / name for name in ("handled", "plain", "old", "mine"))
+    manager, state = manager_of(handled)
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        for _ in range(3):
+            handler.run(state["value"].__iadd__, 1)
+        manager.save(30)
+        assert list(manager.checkpoint) == list(manager.checkpoint.objects) == ["state"]
+        # One checkpoint for both, as is advised for backups of epochs.
+        with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+            backups.restore()
+            backups.back_up(0)
+    with manager_of(plain)[0] as manager:
+        manager.save(30)
+    with hf.CheckpointManager(old, hf.Checkpoint(state=state, total_run_calls=Count(3))) as manager:
+        manager.save(30)
+    objects = {"state": state, "total_run_calls": Count(7)}
+    with hf.CheckpointManager(mine, hf.Checkpoint(**objects)) as manager:
+        manager.save(30)
+    # What knows nothing of a handler restores what one has saved, and does not see its count.
+    for place in (handled, old):
+        manager, state = manager_of(place)
+        restored = manager.restore()
+        assert restored is not None
+        assert not restored.differences
+        assert state["value"][0] == 3
+        with hf.resumable(place, state={"value": np.zeros(4)}, preemption="off") as run:
+            assert run.step == 30
+    manager, state = manager_of(tmp_path / "other")
+    with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+        assert backups.restore() is not None
+        assert state["value"][0] == 3
+    # A handler restores what was saved with a count or without, whether or not something was restored before it.
+    for place, count in ((handled, 3), (plain, 30), (old, 3)):
+        for is_restored in (False, True):
+            manager, _ = manager_of(place)
+            if is_restored:
+                manager.restore()
+            with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+                assert handler.total_run_calls == count
+                with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+                    assert backups.restore() is not None
+    # A user's object may have the handler's word for a name.
+    with (
+        hf.CheckpointManager(mine, hf.Checkpoint(state={"value": np.zeros(4)}, total_run_calls=Count(0))) as manager,
+        hf.PreemptionCheckpointHandler(manager) as handler,
+    ):
+        assert (handler.total_run_calls, manager.checkpoint.total_run_calls.count) == (30, 7)
+    # What differs is an error, the count or not.
+    manager = hf.CheckpointManager(handled, hf.Checkpoint(other=1))
+    with manager, pytest.raises(MismatchError, match="other") as caught:
+        hf.PreemptionCheckpointHandler(manager)
+    assert caught.value.differences.extra == ["state"]
+
+
 def test_several_handlers_of_one_checkpoint_have_one_count(tmp_path: Path) -> None:
     for life in range(2):
         manager, _ = manager_of(tmp_path)

@@ -25,11 +25,14 @@ class Checkpoint:
     of this class too (`objects`) can be read and set with brackets only.
     """
 
-    __slots__ = ("_objects",)
+    __slots__ = ("_objects", "_own")
     _objects: dict[str, Any]
+    # What holdfast itself keeps with the user's objects, which never see it.
+    _own: dict[str, Any]
 
     def __init__(self, /, **objects: Any) -> None:
         self._objects = {}
+        self._own = {}
         for name, obj in objects.items():
             self[name] = obj
 
@@ -73,12 +76,12 @@ class Checkpoint:
 
     def __getattr__(self, name: str) -> Any:
         # Copying asks for attributes before there are any.
-        if name == "_objects" or name not in self._objects:
+        if name in Checkpoint.__slots__ or name not in self._objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
         return self._objects[name]
 
     def __setattr__(self, name: str, obj: Any) -> None:
-        if name == "_objects":
+        if name in Checkpoint.__slots__:
             object.__setattr__(self, name, obj)
             return
         if hasattr(type(self), name):
@@ -91,7 +94,19 @@ class Checkpoint:
         del self._objects[name]
 
     def __copy__(self) -> Checkpoint:
-        return Checkpoint(**self._objects)
+        copied = Checkpoint(**self._objects)
+        copied._own.update(self._own)
+        return copied
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(f'{name}={type(obj).__name__}' for name, obj in self._objects.items())})"
+
+
+def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All that is saved and restored: the user's objects, and those that holdfast itself has added."""
+    return {**checkpoint._objects, **checkpoint._own}
+
+
+def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
+    return checkpoint._own

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, all_objects
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import UsageError
@@ -169,7 +169,7 @@ class CheckpointManager:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        state, figures = self._saver.capture(self.checkpoint.objects), dict(metrics or {})
+        state, figures = self._saver.capture(all_objects(self.checkpoint)), dict(metrics or {})
         save = lambda step, taken, replace: self._save(step, figures, None, replace=replace, captured=taken)  # noqa: E731
         return Mark(state, trace_arrays(state), save)
 
@@ -250,7 +250,7 @@ class CheckpointManager:
         self._settle(None)
         restoration = restore_objects(
             self._storage,
-            self.checkpoint.objects,
+            all_objects(self.checkpoint),
             step=None if step is None else arguments.check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
             select=make_selection(only),
@@ -371,7 +371,7 @@ class CheckpointManager:
         self._settle(None)
         order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
         arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
-        captured = captured or self._saver.capture(self.checkpoint.objects)
+        captured = captured or self._saver.capture(all_objects(self.checkpoint))
         untold = self._reports.take(last=False)
         handle.end_if_left = partial(self._saver.end_if_left, handle, self._begin)
         self._in_flight = handle

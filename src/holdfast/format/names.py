@@ -12,6 +12,14 @@ MANIFEST_NAME: Final = "manifest.json"
 TRASH_PREFIX: Final = ".trash-"
 SPARE_NAME: Final = ".holdfast-spare"
 DATA_SUFFIX: Final = ".safetensors"
+OWN_PREFIX: Final = "$"
+"""Begins the names of objects that holdfast itself adds to a checkpoint. No object of a user's has such a name."""
+
+RUN_CALLS: Final = OWN_PREFIX + "total_run_calls"
+"""Names the count of a `PreemptionCheckpointHandler`."""
+
+OLD_RUN_CALLS: Final = "total_run_calls"
+"""What that count was called before holdfast had names of its own."""
 
 MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
@@ -50,6 +58,11 @@ class StepName(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"step {self.step} (generation {self.generation})"
+
+
+def is_own(name: str) -> bool:
+    """**Pure.** Whether an object of that name is holdfast's own, which no user has to know of."""
+    return name.startswith(OWN_PREFIX)
 
 
 def parse_step_directory(name: str) -> StepName | None:

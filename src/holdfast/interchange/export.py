@@ -14,7 +14,7 @@ import msgspec
 from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.encoding import escape
-from holdfast.format.names import StepName
+from holdfast.format.names import StepName, is_own
 from holdfast.interchange.dcp_export import write_dcp
 from holdfast.interchange.extents import LeafReader
 from holdfast.interchange.outline import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
@@ -219,7 +219,8 @@ def export_step(
     watch = watcher or _Unwatched()
     opened = open_step(storage, directory, expected)
     selection = make_selection(wanted.only)
-    objects = join_objects([index.objects for index in opened.indexes])
+    joined = join_objects([index.objects for index in opened.indexes])
+    objects = {name: node for name, node in joined.items() if not is_own(name)}
     tree, left = outline(objects, selection)
     _check_found(selection, list(objects), opened.manifest.step)
     inner = _single(tree) if wanted.only is not None and not wanted.keep_prefix else None

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
+from holdfast.checkpoint import own_objects
 from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
+from holdfast.format.names import RUN_CALLS
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
-from holdfast.preemption.run_calls import RUN_CALLS, Manager, restore_calls
+from holdfast.preemption.run_calls import Manager, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_process
@@ -69,7 +71,7 @@ class PreemptionCheckpointHandler:
         termination = TerminationConfig() if termination_config is None else termination_config
         self._guard = make_guard(manager, termination, self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
-        if RUN_CALLS not in manager.checkpoint:
+        if RUN_CALLS not in own_objects(manager.checkpoint):
             # Where there is a count already, something may have been trained that is not saved.
             self._guard.rest(None)
         self._guard.open()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from holdfast.checkpoint import Checkpoint
-from holdfast.errors import MismatchError, UsageError
+from holdfast.checkpoint import Checkpoint, own_objects
+from holdfast.format.names import RUN_CALLS
 from holdfast.preemption.departure import Saves
 from holdfast.preemption.last_save import LastSave
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
-
-RUN_CALLS: Final = "total_run_calls"
-"""The name under which the count is kept in the checkpoint."""
 
 
 class Manager(Saves, Protocol):
@@ -51,11 +48,12 @@ class RunCalls:
         last: The step that was saved last, by whichever handler.
         amid: The handlers that are amid a step of a loop of theirs, which does not count yet.
         in_step: Whether one of them runs a step now.
+        is_loaded: Whether the last restore has found a count.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.in_step = False
+        self.in_step = self.is_loaded = False
         self.last = LastSave()
         self.amid: set[object] = set()
         self._manager: Manager | None = None
@@ -68,6 +66,7 @@ class RunCalls:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the count of a checkpoint."""
         self.count = int(state["count"])
+        self.is_loaded = True
 
     def join(self, manager: Manager) -> None:
         """Another handler begins to count, after it has restored what was to be restored.
@@ -101,40 +100,22 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
         The count, and what was restored; None if nothing was.
 
     Raises:
-        UsageError: If an object of the user's has the name of the count.
         MismatchError: If checkpoint and objects differ.
         NoWholeCheckpointError: If checkpoints are there but none is whole.
         StorageError: If the place fails.
     """
-    checkpoint = manager.checkpoint
-    if RUN_CALLS in checkpoint:
-        calls = checkpoint[RUN_CALLS]
-        if not isinstance(calls, RunCalls):
-            raise UsageError(
-                f"{RUN_CALLS!r} is the handler's name for its count", hint="Give that object another name."
-            )
-        if manager.restored is not None:
-            # Another handler of the same checkpoint has seen to it.
-            return calls, manager.restored
-    else:
-        calls = RunCalls()
-    earlier = manager.restored
+    own, earlier = own_objects(manager.checkpoint), manager.restored
+    if earlier is not None and RUN_CALLS in own:
+        # Another handler of the same checkpoint has seen to it.
+        return own[RUN_CALLS], earlier
+    calls = own.setdefault(RUN_CALLS, RunCalls())
+    calls.is_loaded = False
     if earlier is not None:
-        checkpoint[RUN_CALLS] = calls
-        if manager.restore(earlier.step, only=RUN_CALLS, strict=False) is None or not calls.count:
-            calls.count = earlier.step
-        return calls, earlier
-    checkpoint[RUN_CALLS] = calls
-    if manager.begin_anew:
+        manager.restore(earlier.step, only=RUN_CALLS, strict=False)
+    elif manager.begin_anew:
         return calls, None
-    try:
-        return calls, manager.restore(strict=strict)
-    except MismatchError as mismatch:
-        differences = mismatch.differences
-        others = (differences.extra, differences.wrong_shape, differences.wrong_dtype, differences.wrong_kind)
-        if any(others) or any(not name.startswith(RUN_CALLS) for name in differences.missing):
-            raise
-        # A run that was begun without a handler: its steps are what was counted.
-        restoration = manager.restore(strict=False)
-        calls.count = 0 if restoration is None else restoration.step
-        return calls, restoration
+    restoration = earlier or manager.restore(strict=strict)
+    if restoration is not None and not calls.is_loaded:
+        # The run was begun without a handler: its steps are what was counted.
+        calls.count = restoration.step
+    return calls, restoration

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.errors import ApplyError, HoldfastError
 from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
+from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.collection import no_collection
 from holdfast.state.comparing import Comparison, Job
@@ -110,6 +111,7 @@ def match_objects(
     # What some of the workers have as their own may not stand with the one whose state this worker takes.
     has_moved = worker.world_size != stored_workers
     comparison = Comparison(objects, stored_arrays, select, worker, stored_workers)
+    stored_objects = _rename_old(stored_objects, objects)
     renewals = []
     for name, live in objects.items():
         path = escape(name)
@@ -117,13 +119,13 @@ def match_objects(
             value = comparison.decode(stored_objects[name], live, path)
             if value is not live and value is not ABSENT:
                 renewals.append(_Renewal(name, live, value))
-        elif comparison.wants(path):
+        elif comparison.wants(path) and not is_own(name):
             missing = comparison.left if has_moved and isinstance(live, PerWorker) else comparison.differences.missing
             missing.append(path)
     for name, stored in stored_objects.items():
         if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
             continue  # It is a worker's that is no more.
-        if name not in objects and comparison.wants(escape(name)):
+        if name not in objects and not is_own(name) and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
     return Matching(
         differences=comparison.differences,
@@ -134,6 +136,17 @@ def match_objects(
         _renewals=tuple(renewals),
         _jobs=tuple(comparison.jobs),
     )
+
+
+def _rename_old(stored: Mapping[str, Skeleton], live: Mapping[str, object]) -> Mapping[str, Skeleton]:
+    """**Pure.** Gives what holdfast itself has stored its present name."""
+    state = stored.get(OLD_RUN_CALLS)
+    if OLD_RUN_CALLS in live or not isinstance(state, dict) or state.get("k") != "state_dict":
+        return stored
+    count = state.get("v")
+    if not isinstance(count, dict) or count.keys() != {"count"} or type(count["count"]) is not int:
+        return stored
+    return {RUN_CALLS if name == OLD_RUN_CALLS else name: node for name, node in stored.items()}
 
 
 def fill_copies(target: Target) -> None:
