@@ -167,16 +167,62 @@ def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> Non
     assert steps_of(tmp_path) == []
 
 
-def test_without_the_number_of_epochs_a_backup_goes_only_if_training_went_beyond_it(tmp_path: Path) -> None:
+FIT = """
+import logging, os, sys, numpy as np, holdfast as hf
+place, epochs, dies, deletes = sys.argv[1], int(sys.argv[2]), "dies" in sys.argv, "deletes" in sys.argv
+weights = np.zeros(10)
+with hf.WorkerTrainingState(hf.Checkpoint(weights=weights), place) as state:
+    state.restore()
+    trained = []
+    for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):
+        weights += 1
+        trained.append(epoch)
+        state.back_up(epoch)
+    if dies:
+        state.close()
+        os._exit(9)
+    if deletes:
+        print(state.delete_backup(), end=" ")
+print(trained, int(weights[0]))
+"""
+
+
+def fit(place: Path, epochs: int, *ending: str) -> tuple[str, str]:
+    """A fit in the form in which Keras writes it, in a process of its own; what it prints, and what is in the log."""
+    command = [sys.executable, "-c", FIT, str(place), str(epochs), *ending]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == (9 if "dies" in ending else 0), ran.stderr
+    return ran.stdout.strip(), ran.stderr
+
+
+def test_a_death_after_the_last_backup_leaves_one_fit_that_trains_nothing(tmp_path: Path) -> None:
+    assert fit(tmp_path, 3, "dies") == ("", "")
+    # It says so where it does not delete the backup either.
+    printed, log = fit(tmp_path, 3)
+    assert printed == "[] 3"
+    assert "no backup was made after that of epoch 2" in log
+    printed, log = fit(tmp_path, 3, "deletes")
+    assert printed == "True [] 3"
+    assert "no epoch was trained: the backup of epoch 2 was the last one of an earlier run" in log
+    # Not even then is anything lost, since that run might have had more epochs: the files stay until the next end.
+    assert len(read_catalog(LocalStorage(tmp_path)).committed) == 2
+    assert fit(tmp_path, 3, "deletes")[0] == "True [0, 1, 2] 3"
+    assert read_catalog(LocalStorage(tmp_path)).committed == ()
+    assert fit(tmp_path, 3, "deletes") == ("True [0, 1, 2] 3", "")
+
+
+def test_a_backup_that_was_set_aside_is_no_one_elses(tmp_path: Path) -> None:
     with state_in(tmp_path) as state:
         state.back_up(7)
     with state_in(tmp_path) as state:
         state.restore()
-        assert not state.delete_backup()
-        assert steps_of(tmp_path) == [1]
-        state.back_up(8)
         assert state.delete_backup()
-    assert steps_of(tmp_path) == []
+        assert steps_of(tmp_path) == []
+        # The same object may begin anew.
+        assert state.maybe_load_initial_epoch_from_ckpt(0, "train") == 0
+        state.back_up(0)
+        assert state.delete_backup()
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def test_a_full_disk_ends_no_training_and_the_older_backup_stays() -> None:

@@ -134,6 +134,10 @@ class WorkerTrainingState:
         self._in_flight: tuple[SaveHandle, Backup] | None = None
         # Why what was restored is not to be deleted.
         self._kept_for = ""
+        # What was restored, for as long as nothing was backed up since; and whether more was to be trained then, in how
+        # many epochs in all.
+        self._began_from: Backup | None = None
+        self._trains, self._total = False, None
 
     @property
     def saved(self) -> Backup | None:
@@ -206,30 +210,33 @@ class WorkerTrainingState:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict)
         self._in_flight = None
-        self._saved = None
+        self._saved = self._began_from = None
         self._kept_for = ""
-        self._unseen = False
+        self._unseen = self._trains = False
         if restoration is None:
             return None
         self._generation = max(self._generation, restoration.name.generation)
         self._step = max(self._step, restoration.step)
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
-        self._kept_for = f"training has not gone beyond the backup of {self._saved}, which it began from"
+        self._began_from = self._saved
         return self._saved
 
     def delete_backup(self) -> bool:
         """**Blocks.** Removes all backups when training has come to its end; harmless twice.
 
         Files that are not holdfast's stay, and so do the directory, the journal of events, and a record of a few
-        hundred bytes that keeps a late writer from putting a backup there afterwards. A backup beyond which this run
-        has not trained, since it is one of a later epoch than the run asks for, is kept, and so is one that was not
-        restored; that is said.
+        hundred bytes that keeps a late writer from putting a backup there afterwards.
+
+        A backup of a later epoch than the run asks for (`epochs=`) is kept, and so is one that was not restored. If
+        this run has restored a backup and made none, since an earlier run had trained all its epochs, the backup is
+        set aside: the next run begins with its first epoch, and the files stay until backups are deleted the next time.
+        Each of these is a warning in the log.
 
         Of several workers the leader removes them, when all have called this: until then one may still need them.
 
         Returns:
-            True if there is no backup any more, False if it was kept; the same on all workers.
+            True if there is nothing to restore any more, False if the backup was kept; the same on all workers.
 
         Raises:
             FencedError: If another job backs up there by now; nothing was removed.
@@ -248,11 +255,19 @@ class WorkerTrainingState:
             # A backup that failed was an event; now that all are to go, it matters no more.
             with suppress(SaveFailedError, StorageError):
                 self._manager.close()
-        clearing = self._together.clear(self._storage, self._generation)
+        began_from = self._began_from if self._total is None else None
+        if began_from is not None:
+            text = (
+                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set aside, "
+                "and the next run begins with its first epoch. If this run was to have fewer epochs than that one, give "
+                "epochs= when the first epoch is asked for; then the backup is kept"
+            )
+            self._emit(Warned(text=f"{self._storage.url}: {text}"))
+        clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
         self._manager = None
         self._in_flight = None
-        self._saved = None
+        self._saved = self._began_from = None
         self._unseen = False
         self._step = 0
         for problem in clearing.problems:
@@ -284,6 +299,7 @@ class WorkerTrainingState:
         if self._unseen:
             raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
         backup = self._settle()
+        self._trains, self._total = True, total
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
@@ -325,6 +341,7 @@ class WorkerTrainingState:
             DeadlineError: If the backup does not end in time.
         """
         with self._leaving():
+            self._warn_if_idle()
             if self._manager is not None:
                 self._manager.close(timeout_seconds)
 
@@ -335,6 +352,8 @@ class WorkerTrainingState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._leaving():
+            if error is None:
+                self._warn_if_idle()
             if self._manager is not None:
                 self._manager.__exit__(kind, error, trace)
 
@@ -349,6 +368,15 @@ class WorkerTrainingState:
             self._leave()
             raise
         self._leave()
+
+    def _warn_if_idle(self) -> None:
+        """Says that a run has trained nothing, where that may not be what was meant."""
+        if self._began_from is not None and self._trains and self._total is None and not self._closed:
+            text = (
+                f"no backup was made after that of {self._began_from}, which was restored. If all epochs were trained, "
+                "call delete_backup(): until then each run begins behind that epoch"
+            )
+            self._emit(Warned(text=f"{self._storage.url}: {text}"))
 
     def _leave(self) -> None:
         self._closed = True
@@ -380,7 +408,7 @@ class WorkerTrainingState:
         _ = self.saved  # The one before has ended by now: it counts if it was committed.
         self._in_flight = (handle, backup)
         self._begins_anew = False
-        self._kept_for = ""
+        self._kept_for, self._began_from = "", None
 
     def _note_total(self, backup: Backup, total: int) -> None:
         if backup.next_epoch > total:

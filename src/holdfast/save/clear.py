@@ -37,7 +37,7 @@ class Clearing:
     problems: tuple[HoldfastError, ...] = ()
 
 
-def clear_run(storage: Storage, known_generation: int) -> Clearing:
+def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
     """**Blocks.** Removes all checkpoints of a run, and what unfinished saves have left; nothing of a user's own.
 
     First a generation is opened that begins anew. From then on nothing is there to be restored, whatever else a crash
@@ -46,6 +46,8 @@ def clear_run(storage: Storage, known_generation: int) -> Clearing:
     Args:
         storage: The run.
         known_generation: The newest generation that was there when the caller began.
+        keeps_files: Whether the checkpoints only stop being what a run goes on from. Their files stay until the next
+            time that all are removed.
 
     Raises:
         FencedError: If another job has opened a newer one; nothing has been removed.
@@ -59,6 +61,8 @@ def clear_run(storage: Storage, known_generation: int) -> Clearing:
         return Clearing()
     generation = open_generation(storage)
     record_base(storage, make_base(generation, None))
+    if keeps_files:
+        return Clearing(generation=generation)
     # Looked at again: what was committed meanwhile is fenced now, and goes as well.
     catalog = read_catalog(storage)
     problems: list[HoldfastError] = []

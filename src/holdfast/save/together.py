@@ -63,7 +63,7 @@ class Together:
             return objection
         return self._peers.confer(objection.encode(), _find_first, "the end of the training").decode()
 
-    def clear(self, storage: Storage, known_generation: int) -> Clearing:
+    def clear(self, storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
         """**Collective.** **Blocks.** Has the leader remove all checkpoints of a run; see `clear_run`.
 
         Returns:
@@ -83,7 +83,7 @@ class Together:
                 raise peers.make_error(msgspec.json.decode(told, type=Failure))
             return Clearing()
         try:
-            clearing = clear_run(storage, known_generation)
+            clearing = clear_run(storage, known_generation, keeps_files=keeps_files)
         except HoldfastError as error:
             self._tell(error)
             raise
