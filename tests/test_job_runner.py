@@ -17,6 +17,7 @@ import pytest
 
 import holdfast as hf
 from epoch_jobs import TOTALS, FullStorage, count_threads, make_job, totals_of, wait_for_threads
+from holdfast.catalog import read_catalog
 from holdfast.errors import (
     DamageError,
     FencedError,
@@ -38,6 +39,7 @@ from holdfast.jobs import (
     UploadTo,
     Workspace,
 )
+from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after, read_line
 
 NODES = ["trainer_0", "trainer_1", "trainer_2"]
@@ -366,6 +368,30 @@ def test_a_handler_decides_where_the_job_goes_on(tmp_path: Path) -> None:
         train(tmp_path, metadata_handler=handler)
     with pytest.raises(UsageError, match="metadata handler"):
         hf.MultiNodeCheckpointManager(tmp_path, metadata_handler=print)  # type: ignore[arg-type]
+
+
+def test_a_handler_may_say_to_begin_from_nothing(tmp_path: Path) -> None:
+    class Handler(ManifestMetadataHandler):
+        def last_epoch(self, user_epoch: int | None = None) -> int | None:
+            return None
+
+    events: list[Event] = []
+    options: dict[str, Any] = {"metadata_handler": Handler(), "sinks": [events.append]}
+    assert train(tmp_path / "new", **options)[:2] == (4, [145.0] * 3)
+    assert not any(isinstance(event, Warned) for event in events)
+    train(tmp_path)
+    # In spite of the epochs that are there, which stay on the disk.
+    assert train(tmp_path, **options)[:2] == (4, [145.0] * 3)
+    texts = [event.text for event in events if isinstance(event, Warned)]
+    assert texts == ["the metadata handler says to begin from nothing: epochs 0, 1, 2, 3, 4 are left behind"]
+    assert epochs_of(tmp_path) == (0, 1, 2, 3, 4)
+    assert len(read_catalog(LocalStorage(tmp_path)).committed) == 10
+    # No task has run if the user asked for an epoch all the same.
+    log: list[str] = []
+    runner = hf.JobRunner(log_job(log, 3), hf.MultiNodeCheckpointManager(tmp_path, **options), 2)
+    with hf.LocalSession() as session, pytest.raises(UsageError, match="epoch 2"):
+        runner.train(session)
+    assert log == []
 
 
 def test_times_of_each_node_are_reported_and_events(tmp_path: Path) -> None:

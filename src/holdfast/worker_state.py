@@ -258,9 +258,9 @@ class WorkerTrainingState:
         began_from = self._began_from if self._total is None else None
         if began_from is not None:
             text = (
-                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set aside, "
-                "and the next run begins with its first epoch. If this run was to have fewer epochs than that one, give "
-                "epochs= when the first epoch is asked for; then the backup is kept"
+                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. "
+                "It is set aside, and the next run begins with its first epoch. If this run was to have fewer epochs "
+                "than that one, give epochs= when the first epoch is asked for; then the backup is kept"
             )
             self._emit(Warned(text=f"{self._storage.url}: {text}"))
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)

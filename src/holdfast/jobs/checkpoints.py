@@ -179,10 +179,14 @@ class MultiNodeCheckpointManager:
     def choose_epoch(self, user_epoch: int | None = None) -> int | None:
         """**Blocks.** The epoch with which a run goes on; None if it begins from nothing.
 
+        If the metadata handler says to begin from nothing, the epochs that are there are left behind, as by
+        `begin_anew`. That is a warning in the log.
+
         Raises:
             NoCheckpointError: If that epoch was not saved; the hint names those that are there.
             NoWholeCheckpointError: If epochs were saved, and none is there any more that can be gone on from.
-            UsageError: If one was asked for although the manager begins anew, or workers ask for different ones.
+            UsageError: If one was asked for although the manager begins anew, or the metadata handler says so; or if
+                workers ask for different ones.
         """
         session = self._ready()[0]
         check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
@@ -192,11 +196,27 @@ class MultiNodeCheckpointManager:
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
         found = self._handler.last_epoch(asked) if session.is_master else None
-        epoch = session.share("the epoch to go on from", found)[0]
+        left = [] if found is not None or not session.is_master else self.epochs()
+        epoch, left = session.share("the epoch to go on from", [found, list(left)])[0]
         if epoch is None:
+            if asked is not None:
+                raise UsageError(
+                    f"epoch {asked} is to be resumed from, and the metadata handler says to begin from nothing",
+                    hint="Its last_epoch(user_epoch) returns the epoch that was asked for, or another one.",
+                )
             check_nothing_lost(self._storage)
+            if left:
+                listed = ", ".join(map(str, left))
+                self._warn(f"the metadata handler says to begin from nothing: epochs {listed} are left behind")
+                self._open_anew(session)
             return None
         return self._find(check_step(epoch)).step
+
+    def _open_anew(self, session: Session) -> None:
+        """What is saved from now on follows nothing that is there."""
+        self.close()
+        self._begins_anew = True
+        self._keeper = session.open_keeper(self._nodes, replace(self._options, begin_anew=True))
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.

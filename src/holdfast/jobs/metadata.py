@@ -31,7 +31,8 @@ class MetadataHandler(Protocol):
             user_epoch: What the user asked for, or None.
 
         Returns:
-            That epoch, or another one; None to begin from nothing.
+            That epoch, or another one. None to begin from nothing: epochs that are there are left behind, with a
+            warning. If the user asked for one, None is an error.
         """
         ...
 
