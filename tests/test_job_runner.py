@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from epoch_jobs import TOTALS, FullStorage, count_threads, make_job, totals_of, wait_for_threads
+from epoch_jobs import TOTALS, FullStorage, Rows, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.catalog import read_catalog
 from holdfast.errors import (
     DamageError,
@@ -26,6 +27,7 @@ from holdfast.errors import (
     NoWholeCheckpointError,
     SaveFailedError,
     TaskFailedError,
+    UnsupportedValueError,
     UsageError,
 )
 from holdfast.events import Event, Failed, GroupEnded, NodesTimed, PassedOver, Warned
@@ -653,6 +655,62 @@ def test_a_job_whose_manifests_are_all_gone_does_not_begin_again_in_silence(tmp_
     assert train(tmp_path, begin_anew=True, sinks=[events.append])[0] == 4, "on purpose it does"
     (warned,) = [event.text for event in events if isinstance(event, Warned)]
     assert "steps 0, 1, 2, 3, 4 were committed, and their manifests are gone" in warned
+
+
+Place = collections.namedtuple("Place", ["row"])
+
+
+def test_what_a_restart_cannot_make_is_said_at_the_first_save(tmp_path: Path) -> None:
+    events: list[Event] = []
+
+    def make_it(epochs: int) -> hf.Job:
+        with hf.Job() as job:
+            job.add_object("rows", Rows)
+
+            @job.init_group
+            def begin(workspace: Workspace) -> None:
+                workspace.update(total=1, model=Rows(), deep={"of": [Rows()]}, place=[Place(1)], known=Path("x"))
+
+            @job.epoch_group
+            def add(workspace: Workspace) -> None:
+                if workspace.epoch == 2:
+                    workspace["late"] = Counter()
+
+        hf.epoch_limiter(job, epochs)
+        return job
+
+    def run(job: hf.Job, **options: Any) -> int:
+        manager = hf.MultiNodeCheckpointManager(tmp_path, sinks=[events.append], **options)
+        with hf.LocalSession("a") as session:
+            # The program puts this one there at each start.
+            session.workspace("a")["mine"] = Counter()
+            return hf.JobRunner(job, manager).train(session)
+
+    assert run(make_it(3)) == 3
+    texts = [event.text for event in events if isinstance(event, Warned)]
+    assert len(texts) == 4
+    assert "a/model is an object with state (Rows)" in texts[0]
+    assert "job.add_object('model', ...)" in texts[0]
+    assert "a/deep/of/0 is an object" in texts[1]
+    assert "test_job_runner.Place" in texts[2]
+    assert "register_type" in texts[2]
+    assert "a/late is" in texts[3]
+    with pytest.raises(UnsupportedValueError, match="Place of the stored value is not known") as caught:
+        run(make_it(4))
+    assert "register_type" in caught.value.hint
+    hf.register_type(Place)
+    with pytest.raises(MismatchError) as mismatch:
+        run(make_it(4))
+    assert "Nothing has made model, deep, late on a" in mismatch.value.hint
+    assert "job.add_object('model', ...)" in mismatch.value.hint
+    # With what makes them the job goes on from what was saved.
+    events.clear()
+    job = make_it(4)
+    job.add_object("model", Rows)
+    job.add_object("late", Counter)
+    job.add_object("deep", lambda: {"of": [Rows()]})
+    assert run(job) == 4
+    assert not any(isinstance(event, Warned) for event in events)
 
 
 def test_an_object_that_cannot_be_made_says_where(tmp_path: Path) -> None:

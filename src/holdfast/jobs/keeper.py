@@ -11,7 +11,7 @@ from holdfast.catalog import read_index, read_manifest
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import LIVENESS_SECONDS
-from holdfast.events import Sink
+from holdfast.events import Sink, Warned
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName
 from holdfast.jobs.loading import find_place, load_node
@@ -181,6 +181,12 @@ def load_workspace(workspace: Workspace, order: LoadOrder, options: KeeperOption
         emit=emit,
     )
     return restoration.seconds
+
+
+def warn_of_unmakeable(workspace: Workspace, emit: Sink) -> None:
+    """Says, at the first save that has it, what of a node is saved and cannot be made at a restart."""
+    for text in workspace.find_unmakeable():
+        emit(Warned(text=text))
 
 
 def share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:

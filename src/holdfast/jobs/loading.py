@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.catalog import read_manifest
-from holdfast.errors import DamageError, NotFoundError, NoWholeCheckpointError, UsageError
+from holdfast.errors import DamageError, MismatchError, NotFoundError, NoWholeCheckpointError, UsageError
 from holdfast.events import Sink
 from holdfast.format.encoding import escape
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName, data_name
 from holdfast.format.workers import Worker
-from holdfast.jobs.workspace import KIND, Workspace
+from holdfast.jobs.workspace import KIND, Workspace, explain_missing
 from holdfast.restore.driver import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.restore.verify import read_rank
@@ -141,6 +141,11 @@ def load_node(
             # Each reads what is its own, so whoever takes the writer's place has what the writer had.
             worker=place.writer,
         )
+    except MismatchError as mismatch:
+        if mismatch.differences.extra:
+            # Values are made anew, so these are objects, or stand in one.
+            mismatch.hint = explain_missing(workspace, mismatch.differences.extra)
+        raise
     finally:
         workspace.update(added)
     assert restoration is not None, "a step that was asked for is there, or an error"

@@ -18,6 +18,7 @@ from holdfast.jobs.keeper import (
     load_workspace,
     open_manager,
     share_by_bytes,
+    warn_of_unmakeable,
 )
 from holdfast.jobs.workspace import Workspace
 from holdfast.save.handle import SaveHandle
@@ -32,11 +33,15 @@ class LocalKeeper:
         self._emit = Fanout([LoggingSink(), *options.sinks])
         self._seconds: dict[int, float] = {}
         self._checkpoint = Checkpoint()
+        for workspace in workspaces:
+            workspace.note_given()
         self._manager = open_manager(self._checkpoint, options, self._note, cluster="alone")
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> LocalSaving:
         """Copies all workspaces and returns; see `Keeper`."""
         self._name(self._workspaces)
+        for workspace in self._workspaces.values():
+            warn_of_unmakeable(workspace, self._emit)
         return LocalSaving(self, self._manager.save(epoch, metadata=metadata))
 
     def load(self, order: LoadOrder) -> NodeDurations:

@@ -11,7 +11,7 @@ from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import FencedError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Fanout, Staged, Written
 from holdfast.events.sinks import LoggingSink
-from holdfast.jobs.keeper import KeeperOptions, LoadOrder, load_workspace, open_manager
+from holdfast.jobs.keeper import KeeperOptions, LoadOrder, load_workspace, open_manager, warn_of_unmakeable
 from holdfast.jobs.outcome import Outcome, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.save.handle import SaveHandle
@@ -46,6 +46,7 @@ class NodeKeeper:
         self._options = options
         self._emit = Fanout([LoggingSink(), *options.sinks])
         self._checkpoint = Checkpoint()
+        workspace.note_given()
         self._handle: SaveHandle | None = None
         self._seconds: dict[int, float] = {}
         self._manager = open_manager(
@@ -56,6 +57,7 @@ class NodeKeeper:
         """**Collective.** Copies the workspace and returns; `wait` tells how it ended."""
         if self._is_kept:
             self._checkpoint[self._workspace.node] = self._workspace
+            warn_of_unmakeable(self._workspace, self._emit)
         self._handle = self._manager.save(epoch, metadata=metadata)
 
     def wait(self) -> Outcome:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import enum
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import UsageError
+from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, name_of, type_named
 from holdfast.format.decoding import malformed
+from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Loading, Rules, Scene
+from holdfast.state.finding import find_stateful, parts_of
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import adapter_of, register_adapter
 
@@ -31,13 +35,17 @@ class Workspace(MutableMapping[str, Any]):
         node: The node's name.
     """
 
-    __slots__ = ("_epoch", "_made", "_values", "node")
+    __slots__ = ("_epoch", "_given", "_looked_at", "_made", "_values", "node")
 
     def __init__(self, node: str = "local") -> None:
         self.node = check_name("a node", node)
         self._epoch = 0
         self._values: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
+        # What was there before a run began, which the program puts there at each start.
+        self._given: dict[str, Any] = {}
+        # By name, the kind of value that was there when it was last asked whether a restart can make it.
+        self._looked_at: dict[str, type] = {}
 
     @property
     def epoch(self) -> int:
@@ -56,9 +64,41 @@ class Workspace(MutableMapping[str, Any]):
         """Whether what has that name was made for a job; otherwise a task or the user has put it there."""
         return name in self._made and self._values.get(name) is self._made[name]
 
+    def note_given(self) -> None:
+        """Called by the session before a run: what is there now is there at each start."""
+        self._given = dict(self._values)
+
+    def find_unmakeable(self) -> list[str]:
+        """Called before a save: of each new value that a restart cannot make, what it is and what to do; each once."""
+        found = []
+        for name, value in self._values.items():
+            kind = type(value)
+            if kind in ENCODERS or self._looked_at.get(name) is kind:
+                continue
+            self._looked_at[name] = kind
+            if self.was_made(name) or self._given.get(name) is value:
+                continue
+            path = f"{self.node}/{name}"
+            for where, obj, adapter in find_stateful(value, path):
+                if adapter is not None:
+                    what = f"{where} is an object with state ({type(obj).__qualname__})"
+                    found.append(f"{what}, and nothing makes it at a restart: {_advise_object(name)}")
+                    break
+            else:
+                unknown = _find_unregistered(value, set())
+                if unknown is not None:
+                    what = f"{path} holds a value of the type {name_of(unknown).replace(':', '.')}"
+                    found.append(f"{what}, and a restart does not know it: register it with hf.register_type")
+        return found
+
     def replace(self, values: dict[str, Any], *, whole: bool) -> None:
         """Called by a restore: sets values, and if they are the `whole` of it, drops all others."""
-        self._values = dict(values) if whole else {**self._values, **values}
+        earlier, self._values = self._values, dict(values) if whole else {**self._values, **values}
+        # A container that was put there has been made again, around the objects in it.
+        for origin in (self._made, self._given):
+            origin.update(
+                {name: values[name] for name in origin if name in values and earlier.get(name) is origin[name]}
+            )
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -119,6 +159,34 @@ class WorkspaceAdapter(Adapter):
 
 
 register_adapter(Workspace, WorkspaceAdapter())
+
+
+def _advise_object(name: str) -> str:
+    return f"name what makes it with job.add_object({name!r}, ...), and the job can go on from what is saved"
+
+
+def explain_missing(workspace: Workspace, paths: Sequence[str]) -> str:
+    """**Pure.** What to do about stored objects that a workspace does not have.
+
+    Args:
+        workspace: The node.
+        paths: Where they stand in the checkpoint.
+    """
+    names = dict.fromkeys(path.split("/")[1].replace("~0", "~") for path in paths if path.count("/"))
+    return f"Nothing has made {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
+
+
+def _find_unregistered(value: Any, seen: set[int]) -> type | None:
+    """A type in a tree of values of which a restore can make no value, if there is one."""
+    cls = type(value)
+    if cls in ENCODERS or id(value) in seen:
+        return None
+    seen.add(id(value))
+    is_named = is_namedtuple(cls) or is_plain_dataclass(cls) or isinstance(value, enum.Enum)
+    if is_named and type_named(name_of(cls)) is not cls:
+        return cls
+    parts = [part for _, part in parts_of(value) if type(part) not in ENCODERS]
+    return next((found for part in parts if (found := _find_unregistered(part, seen)) is not None), None)
 
 
 def find_name_problem(name: object) -> str:
