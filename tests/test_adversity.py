@@ -23,7 +23,7 @@ from holdfast.events import Event, Failed
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
-from patience import read_line
+from patience import PATIENCE_SECONDS, killed_after, read_line
 
 
 class FullStorage(MemoryStorage):
@@ -652,6 +652,58 @@ def test_a_run_directory_that_is_none_is_refused_at_once(tmp_path: Path, kind: s
         place.symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="no directory"):
         hf.CheckpointManager(place, hf.Checkpoint(a=1))
+
+
+STUCK = """
+import sys, threading, numpy as np, holdfast as hf
+from holdfast.errors import DeadlineError
+from holdfast.storage import MemoryStorage
+class Stuck(MemoryStorage):
+    def publish(self, path, data):
+        if path.endswith("manifest.json"):
+            threading.Event().wait()
+        return super().publish(path, data)
+def save(**options):
+    manager = hf.CheckpointManager(Stuck(), hf.Checkpoint(a=np.zeros(3)), **options)
+    manager.save(2)
+    return manager
+"""
+
+
+@pytest.mark.parametrize("ending", ["save()", "with save(): pass", "save().close()"])
+def test_ctrl_c_while_a_program_waits_at_its_end_says_what_is_lost(ending: str) -> None:
+    program = [sys.executable, "-c", STUCK + ending]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        with killed_after(PATIENCE_SECONDS, process):
+            line = process.stderr.readline()
+            assert line.startswith("holdfast: waiting for the save of step 2 into memory://"), line
+            process.send_signal(signal.SIGINT)
+            errors = process.stderr.read()
+        assert process.wait(PATIENCE_SECONDS) == 130, errors
+    assert errors.endswith("end of the program: step 2 is not saved; leaving with exit code 130.\n"), errors
+
+
+@pytest.mark.parametrize(
+    ("ending", "waits"),
+    [
+        ("with save(timeout_seconds=3): pass", 1),
+        (
+            """
+try:
+    save().close(timeout_seconds=0.1)
+except DeadlineError:
+    print("late")
+""",
+            0,
+        ),
+    ],
+)
+def test_a_program_on_a_stuck_disk_waits_once_at_its_end(ending: str, waits: int) -> None:
+    done = run_python(STUCK + ending)
+    assert done.returncode == 74, done.stderr
+    assert done.stderr.count("waiting for the save of step 2") == waits
+    assert "step 2 is not saved: its save had not ended when the program did" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["fork", "multiprocessing"])

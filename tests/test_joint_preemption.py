@@ -459,6 +459,23 @@ def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
         check_the_rest(jobs, uninterrupted)
 
 
+@pytest.mark.parametrize("loop", ["resumable", "run"])
+def test_all_wait_for_a_commit_that_they_have_agreed_on_and_leave_with_one_code(
+    tmp_path: Path, uninterrupted: list[str], loop: str
+) -> None:
+    """The time is over while one worker commits what all have written: nobody can say yet whether it is saved."""
+    options: dict[str, Any] = {"grace": 1, "loop": loop, **LOCKSTEP}
+    each = {0: {"pause": [5, "publishing"]}, 1: {"pause": [5]}}
+    with Jobs(tmp_path / "run", each=each, **options) as jobs:
+        ask_where_all_pause(jobs, 1)
+        for worker in jobs.workers:
+            worker.go_on()
+        jobs.workers[1].wait_for_error("step 6 is not saved yet")
+        jobs.workers[0].go_on()
+        check_left(jobs, [6])
+        check_the_rest(jobs, uninterrupted, loop=loop)
+
+
 def test_a_save_that_waits_for_a_worker_which_hangs_ends_with_the_time_that_is_left(tmp_path: Path) -> None:
     options: dict[str, Any] = {"grace": 4, "every": 2, "total": 100_000, "step_seconds": 0.01}
     with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:

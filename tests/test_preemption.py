@@ -1204,6 +1204,96 @@ def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
 
 
+@pytest.mark.parametrize(
+    ("api", "thread"),
+    [
+        ("resumable", "Thread"),
+        ("handler", "Thread"),
+        ("handler", "pool"),
+        ("resumable", "pool that is asked"),
+        ("handler", "pool whose exit is caught"),
+    ],
+)
+def test_in_another_thread_it_ends_the_process_with_its_code(tmp_path: Path, api: str, thread: str) -> None:
+    done = run_python(
+        """
+        import concurrent.futures, sys, threading, numpy as np, holdfast as hf
+
+        def train():
+            w = np.zeros(4)
+            config = hf.TerminationConfig(sources=[], termination_watcher_fn=lambda: w[0] > 0)
+            try:
+                if sys.argv[2] == "resumable":
+                    with hf.resumable(sys.argv[1], w=w, preemption=config) as run:
+                        for _ in run.steps(10**9):
+                            w[0] += 1
+                else:
+                    with hf.CheckpointManager(sys.argv[1], hf.Checkpoint(w=w)) as manager:
+                        with hf.PreemptionCheckpointHandler(manager, config) as handler:
+                            while True:
+                                handler.run(w.__iadd__, 1)
+            finally:
+                print("unwound", flush=True)
+
+        if sys.argv[3] == "Thread":
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+        else:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                future = pool.submit(train)
+            if sys.argv[3] == "pool that is asked":
+                future.result()
+            if sys.argv[3] == "pool whose exit is caught":
+                try:
+                    future.result()
+                except SystemExit as leaving:
+                    sys.exit(leaving.code + 1)
+        """,
+        str(tmp_path),
+        api,
+        thread,
+    )
+    assert done.returncode == (43 if "caught" in thread else 42), done.stderr
+    assert done.stdout.split() == ["unwound"]
+    assert f"step {steps_of(tmp_path)[-1]} is saved; leaving with exit code 42" in done.stderr
+
+
+@pytest.mark.parametrize(("left_seconds", "caught"), [(3, False), (3, True), (3600, False)])
+def test_where_the_time_is_nearly_over_the_end_of_the_interpreter_is_not_waited_for(
+    tmp_path: Path, left_seconds: float, caught: bool
+) -> None:
+    done = run_python(
+        """
+        import atexit, sys
+        atexit.register(print, "the end of the interpreter")
+        import numpy as np, holdfast as hf
+        from holdfast.preemption import Demand, Notice
+
+        def watch():
+            if w[0] > 0:
+                return Notice(source="mine", text="go", demand=Demand.LEAVE, left_seconds=float(sys.argv[2]))
+
+        w = np.zeros(4)
+        config = hf.TerminationConfig(sources=[], termination_watcher_fn=watch)
+        try:
+            with hf.resumable(sys.argv[1], w=w, preemption=config) as run:
+                for _ in run.steps(10**9):
+                    w[0] += 1
+        except SystemExit:
+            if sys.argv[3] == "True":
+                sys.exit(3)
+            raise
+        """,
+        str(tmp_path),
+        str(left_seconds),
+        str(caught),
+    )
+    assert done.returncode == (3 if caught else 42), done.stderr
+    is_ended = "the end of the interpreter" in done.stdout
+    assert is_ended == (caught or left_seconds == 3600)
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     bell = signal.set_wakeup_fd(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -308,7 +308,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         arguments.check_apart(self.url, self._begin)
-        self._settle(timeout_seconds)
+        self._settle(timeout_seconds, self._reports.wait_closed)
         self._closed = True
         self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         if self.company is not None:
@@ -348,6 +348,8 @@ class CheckpointManager:
         told = self._reports.mark_told
         handle = SaveHandle(step, self.url, self.timeout_seconds, told, self.worker, replaces=replace)
         exchange = None if self.company is None else self.company.begin(step)
+        if self.company is not None and exchange is not None:
+            handle.try_end_jointly = partial(self.company.try_end, exchange)
         order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
         try:
             return self._begin(order, handle, captured, replace=replace)
@@ -388,11 +390,15 @@ class CheckpointManager:
         raise_newest(untold, handle)
         return handle
 
-    def _settle(self, timeout_seconds: float | None) -> None:
+    def _settle(
+        self,
+        timeout_seconds: float | None,
+        wait: Callable[[SaveHandle, float | None], None] = SaveHandle.wait_ended,
+    ) -> None:
         """Waits for the save in flight, and takes note of what came of it."""
         if (handle := self._in_flight) is None:
             return
-        handle.wait_ended(timeout_seconds)
+        wait(handle, timeout_seconds)
         with self._settling:
             if handle.committed and self._in_flight is handle:
                 self._living.add(handle.step)

@@ -295,6 +295,8 @@ class Run:
             self._go_on()
             self._guard.pass_last(self.step, is_over=True)
             self._save_last()
+            if (last := self._last.find(self.step)) is not None:
+                last.wait_ended(at_exit=True)
             self.manager.wait()
             self._guard.pass_end(self.step)
             self.manager.close()

@@ -181,7 +181,13 @@ class Peers:
             raise
 
     def wait_any(
-        self, keys: Sequence[str], ranks: Callable[[], Collection[int]], what: str, begun_at: float | None = None
+        self,
+        keys: Sequence[str],
+        ranks: Callable[[], Collection[int]],
+        what: str,
+        begun_at: float | None = None,
+        *,
+        outlasts_job: bool = False,
     ) -> tuple[str, bytes]:
         """**Blocks.** Waits until one of some keys holds a value.
 
@@ -190,6 +196,7 @@ class Peers:
             ranks: Gives the workers from which a value is still to come. It is called after each look, and may raise.
             what: What these are to do, for the error: `write its part`, say.
             begun_at: When the wait began, by the monotonic clock, if it is part of a longer one; None for now.
+            outlasts_job: True to wait on when the job's time is over.
 
         Returns:
             The first key that holds something, and its value.
@@ -215,7 +222,7 @@ class Peers:
             missed = self._find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
             if missed is None:
-                text = self._find_delay(what, end_at, waited_seconds)
+                text = self._find_delay(what, end_at, waited_seconds, outlasts_job=outlasts_job)
                 missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT) if text else None
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
@@ -291,11 +298,12 @@ class Peers:
             with suppress(HoldfastError):
                 wait_counted(self.cluster, self._read_key, lambda: self.lost, time.monotonic())
 
-    def _find_delay(self, what: str, end_at: float, waited_seconds: float) -> str:
+    def _find_delay(self, what: str, end_at: float, waited_seconds: float, *, outlasts_job: bool) -> str:
         """Why there is no more time to wait; an empty string if there is."""
         if time.monotonic() >= end_at:
             return f"did not {what} within {self.timeout_seconds:g} s"
-        left_seconds = self.may_wait_seconds() if waited_seconds >= LEAST_SECONDS else None
+        is_asked = waited_seconds >= LEAST_SECONDS and not outlasts_job
+        left_seconds = self.may_wait_seconds() if is_asked else None
         if left_seconds is not None and left_seconds <= 0:
             return f"did not {what} in the time that was left to the job"
         return ""

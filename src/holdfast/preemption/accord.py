@@ -47,6 +47,7 @@ class Accord:
         is_alarmed: Whether it has to ask before it begins another one.
         call: What was called for in this round; None before a call.
         stop: The stop step of this round; None before it is known.
+        is_cut_short: Whether it was too late to wait until all had said what has come of the last save.
         mishaps: What has befallen other workers.
         herald: The thread.
     """
@@ -60,7 +61,7 @@ class Accord:
             stir: Called when there is something new.
         """
         self.begun = 0
-        self.is_alarmed = False
+        self.is_alarmed = self.is_cut_short = False
         self.call: CallRecord | None = None
         self.stop: StopRecord | None = None
         self._peers = peers
@@ -166,10 +167,15 @@ class Accord:
             told()
         now = time.monotonic()
         end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
-        self.herald.wait(lambda: self._verdict is not None, end_at)
+        if not self.herald.wait(lambda: self._verdict is not None, end_at):
+            # What one worker writes down when its time is over is what all leave with.
+            self.is_cut_short = True
+            own = merge([outcome], is_complete=False)
+            self.herald.send(lambda: self._hear_verdict(self._board.settle(own, "verdict", number), number))
+            self.herald.wait(lambda: self._verdict is not None, time.monotonic() + _HEARD_SECONDS)
         verdict = self._verdict
         if verdict is None:
-            return merge([outcome], is_complete=False)
+            return own
         if self._peers.is_leader and self.stop is not None:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - {*self.stop.absent, *self.stop.done}
@@ -334,6 +340,10 @@ class Accord:
             if not missing:
                 verdict = self._board.settle(merge(list(outcomes.values()), is_complete=True), "verdict", number)
         if verdict is not None:
+            self._hear_verdict(verdict, number)
+
+    def _hear_verdict(self, verdict: Outcome, number: int) -> None:
+        if self._verdict is None:
             self._board.count(f"heard/{number}", 1)
             self._verdict = verdict
             self.herald.tell_change()

@@ -13,7 +13,7 @@ from holdfast.events import Event, Leaving, Warned
 from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import end_process
+from holdfast.save.exit import LeavingExit, end_process, leave_with_thread
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
@@ -135,7 +135,9 @@ class Departure:
         """
         error = ""
         self.tried = []
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt > 0 and end_at is not None and time.monotonic() >= end_at - LEAST_SECONDS:
+                break
             self.mistake = ""
             try:
                 self._settle(end_at)
@@ -212,9 +214,26 @@ class Departure:
         return self.check_landed(step, error, saves)
 
     def leave(
-        self, step: int | None, reason: str, error: str, *, by_hand: bool, blocked_seconds: float, advice: str
+        self,
+        step: int | None,
+        reason: str,
+        error: str,
+        *,
+        by_hand: bool,
+        blocked_seconds: float,
+        advice: str,
+        gone_at: float | None = None,
     ) -> None:
         """Tells what became of the state, and leaves. Returns only if the user's `exit_fn` does.
+
+        Args:
+            step: The step that is saved, or was to be.
+            reason: Why the job leaves now.
+            error: Why the step is not saved; empty if it is.
+            by_hand: Whether a person at a terminal has asked for it.
+            blocked_seconds: How long training was held up for the last save.
+            advice: How the job is started again, for people; or an empty string.
+            gone_at: When the process has to be gone, by the monotonic clock; None if that is not known.
 
         Raises:
             SystemExit: With the code that says what became of the state.
@@ -233,7 +252,9 @@ class Departure:
             self._told()
         if exit_fn is None:
             keep_exit_code()
-            raise SystemExit(code)
+            leaving = LeavingExit(code, gone_at)
+            leave_with_thread(leaving)
+            raise leaving
         exit_fn()
 
     def _tell(self, step: int | None, code: int, reason: str, error: str, blocked_seconds: float, advice: str) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from holdfast.save.exit import EXIT_SAVE_FAILED
+from holdfast.save.exit import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 
 EXIT_RESTART: Final = 42
 """What was trained is in a committed checkpoint; the same command, started again, goes on from there."""
-
-EXIT_INTERRUPTED: Final = 130
-"""The same, but a person has stopped the job with Ctrl-C: nobody should start it again by itself."""
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_RESTART", "EXIT_SAVE_FAILED"]

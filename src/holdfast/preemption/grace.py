@@ -76,13 +76,17 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return max(known, 2 * (self.saving_seconds or 0.0))
 
     @property
+    def rest_seconds(self) -> float:
+        """How much longer the save in flight may take."""
+        saving = self.saving_seconds
+        return 0.0 if saving is None else max(self.next_save_seconds - saving, 0.0)
+
+    @property
     def needed_seconds(self) -> float:
         """What another step needs, with the save after it and, before that, the rest of the save in flight."""
         step = _STEP_FACTOR * (self.step_seconds or 0.0)
-        saving = self.saving_seconds
-        rest = 0.0 if saving is None else max(self.next_save_seconds - saving, 0.0)
         # The save in flight goes on while the step runs.
-        return max(step, rest) + self.next_save_seconds + MARGIN_SECONDS
+        return max(step, self.rest_seconds) + self.next_save_seconds + MARGIN_SECONDS
 
 
 def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> tuple[Demand, float | None]:
@@ -144,13 +148,16 @@ def decide(outlook: Outlook) -> Verdict:
 
 
 def has_time_to_save(outlook: Outlook) -> bool:
-    """**Pure.** Whether a save that begins now may end in time, when one was made since the notice.
+    """**Pure.** Whether another save can end in time, when one was made since the notice.
 
-    If it cannot, what was trained since that one is given up rather than that the process is killed.
+    It begins when the one in flight has ended. If it cannot end in time, what was trained since that one is given up
+    rather than that the process is killed.
     """
     if not outlook.is_saved or outlook.has_failed or outlook.left_seconds is None:
         return True
-    return outlook.left_seconds > outlook.next_save_seconds
+    # As long as a save is in flight, nobody knows how long one takes.
+    margin = MARGIN_SECONDS / 2 if outlook.saving_seconds is None else MARGIN_SECONDS
+    return outlook.left_seconds > outlook.rest_seconds + outlook.next_save_seconds + margin
 
 
 def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:

@@ -21,8 +21,9 @@ from holdfast.preemption.notices import Demand
 from holdfast.preemption.posts import Post, take_post
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.handle import SaveHandle, find_limit
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, find_limit
 from holdfast.save.mark import Mark
+from holdfast.save.say import say
 
 _RECENT_STEPS: Final = 16
 _CALM_SECONDS: Final = 3600.0
@@ -191,8 +192,12 @@ class Guard:
             DeadlineError: If it does not end in time.
         """
         limit_seconds = find_limit(self._manager.timeout_seconds, self._manager.worker)
-        end_at = time.monotonic() + limit_seconds
+        begun_at = time.monotonic()
+        end_at, is_told = begun_at + limit_seconds, False
         while not self._is_alert():
+            if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
+                is_told = True
+                say(f"holdfast: waiting for the save in flight, for {end_at - time.monotonic():.0f} s at most.")
             if time.monotonic() >= end_at:
                 hint = "It goes on. Look whether the storage still answers."
                 raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
@@ -244,6 +249,10 @@ class Guard:
         elif verdict.action is Action.LEAVE:
             begun_at = time.monotonic()
             self.leaving = True
+            if outlook.saving_seconds is not None and outlook.left_seconds is not None and self._early is not None:
+                # How long that one takes says whether there is time for another.
+                self._wait_for(self._early, outlook)
+                outlook = self._outlook()
             if has_time_to_save(outlook) or self._early is None:
                 error = self._departure.save_last(step, end_at_of(outlook), arguments, options)
             else:
@@ -292,10 +301,19 @@ class Guard:
     ) -> None:
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
         advice, count = self.hearing.advice, self.hearing.count
+        left_seconds = self.hearing.demand()[1]
         if error or not self._has_exit_fn:
             self.hearing.take_no_more()
         try:
-            self._departure.leave(step, reason, error, by_hand=by_hand, blocked_seconds=blocked_seconds, advice=advice)
+            self._departure.leave(
+                step,
+                reason,
+                error,
+                by_hand=by_hand,
+                blocked_seconds=blocked_seconds,
+                advice=advice,
+                gone_at=None if left_seconds is None else time.monotonic() + left_seconds,
+            )
         except SystemExit:
             self.hearing.take_no_more()
             if self._post is not None:

@@ -18,7 +18,7 @@ from holdfast.preemption.guards import make_guard
 from holdfast.preemption.run_calls import Manager, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
-from holdfast.save.exit import end_process
+from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
 
 P = ParamSpec("P")
@@ -348,6 +348,8 @@ class PreemptionCheckpointHandler:
 
     def _end(self) -> None:
         self._calls.amid.discard(self)
+        if self._guard.hearing.gave_up:
+            self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.
         self._guard.close()
         atexit.unregister(self._close_at_exit)
 
@@ -360,5 +362,7 @@ class PreemptionCheckpointHandler:
                 self._end_badly(error)
             else:
                 self.close()
+        except KeyboardInterrupt:
+            end_interrupted(f"step {self._calls.count} may not be saved")
         except SystemExit as leaving:
             end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))

@@ -26,8 +26,12 @@ from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.company import Company
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
+from holdfast.save.say import say
 
 _LOOK_SECONDS: Final = 0.25
+
+_ANSWER_SECONDS: Final = 3.0
+"""How long to wait for the store of the job to say whether a save can still be ended."""
 
 _OWN_FAILURE_SECONDS: Final = 2.0
 """How long to wait for this worker's own failure, when another has heard of the same one first."""
@@ -279,6 +283,7 @@ class JointGuard(Guard):
             else:
                 error = self._wait_for(self._early, outlook)
                 step = self._early_step if self._early_step is not None else step
+            met, error = error, self._wait_decided(step, error)
             if error:
                 self._raise_cause()
             changed = "" if self._rest is None else self._rest.changed
@@ -302,7 +307,43 @@ class JointGuard(Guard):
         # What failed here says more than what the others have seen of it, unless it comes of what has failed there.
         is_theirs = not error or (together.is_cause and not outcome.is_cause)
         shown = together.error and (together.error if is_theirs else error)
-        self._leave(step, call.reason, shown, time.monotonic() - begun_at, by_hand=together.by_hand)
+        self._leave(step, call.reason, shown, time.monotonic() - begun_at, by_hand=together.by_hand, met=met)
+
+    def _wait_decided(self, step: int | None, error: str) -> str:
+        """**Blocks.** What is left of an error in saving a step once it is certain whether that is committed.
+
+        A save that is late is ended on all workers. If they have agreed to commit it, that is waited for: one that
+        left before would say that the step is lost, and another one that it is saved.
+
+        Args:
+            step: The step; None if there is none.
+            error: What went wrong; empty if nothing did.
+        """
+        saves = self._find_saves()
+        for saved in saves if error else ():
+            end = saved.try_end_jointly
+            if saved.step != step or saved.failed or saved.committed or end is None:
+                continue
+            if self._try_end(end, DeadlineError(f"the time that was left to the job was over: {error}")):
+                continue
+            give_up_at = time.monotonic() + self._manager.timeout_seconds
+            say(f"holdfast: step {step} is not saved yet: {error}. Its save goes on, and is waited for.")
+            while time.monotonic() < give_up_at and self._departure.check_landed(step, error, saves):
+                try:
+                    saved.wait_committed(_LOOK_SECONDS)
+                except DeadlineError:
+                    continue
+                except HoldfastError as failure:
+                    error = failure.message
+                    break
+        return self._departure.check_landed(step, error, saves)
+
+    def _try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
+        """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
+        ended: list[bool] = []
+        self._herald.send(lambda: ended.append(end(late)))
+        self._herald.wait(lambda: bool(ended), time.monotonic() + _ANSWER_SECONDS)
+        return not ended or ended[0]
 
     def _raise_cause(self) -> None:
         """Nothing can be saved together any more: raises the error of another worker from which that comes, if any."""
@@ -314,12 +355,28 @@ class JointGuard(Guard):
     def _leave_alone(self, step: int | None, error: str) -> None:
         """Leaves without a save, since the others cannot take part in one."""
         self.leaving = True
-        self._leave(step, "", error, 0.0)
+        self._leave(step, "", self._departure.check_landed(step, error, self._find_saves()), 0.0, met=error)
 
     def _leave(
-        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
+        self,
+        step: int | None,
+        reason: str,
+        error: str,
+        blocked_seconds: float,
+        *,
+        by_hand: bool | None = None,
+        met: str = "",
     ) -> None:
-        met, error = error, self._departure.check_landed(step, error, self._find_saves())
+        """See `Guard`.
+
+        Args:
+            step: As there, as are those that follow.
+            reason: As there.
+            error: As there.
+            blocked_seconds: As there.
+            by_hand: As there.
+            met: What went wrong here, even if the step is saved: then nobody waits for the others any more.
+        """
         if error or (met and not self._has_exit_fn):
             # It is told, and nobody waits for the others any more.
             self._manager.abandon()
@@ -327,7 +384,8 @@ class JointGuard(Guard):
         try:
             self._depart(step, reason, error, blocked_seconds, by_hand=by_hand)
         except BaseException as failure:
-            if error and self._accord.verdict is None and self._mishaps.error is None:
+            is_unheard = self._accord.verdict is None or self._accord.is_cut_short
+            if error and is_unheard and self._mishaps.error is None:
                 # One that does not come to the end of its step would never hear of it.
                 self._mishaps.tell(SaveFailedError(error, step=step or 0), self._herald, left_seconds)
             elif not error and self._has_exit_fn:

@@ -16,7 +16,7 @@ from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import wait_read
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
-from holdfast.save.exchange import Exchange
+from holdfast.save.exchange import Exchange, try_end
 from holdfast.save.places import Places
 
 _LOOK_SECONDS: Final = 0.5
@@ -126,6 +126,10 @@ class Company:
     def send(self, errand: Callable[[], object]) -> None:
         """Has something said to the others soon, by a thread that may wait for the store."""
         self._courier.send(errand)
+
+    def try_end(self, exchange: Exchange, error: BaseException) -> bool:
+        """**Blocks.** As `save.exchange.try_end`."""
+        return try_end(exchange, error)
 
     def tell(self, exchange: Exchange, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.rendezvous import LEADER
-from holdfast.errors import AbsentError, FencedError, HoldfastError, UsageError
+from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.save.handoffs import LeftOutError
 from holdfast.save.inquiry import Inquiry
 from holdfast.save.places import WELL, EndRecord, NameRecord, PartRecord, Position
@@ -256,19 +256,26 @@ class Exchange:
         own, verdict, question = self._key(name), self._key("verdict"), self.inquiry.question
         # When there is a verdict, all else does not matter any more. The result comes behind it.
         awaited = [verdict, own if holding is None else question, *([self._watched] if self._watched else [])]
-        key, value = self._peers.wait_any(awaited, watch, what, begun_at)
-        if key == question and holding is not None:
-            self.inquiry.answer(value, holding)
-            awaited = [verdict]
-            key, value = self._peers.wait_any([verdict], watch, what, begun_at)
+        try:
+            key, value = self._peers.wait_any(awaited, watch, what, begun_at)
+            if key == question and holding is not None:
+                self.inquiry.answer(value, holding)
+                awaited = [verdict]
+                key, value = self._peers.wait_any([verdict], watch, what, begun_at)
+        except PeerError as error:
+            if not self._has_handed_in or self._is_over or try_end(self, error):
+                raise
+            # All agreed to commit at this very moment.
+            key, value = verdict, msgspec.json.encode(WELL)
         if key == self._watched:
             self.was_missed = True
             self._raise_unless_well(self._decide(EndRecord(left_out=value.decode())))
         if key == verdict:
             self._raise_unless_well(msgspec.json.decode(value, type=EndRecord))
-            # It is to be committed: now only the leader can say how that went.
+            # It is to be committed: now only the leader can say how that went. If the job's time is over, a worker that
+            # gave up here would say that nothing is saved, and the others that it is.
             awaited = [own]
-            _, value = self._peers.wait_any([own], watch, what, begun_at)
+            _, value = self._peers.wait_any([own], watch, what, begun_at, outlasts_job=self._has_handed_in)
         return msgspec.json.decode(value, type=kind)
 
     def _check_way(self, rank: int, awaited: Collection[str] = ()) -> None:
@@ -315,6 +322,15 @@ class Exchange:
 
     def _key(self, name: str) -> str:
         return self._peers.key(self.place.key(name))
+
+
+def try_end(exchange: Exchange, error: BaseException) -> bool:
+    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all have agreed to commit it.
+
+    Returns:
+        Whether it has ended, and will never be committed.
+    """
+    return not exchange._decide(EndRecord(failure=exchange._peers.describe(error))).is_well
 
 
 def heed(exchange: Exchange) -> None:

@@ -10,6 +10,8 @@ import atexit
 import logging
 import os
 import sys
+import threading
+import time
 from typing import Final, NoReturn, Protocol
 
 from holdfast.cluster.lanes import close_all
@@ -19,18 +21,30 @@ from holdfast.save.say import say
 EXIT_SAVE_FAILED: Final = 74
 """The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever it asked for."""
 
+EXIT_INTERRUPTED: Final = 130
+"""The exit code of a program that a person has ended with Ctrl-C: it is not to be started again by itself."""
+
+_TEARDOWN_SECONDS: Final = 5.0
+"""How long the interpreter and its libraries may take to end: torch takes about a second of processor time."""
+
 
 class Drainable(Protocol):
     """Something that may have work in flight when the program ends."""
 
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Waits for the work in flight, within its own deadline; gives the failures not told of yet."""
+        """**Blocks.** Waits for the work in flight, within its own deadline; gives the failures not told of yet.
+
+        A `KeyboardInterrupt` out of it says what is lost.
+        """
         ...
 
 
 # By owner, the process that it lives in. Changed by the training thread and by saves; a single change needs no lock.
 _held: dict[Drainable, int] = {}
 _drained_process = 0
+# The exit that the interpreter ends by, once it does; and one that was raised in another thread than the main one.
+_exit: LeavingExit | None = None
+_exit_of_thread: LeavingExit | None = None
 
 
 def hold(owner: Drainable) -> None:
@@ -60,15 +74,82 @@ def drain_all() -> None:
     """**Blocks.** Waits for what this process has in flight; ends it if a failure was not told of to anybody."""
     # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
     owners = [owner for owner, process in list(_held.items()) if process == os.getpid()]
-    failures = [failure for owner in owners for failure in owner.drain()]
+    try:
+        failures = [failure for owner in owners for failure in owner.drain()]
+    except KeyboardInterrupt as interrupt:
+        end_interrupted(str(interrupt))
     if not failures:
         close_all()
+        if _exit is not None and _exit.is_urgent():
+            _end_now(_exit.number)
+        if _exit is None and _exit_of_thread is not None and not _exit_of_thread.is_taken:
+            _end_now(_exit_of_thread.number)
         return
     for failure in failures:
         say(f"holdfast: {type(failure).__name__}: {failure}")
     # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
     # was registered before those of whatever was imported later, so theirs have run by now.
     _end_now(EXIT_SAVE_FAILED)
+
+
+class LeavingExit(SystemExit):
+    """The exit of a job that leaves; it knows if it is what ends the program, and when that has to be gone.
+
+    Attributes:
+        number: The exit code.
+        gone_at: When the process has to be gone, by the monotonic clock; None if that is not known.
+        is_taken: Whether the program has asked for the code: then it decides what it ends with.
+    """
+
+    def __init__(self, number: int, gone_at: float | None = None) -> None:
+        super().__init__(number)
+        self.number = number
+        self.gone_at = gone_at
+        self.is_taken = False
+
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        """The exit code. The interpreter itself, below all Python code, reads it when it ends the program."""
+        global _exit
+        if sys._getframe().f_back is None:
+            _exit = self
+        else:
+            self.is_taken = True
+        return self.number
+
+    def is_urgent(self) -> bool:
+        """Whether the interpreter may not end by itself before the process has to be gone."""
+        return self.gone_at is not None and time.monotonic() >= self.gone_at - _TEARDOWN_SECONDS
+
+
+def leave_with_thread(leaving: LeavingExit) -> None:
+    """Makes an exit that is about to be raised end the program, in whichever thread it is raised.
+
+    In a thread other than the main one Python lets an exit end that thread alone. With this, the process ends when the
+    exit has come out of a `threading.Thread`, and else, as where a pool of threads keeps it, with that code.
+    """
+    global _exit_of_thread
+    if threading.get_ident() == threading.main_thread().ident:
+        return
+    before, _exit_of_thread = threading.excepthook, leaving
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is leaving:
+            end_process(leaving.number)
+        before(args)
+
+    threading.excepthook = end
+
+
+def end_interrupted(lost: str = "") -> NoReturn:
+    """Ends the process at once, as a person has asked for with Ctrl-C: Python would end it with 0 at this point.
+
+    Args:
+        lost: What is lost by that.
+    """
+    lost = f": {lost}" if lost else ""
+    say(f"holdfast: interrupted at the end of the program{lost}; leaving with exit code {EXIT_INTERRUPTED}.")
+    _end_now(EXIT_INTERRUPTED)
 
 
 def end_process(code: int) -> NoReturn:

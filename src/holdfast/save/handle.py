@@ -12,10 +12,14 @@ from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
 from holdfast.gate import Gate
 from holdfast.save.progress import Sign
+from holdfast.save.say import say
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
 """How much longer than the save waits for the other workers one waits for the save: that knows who is missing."""
+
+SILENT_SECONDS: Final = 2.0
+"""After how long a program that ends says what it waits for."""
 
 
 def find_limit(timeout_seconds: float, worker: Worker) -> float:
@@ -32,6 +36,8 @@ class SaveHandle:
         is_handed: Whether the background has been given it, or is to find it at once.
         sign: Given whenever something is asked of this; None if nobody waits for it.
         end_if_left: Ends it if the call that begins it was interrupted; None once that has begun it.
+        try_end_jointly: Ends it on all workers, with an error, unless they have agreed to commit it; says if it will
+            never be committed. It asks the store of the job. None if there are no other workers.
     """
 
     def __init__(
@@ -59,9 +65,12 @@ class SaveHandle:
         self.is_handed = False
         self.sign: Sign | None = None
         self.end_if_left: Callable[[], None] | None = None
+        self.try_end_jointly: Callable[[HoldfastError], bool] | None = None
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._url = url
         self._is_alone = worker.is_alone
+        # For how long it was waited for in vain.
+        self._waited_seconds = 0.0
         self._timeout_seconds = find_limit(timeout_seconds, worker)
         self._delivered = delivered
         # Guards whether the save goes on or is called off, whichever comes first, and the gate that two threads open.
@@ -183,13 +192,30 @@ class SaveHandle:
         self._raise_failure()
         return self.path
 
-    def wait_ended(self, timeout_seconds: float | None = None) -> None:
+    def wait_ended(self, timeout_seconds: float | None = None, *, at_exit: bool = False) -> None:
         """**Blocks.** Waits until nothing of the save goes on any more, whatever came of it; raises no failure.
+
+        Args:
+            timeout_seconds: How long to wait; None for the manager's `timeout_seconds`.
+            at_exit: True for the last wait of a program. After a moment it says on standard error what it waits for,
+                and earlier waits that were in vain count: a program on a stuck disk waits once.
 
         Raises:
             DeadlineError: If it takes longer.
         """
-        self._wait_for(self._ended, timeout_seconds, "did not end")
+        if not at_exit:
+            self._wait_for(self._ended, timeout_seconds, "did not end")
+            return
+        self._give_sign()
+        limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        left_seconds = max(limit_seconds - (self._waited_seconds if timeout_seconds is None else 0.0), 0.0)
+        if left_seconds > SILENT_SECONDS and not self._ended.wait(SILENT_SECONDS):
+            left_seconds -= SILENT_SECONDS
+            say(
+                f"holdfast: waiting for the save of step {self.step} into {self._url}, for {left_seconds:.0f} s at "
+                "most; Ctrl-C ends the wait."
+            )
+        self._wait_for(self._ended, left_seconds, "did not end", limit_seconds)
 
     def try_begin(self, *, ahead: bool = False) -> bool:
         """Called by the background: True if the save is now its own, False if it was called off.
@@ -262,7 +288,9 @@ class SaveHandle:
             self._delivered(error)
             raise error
 
-    def _wait_for(self, gate: Gate, timeout_seconds: float | None, miss: str) -> None:
+    def _wait_for(
+        self, gate: Gate, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
+    ) -> None:
         self._give_sign()
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if os.getpid() != self._process and not gate.is_open:
@@ -272,8 +300,10 @@ class SaveHandle:
                 hint="Wait in the process that saves.",
             )
         if not gate.wait(limit_seconds):
+            self._waited_seconds += limit_seconds
+            told_seconds = limit_seconds if told_seconds is None else told_seconds
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(
-                f"the save of step {self.step} into {self._url} {miss} within {limit_seconds:g} s",
+                f"the save of step {self.step} into {self._url} {miss} within {told_seconds:g} s",
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )

@@ -29,11 +29,13 @@ class SaveReports:
         self._failures_in_a_row = 0
         self._changes_in_a_row = 0
         self._in_flight: SaveHandle | None = None
+        # Whether closing has not waited for that until its end, and has said so; or a person has ended that wait.
+        self._is_given_up = self._is_interrupted = False
 
     def mark_begun(self, handle: SaveHandle) -> None:
         """A save has begun; from now on the exit of the program waits for it."""
         with self._lock:
-            self._in_flight = handle
+            self._in_flight, self._is_given_up, self._is_interrupted = handle, False, False
         hold(self)
 
     def mark_cancelled(self, handle: SaveHandle) -> None:
@@ -110,15 +112,39 @@ class SaveReports:
                 # Nobody prints that one, and its code may be 0: the exit of the program has to tell.
                 self.put_back([failure])
 
+    def wait_closed(self, handle: SaveHandle, timeout_seconds: float | None) -> None:
+        """**Blocks.** Waits for a save as its manager is closed. If that fails, the end of the program waits no more.
+
+        Raises:
+            DeadlineError: If it takes longer.
+        """
+        try:
+            handle.wait_ended(timeout_seconds, at_exit=True)
+        except DeadlineError:
+            self._is_given_up = True
+            raise
+        except KeyboardInterrupt:
+            self._is_given_up = self._is_interrupted = True
+            raise
+
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Called when the program ends: waits for the save in flight and gives what was not told."""
+        """**Blocks.** Called when the program ends: waits for the save in flight and gives what was not told.
+
+        Raises:
+            KeyboardInterrupt: If a person does not want to wait; it says what is lost.
+        """
         with self._lock:
             handle = self._in_flight
         if handle is not None:
             try:
-                handle.wait_ended()
-            except DeadlineError as error:
-                return [*self.take(last=True), error]
+                handle.wait_ended(0.0 if self._is_given_up else None, at_exit=True)
+            except DeadlineError:
+                if self._is_interrupted:
+                    raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
+                text = f"step {handle.step} is not saved: its save had not ended when the program did"
+                return [*self.take(last=True), DeadlineError(text, hint="Find out why the storage is slow.")]
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
         return self.take(last=True)
 
     def abandon(self) -> None:
