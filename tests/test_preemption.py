@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, St
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.preemption.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
+from holdfast.state.sampler import ResumableSampler
 from holdfast.storage import LocalStorage
 from holdfast.storage.local_writer import LocalWriter
 from patience import PATIENCE_SECONDS
@@ -1747,3 +1749,139 @@ def test_a_step_whose_data_is_awaited_does_not_count_yet(tmp_path: Path) -> None
         value = value * 1.5 + step
     done = run_python(WAITS_FOR_DATA, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"8 {value}\n"), done.stderr
+
+
+TAKES_BATCHES_FOR_ITS_STEPS = """
+import os, signal, sys, time
+from pathlib import Path
+import holdfast as hf
+from holdfast.testing.file_engine import join_in_directory
+
+directory, store, how, at = sys.argv[1:5]
+rank, workers = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+cluster = join_in_directory(Path(store), rank, workers, timeout_seconds=60) if workers > 1 else "alone"
+sampler = hf.ResumableSampler(16, batch_size=4, seed=3, rank=rank, world_size=workers)
+own = {"trained": [], "steps_after": 0, "epochs_after": 0}
+checkpoint = hf.Checkpoint(sampler=sampler, own=hf.PerWorker(own))
+manager = hf.CheckpointManager(directory, checkpoint, save_every=hf.Steps(3), cluster=cluster)
+
+def train_step(batch):
+    step = handler.total_run_calls
+    (Path(store) / f"{step}.{rank}").touch()
+    while workers > 1 and len(list(Path(store).glob(f"{step}.*"))) < workers:
+        time.sleep(0.001)  # As in a collective.
+    own["trained"].append(batch)
+    if step + 1 == int(at):
+        if how == "SIGKILL":
+            manager.wait()
+        if how == "SIGKILL" or rank == 0:
+            os.kill(os.getpid(), getattr(signal, how))
+
+with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+    for epoch in sampler.epochs(3):
+        for batch in sampler.batches(sampler):
+            handler.run(train_step, batch)
+            own["steps_after"] += 1  # As a scheduler that steps behind the call.
+        own["epochs_after"] += 1
+    manager.wait()
+    print(own["steps_after"], own["epochs_after"], *sum(own["trained"], []))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_sample_is_trained_once_where_batches_are_taken_before_their_steps(tmp_path: Path, workers: int) -> None:
+    """`handler.run(train_step, next(batches))` takes its argument before the step before is saved."""
+    for life, (how, at) in enumerate((("SIGTERM", 2), ("SIGTERM", 8), ("SIGKILL", 11), ("SIGTERM", 0))):
+        store = tmp_path / f"store-{life}"
+        store.mkdir()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", TAKES_BATCHES_FOR_ITS_STEPS, tmp_path / "run", store, how, str(at)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)},
+            )
+            for rank in range(workers)
+        ]
+        said = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+        codes = {process.returncode for process in processes}
+        assert codes == {{"SIGTERM": 42, "SIGKILL": -signal.SIGKILL}[how] if at else 0}
+    told = [[int(number) for number in line.split()] for line in said]
+    for steps_after, epochs_after, *trained in told:
+        assert (steps_after, epochs_after, len(trained)) == (12, 3, 48 // workers)
+    per_epoch = 16 // workers
+    for epoch in range(3):
+        trained = [sample for _, _, *samples in told for sample in samples[epoch * per_epoch :][:per_epoch]]
+        assert sorted(trained) == list(range(16))
+    assert steps_of(tmp_path / "run")[-1] == 12, "what is due after the last step is saved as well"
+
+
+def test_a_batch_counts_for_the_step_that_it_was_taken_for(tmp_path: Path) -> None:
+    sampler = ResumableSampler(40, batch_size=4, shuffle=False)
+    batches = sampler.stream(sampler)
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(sampler=sampler))
+
+    def place() -> int:
+        return int(sampler.state_dict()["position_samples"])
+
+    with manager:
+        with hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+            next(batches)
+            assert place() == 4, "before the first step nothing was taken for a step by what is known"
+            handler.run(next, batches)
+            assert place() == 8
+            several = [next(batches) for _ in range(2)]
+            assert (place(), sampler.position_samples) == (8, 16)
+            handler.run(lambda _: next(batches), several)
+            assert place() == 20
+            next(batches)
+            assert place() == 20
+            for _ in handler.steps(3):
+                next(batches)
+                assert place() == 28
+            assert place() == 28
+            next(batches)
+            handler.save_checkpoint_if_preempted()
+            assert place() == 32
+            handler.run(int)
+            next(batches)
+        assert place() == 32, "the step for which it was taken never came"
+        next(batches)
+        assert place() == 40
+
+
+class Numbers:
+    """An iterator of a user's own, with a position."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+def test_a_batch_taken_between_steps_from_a_loader_that_cannot_say_so_is_refused_at_the_second_step(
+    tmp_path: Path,
+) -> None:
+    numbers = Numbers()
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(data={"train": numbers}))
+    with manager:
+        with hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+            for _ in range(3):
+                handler.run(next, numbers)
+        handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
+        handler.run(int, next(numbers))
+        with pytest.raises(UsageError, match="data/train gave a batch between two steps") as refused:
+            handler.run(int, next(numbers))
+        assert "ResumableDataLoader" in refused.value.hint
+        handler.close()

@@ -315,6 +315,23 @@ class TestStatefulDataLoader:
             through_checkpoint({"data": before, "rng": RNG()}, {"data": after, "rng": RNG()})
             assert head + list(loop(after, 2 if taken <= 4 else 1)) == whole
 
+    def test_a_batch_of_it_that_is_taken_between_steps_is_refused(self, stateful: Any, tmp_path: Path) -> None:
+        loaders = [stateful(TensorDataset(torch.arange(LENGTH)), batch_size=BATCH) for _ in range(2)]
+        checkpoint = hf.Checkpoint(train=loaders[0], other=loaders[1])
+        with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+            with hf.PreemptionCheckpointHandler(manager) as handler:
+                batches = iter(loaders[0])
+                for _ in range(3):
+                    handler.run(next, batches)
+                assert loaders[1]._iterator is None, "its state is not asked for, which would start it"
+            handler = hf.PreemptionCheckpointHandler(manager)
+            batches = iter(loaders[0])
+            handler.run(print, *next(batches))
+            left = next(batches)
+            with pytest.raises(UsageError, match="train gave a batch between two steps"):
+                handler.run(print, *left)
+            handler.close()
+
     def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH)
         loader = stateful(Augmented(), batch_sampler=sampler)

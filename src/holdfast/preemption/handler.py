@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -15,11 +16,12 @@ from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, Usage
 from holdfast.format.names import RUN_CALLS
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
-from holdfast.preemption.run_calls import Manager, restore_calls
+from holdfast.preemption.run_calls import Manager, check_places, note_places, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
+from holdfast.state.position import step_break
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +70,8 @@ class PreemptionCheckpointHandler:
         self._process = os.getpid()
         self._closed = False
         self._save_options: dict[str, Any] = {}
+        # Where loaders were when the first step ended; None before that, and empty once they were looked at again.
+        self._places: dict[str, Any] | None = None
         termination = TerminationConfig() if termination_config is None else termination_config
         self._guard = make_guard(manager, termination, self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
@@ -96,7 +100,8 @@ class PreemptionCheckpointHandler:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step, and counts it when it returns.
 
-        Before it, saves and leaves if the job is to be taken away and no time is left.
+        Before it, saves the last complete step if that is due, and saves and leaves if the job is to be taken away. A
+        batch of holdfast's own loaders that is taken between two steps, as an argument, counts for the next one.
 
         Returns:
             What `fn` returned.
@@ -104,7 +109,8 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             ClosedError: If the handler is closed.
-            UsageError: If this is within a step of `run` or of the loop of `steps`.
+            UsageError: If this is within a step of `run` or of the loop of `steps`; or if another loader that is kept
+                gave a batch between the first two steps, which a restart would leave out.
             SaveFailedError: If saves by policy have failed.
             PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
                 `StopIteration` does so where it leaves the block.
@@ -112,7 +118,11 @@ class PreemptionCheckpointHandler:
         """
         self._check_between_steps("run")
         self._finish_step()
+        if self._places:
+            check_places(self._manager.checkpoint, self._places)
+            self._places = {}
         self._pass_boundary()
+        step_break.end()
         self._calls.in_step = True
         try:
             result = fn(*args, **kwargs)
@@ -128,6 +138,9 @@ class PreemptionCheckpointHandler:
         finally:
             self._calls.in_step = False
         self._calls.count += 1
+        step_break.begin()
+        if self._places is None:
+            self._places = note_places(self._manager.checkpoint)
         return result
 
     def steps(self, total: int) -> Iterator[int]:
@@ -167,6 +180,7 @@ class PreemptionCheckpointHandler:
         """
         self._check_between_steps("save_checkpoint_if_preempted")
         self._finish_step()
+        step_break.end()
         self._calls.count += 1
         self._guard.is_tentative = True
         self._save_options = kwargs
@@ -198,7 +212,9 @@ class PreemptionCheckpointHandler:
         return Checkpointable(self._guard, step, mark=mark, saved=self._calls.last.find(step), note=self._note_behind)
 
     def close(self) -> None:
-        """**Blocks** until the save in flight has ended. Acts on a notice that came by then; harmless twice.
+        """**Blocks** until the save in flight has ended, and the one that is due after the last step of `run`.
+
+        Acts on a notice that came by then; harmless twice. Close it before the manager.
 
         Raises:
             SystemExit: When the job leaves.
@@ -211,6 +227,7 @@ class PreemptionCheckpointHandler:
             self._finish_step()
             self._begin_steps()
             if not self._guard.leaving:
+                self._save_last()
                 self._save_anew()
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
@@ -253,6 +270,7 @@ class PreemptionCheckpointHandler:
                 self._save_anew()
                 return
             self._pass_boundary()
+            step_break.end()
             self._calls.amid.add(self)
             self._calls.in_step = True
             try:
@@ -305,6 +323,12 @@ class PreemptionCheckpointHandler:
             if handle is not None:
                 self._note_saved(handle)
 
+    def _save_last(self) -> None:
+        """What was due after the last step of `run`: no further call of `run` saves it."""
+        if not self._calls.amid and not self._calls.in_step:
+            with suppress(ClosedError):  # The manager's block was left before the handler's.
+                self._save_if_due()
+
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
         if self._is_safe(step):
@@ -347,6 +371,8 @@ class PreemptionCheckpointHandler:
             self._guard.provisional = None
 
     def _end(self) -> None:
+        if self._places is not None:
+            step_break.close()
         self._calls.amid.discard(self)
         if self._guard.hearing.gave_up:
             self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from holdfast.checkpoint import Checkpoint, own_objects
+from holdfast.errors import UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.preemption.departure import Saves
 from holdfast.preemption.last_save import LastSave
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
+from holdfast.state.capture import capture_objects
+from holdfast.state.finding import find_stateful
 
 
 class Manager(Saves, Protocol):
@@ -119,3 +122,37 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
         # The run was begun without a handler: its steps are what was counted.
         calls.count = restoration.step
     return calls, restoration
+
+
+def note_places(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The places in the data of all loaders but holdfast's own, by path, as plain values."""
+    return {
+        path: capture_objects({"loader": obj}).objects
+        for name, root in checkpoint.objects.items()
+        for path, obj, adapter in find_stateful(root, name)
+        if adapter is not None and adapter.gives_batches(obj)
+    }
+
+
+def check_places(checkpoint: Checkpoint, noted: dict[str, Any]) -> None:
+    """Refuses a loop whose saves would leave out batches: it takes them between its steps.
+
+    holdfast's own loaders know which of their batches were taken since a step ended; others do not.
+
+    Args:
+        checkpoint: What is kept.
+        noted: What `note_places` gave when the last step ended.
+
+    Raises:
+        UsageError: If a loader has moved since.
+    """
+    places = note_places(checkpoint) if noted else {}
+    for path, place in noted.items():
+        if places.get(path, place) != place:
+            raise UsageError(
+                f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch "
+                "ahead of it, and a restart would leave that batch out",
+                hint="Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
+                "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
+                "From hf.ResumableDataLoader a batch may be taken anywhere.",
+            )

@@ -182,6 +182,10 @@ class Adapter:
         """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
         return None
 
+    def gives_batches(self, obj: Any) -> bool:
+        """Whether the object's own state is a place in the data, which moves when a batch is taken from the object."""
+        return False
+
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.
 
@@ -272,6 +276,11 @@ class StateDictAdapter(StateAdapter):
     def may_change_when_read(self, obj: Any) -> bool:
         """Always: what `state_dict` does is not known."""
         return True
+
+    def gives_batches(self, obj: Any) -> bool:
+        """See `Adapter`: what is iterated and is no collection."""
+        cls = type(obj)
+        return hasattr(cls, "__next__") or (hasattr(cls, "__iter__") and not hasattr(cls, "__getitem__"))
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares `load_state_dict`.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +60,37 @@ class Position:
             raise UsageError(f"the sampler's state is malformed: {dict(state)!r}")
         return position
 
+
+class StepBreak(threading.local):
+    """The time between two steps that a function runs, on this thread: `handler.run(train_step, next(batches))`.
+
+    Such a step's batch is taken before the step begins, and before the last step is saved. So a batch that is taken in
+    this time belongs to the next step, and the position that is saved is the one before it. Outside of this time, as in
+    a loop that takes its batches within its steps, a batch counts as soon as it is taken.
+
+    Attributes:
+        number: Which break it is; 0 outside of one.
+        is_open: Whether batches that are taken now count for the next step.
+    """
+
+    number = 0
+    is_open = False
+
+    def begin(self) -> None:
+        """A step has ended."""
+        self.number, self.is_open = next(_numbers), True
+
+    def end(self) -> None:
+        """A step begins, and all batches that were taken count."""
+        self.number, self.is_open = 0, False
+
+    def close(self) -> None:
+        """The loop has ended. A batch for a step that never came does not count; one taken from now on does."""
+        self.is_open = False
+
+
+_numbers = itertools.count(1)
+step_break = StepBreak()
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Position))
 

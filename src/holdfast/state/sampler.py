@@ -16,7 +16,7 @@ from holdfast.state import permutation
 from holdfast.state.adapters import Adapter, Loading, Scene
 from holdfast.state.batches import Batches
 from holdfast.state.leaves import Differences, Skeleton
-from holdfast.state.position import Position, count_samples, is_count
+from holdfast.state.position import Position, count_samples, is_count, step_break
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
 
@@ -57,6 +57,9 @@ class ResumableSampler:
     samples of the epoch are left then than there are workers, the first samples of the next epoch join them, one
     sample for each worker, and the next epoch goes on behind those. The order follows from seed, epoch and length by
     the formula of `holdfast.state.permutation`, and no random generator takes part.
+
+    A batch that is taken between two steps of `PreemptionCheckpointHandler.run`, as an argument, belongs to the next
+    step: the position that is saved is then the one before it.
 
     A pass through a loader ends when a newer one begins, or when another position is loaded or set; taking another
     batch from it is an error. Iterating the sampler itself gives what is left of the epoch, and moves nothing.
@@ -106,6 +109,8 @@ class ResumableSampler:
         self._epoch = 0
         self._position_samples = 0
         self._pass: _Pass | None = None
+        # The position before the first batch that was taken for a step to come, and in which break between steps.
+        self._untrained: tuple[int, int, int] | None = None
         self._unfollowed_batches = 0
         self._moves = 0
 
@@ -190,7 +195,7 @@ class ResumableSampler:
             self._move(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and position, as plain values.
+        """Order and position, as plain values; between two steps of `handler.run`, that of the last complete step.
 
         Raises:
             UsageError: If batches were handed out to a loader that was not followed: nobody knows then which of them
@@ -203,7 +208,10 @@ class ResumableSampler:
                 hint="Iterate sampler.batches(loader) or sampler.stream(loader) in place of the loader, or use "
                 "ResumableDataLoader. A StatefulDataLoader keeps a position of its own and needs a plain sampler.",
             )
-        return Position(self._epoch, self._position_samples, self._seed, self._length, self._shuffle).state_dict()
+        epoch, position_samples = self._epoch, self._position_samples
+        if self._untrained is not None and self._untrained[0] == step_break.number:
+            _, epoch, position_samples = self._untrained
+        return Position(epoch, position_samples, self._seed, self._length, self._shuffle).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a stored position; seed and shuffle are those that were stored.
@@ -312,6 +320,10 @@ class ResumableSampler:
         current.taken += 1
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
+        if not step_break.is_open:
+            self._untrained = None
+        elif self._untrained is None or self._untrained[0] != step_break.number:
+            self._untrained = (step_break.number, self._epoch, self._position_samples)
         further, self._position_samples = self._cut.end_of(self._position_samples)
         self._epoch += further
 
@@ -337,7 +349,7 @@ class ResumableSampler:
     def _move(self, epoch: int, position_samples: int) -> None:
         self._epoch = epoch
         self._position_samples = position_samples
-        self._pass = None
+        self._pass = self._untrained = None
         self._unfollowed_batches = 0
         self._moves += 1
 

@@ -288,6 +288,10 @@ class LoaderAdapter(SamplerAdapter):
         path = next((path for path, member in scene.members if member is obj), "")
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
 
+    def gives_batches(self, obj: Any) -> bool:
+        """See `Adapter`. One that has not begun is not asked for its state, since that would start its workers."""
+        return _has_state(obj, "") and getattr(obj, "_iterator", None) is not None
+
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares the loader, or its sampler.
 
