@@ -39,6 +39,9 @@ LAW = DATA.parent.parent / "docs" / "reference" / "format.md"
 RUNS = [DATA / "v1"]
 STEP = "step-000000003.g0002"
 
+LATER_TAGS = ["tensor_subclass"]
+"""Tags that came after the first checkpoints of version 1."""
+
 # Types of the program: their stored names do not depend on where this file lies.
 
 
@@ -274,7 +277,7 @@ def test_every_tag_and_type_is_in_it_and_in_the_law(run: Path) -> None:
     text = (run / STEP / "index-00000-of-00001.json").read_text()
     law = LAW.read_text()
     tags = {*DECODERS, *REBUILDERS, "numpy"}
-    assert sorted(tag for tag in tags if f'"$":"{tag}"' not in text) == []
+    assert sorted(tag for tag in tags if f'"$":"{tag}"' not in text) == LATER_TAGS
     assert sorted(tag for tag in tags if f"`{tag}`" not in law) == []
     assert sorted(dtype for dtype in ITEM_BYTES if f"`{dtype}`" not in law) == []
     assert sorted(name for name in FACTORIES if f"`{name}`" not in law) == []

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.errors import UnsupportedValueError
+import holdfast as hf
+from holdfast.errors import FormatError, UnsupportedValueError
+from holdfast.format import codecs
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
 from holdfast.state.capture import Captures, capture_objects
@@ -172,6 +175,217 @@ def test_tensors_that_cannot_be_stored_are_refused(make: Callable[[], Any], mess
         store(x=[make()])
     assert caught.value.path.startswith("x/0")
     assert caught.value.hint
+
+
+class Coded(torch.Tensor):
+    """Numbers as codes of eight bits and a scale for each row: a tensor that is made of others."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    settings: Any
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, settings: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, settings: Any) -> None:
+        self.codes, self.scale, self.settings = codes, scale, settings
+
+    @classmethod
+    def of(cls, values: torch.Tensor, settings: Any = None) -> Any:
+        scale = values.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        return cls((values / scale).round().to(torch.int8), scale, settings or {"rows": True})
+
+    def plain(self) -> torch.Tensor:
+        return self.codes * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], self.settings
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict[str, Any], settings: Any, size: Any, stride: Any) -> Any:
+        return cls(tensors["codes"], tensors["scale"], settings)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].settings)
+        if func is torch.ops.aten.copy_.default:
+            own = args[1] if isinstance(args[1], Coded) else Coded.of(args[1])
+            args[0].codes.copy_(own.codes)
+            args[0].scale.copy_(own.scale)
+            return args[0]
+        raise NotImplementedError(func)
+
+
+def parts(tensor: Any) -> Any:
+    return [tensor.codes, tensor.scale, tensor.settings]
+
+
+class CodedMomentum(torch.optim.Optimizer):
+    """Keeps its momentum in eight bits, as low-bit optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "momentum" not in state:
+                state["momentum"] = Coded.of(torch.zeros_like(parameter).reshape(len(parameter), -1))
+            moved = 0.9 * state["momentum"].plain() + parameter.grad.reshape(len(parameter), -1)
+            state["momentum"].copy_(moved)
+            parameter.sub_(0.1 * moved.reshape(parameter.shape))
+
+
+@pytest.fixture
+def only_registered_types() -> Iterator[None]:
+    before = dict(codecs._types_by_name)
+    yield
+    codecs._types_by_name.clear()
+    codecs._types_by_name.update(before)
+
+
+class TestTensorsMadeOfTensors:
+    def quantized(self, seed: int, settings: Any = None) -> Any:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        for layer in net:
+            assert isinstance(layer, nn.Linear)
+            layer.weight = nn.Parameter(Coded.of(layer.weight.detach(), settings), requires_grad=False)
+        return net
+
+    def test_those_of_a_module_are_filled_where_they_are(self) -> None:
+        source, live = self.quantized(1), self.quantized(2)
+        live[1].weight = live[1].weight
+        weights = [live[0].weight, live[1].weight]
+        codes = weights[0].codes
+        stored = store(model=source, alone=Coded.of(torch.ones(2, 2)))
+        assert stored.specs["model/0.weight/codes"] == ArraySpec("I8", (3, 4))
+        alone = Coded.of(torch.zeros(2, 2))
+        objects: dict[str, Any] = {"model": live, "alone": alone}
+        bring_back(stored, objects)
+        assert objects["alone"] is alone
+        assert alone.plain().tolist() == [[1, 1], [1, 1]]
+        assert [live[0].weight, live[1].weight] == weights
+        assert live[0].weight.codes is codes
+        for one, other in zip(live, source, strict=True):
+            assert same_state(parts(one.weight), parts(other.weight))
+            assert torch.equal(one.bias, other.bias)
+
+    def test_those_of_a_module_that_cannot_be_filled_get_new_parts(self) -> None:
+        source, live = self.quantized(1), self.quantized(2)
+        weight = live[0].weight
+        weight.scale = torch.ones(1, 1).expand(3, 1)
+        bring_back(store(model=source), {"model": live})
+        assert live[0].weight is weight
+        assert same_state(parts(weight), parts(source[0].weight))
+
+    def test_differences_are_named(self) -> None:
+        source = self.quantized(1)
+        live = self.quantized(2, {"rows": False})
+        before = parts(live[0].weight)
+        differences = match(
+            store(model=source, plain={"x": torch.ones(2, 2)}), {"model": live, "plain": {"x": source[0].weight}}
+        ).differences
+        assert [line.split(":")[0] for line in differences.wrong_kind] == [
+            "model/0.weight",
+            "model/1.weight",
+            "plain/x",
+        ]
+        assert "other settings" in differences.wrong_kind[0]
+        assert parts(live[0].weight) == before
+        differences = match(store(model=source), {"model": nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))}).differences
+        assert differences.wrong_kind[0] == "model/0.weight: stored a tensor of type Coded, live a Parameter"
+
+    @pytest.mark.usefixtures("only_registered_types")
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_those_of_an_optimizer_come_back(self, tmp_path: Path, stepped: bool) -> None:
+        def fresh() -> tuple[Any, CodedMomentum]:
+            net = model(1)
+            return net, CodedMomentum(net.parameters())
+
+        net, optimizer = fresh()
+        train(net, optimizer)
+        checkpoint = hf.Checkpoint(model=net, optimizer=optimizer)
+        with hf.CheckpointManager(tmp_path, checkpoint, overlap_copy=True) as manager:
+            manager.save(3)
+            # What the copy reads waits for nothing but the copy.
+            train(net, optimizer, seed=10)
+        live, other = fresh()
+        checkpoint = hf.Checkpoint(model=live, optimizer=other)
+        if stepped:
+            train(live, other, seed=11)
+        else:
+            with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+                with pytest.raises(UnsupportedValueError, match="register_type"):
+                    manager.restore()
+            hf.register_type(Coded)
+        before = [state["momentum"] for state in other.state.values()]
+        with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+            manager.restore()
+        momenta = [state["momentum"] for state in other.state.values()]
+        assert all(type(one) is Coded for one in momenta)
+        if stepped:
+            assert all(one is own for one, own in zip(momenta, before, strict=True))
+        train(live, other, seed=10)
+        assert same_state(live.state_dict(), net.state_dict())
+        for one, own in zip(other.state.values(), optimizer.state.values(), strict=True):
+            assert same_state(parts(one["momentum"]), parts(own["momentum"]))
+
+    @pytest.mark.usefixtures("only_registered_types")
+    def test_they_are_made_anew_where_their_class_is_declared_safe(self) -> None:
+        inner = Coded.of(torch.ones(2, 2))
+        stored = store(x={"a": inner, "b": [inner], "deep": Coded(torch.zeros(2, 2), inner, {"rows": None})})
+        objects: dict[str, Any] = {"x": None}
+        with pytest.raises(UnsupportedValueError, match="Coded"):
+            bring_back(stored, objects)
+        with torch.serialization.safe_globals([Coded]):
+            bring_back(stored, objects)
+        assert same_state(parts(objects["x"]["a"]), parts(inner))
+        assert objects["x"]["deep"].scale.codes is objects["x"]["a"].codes
+
+    def test_a_malformed_one_is_refused(self) -> None:
+        node = {"tensors": {}, "context": None, "shape": [2], "strides": [1]}
+        for broken in ({**node, "shape": [-2]}, {**node, "strides": []}, {"tensors": {}}, {**node, "tensors": 3}, node):
+            for payload in ({"$": "tensor_subclass", "k": "a:B", "v": broken},):
+                with pytest.raises((FormatError, UnsupportedValueError)):
+                    match_objects({"x": None}, {"x": payload}, {})
+
+    @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+    def test_low_bit_optimizers_of_torchao_go_on(self, tmp_path: Path, name: str) -> None:
+        make = getattr(pytest.importorskip("torchao.optim"), name)
+
+        def fresh() -> tuple[Any, Any]:
+            torch.manual_seed(0)
+            net = nn.Linear(128, 64)
+            return net, make(net.parameters())
+
+        def step(net: Any, optimizer: Any, seed: int) -> None:
+            net(torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        net, optimizer = fresh()
+        step(net, optimizer, 1)
+        with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=net, optimizer=optimizer)) as manager:
+            manager.save(1)
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "control.pt")
+        step(net, optimizer, 2)
+        live, other = fresh()
+        with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=live, optimizer=other)) as manager:
+            manager.restore()
+        step(live, other, 2)
+        control, third = fresh()
+        state = torch.load(tmp_path / "control.pt")
+        control.load_state_dict(state["model"])
+        third.load_state_dict(state["optimizer"])
+        step(control, third, 2)
+        assert raw(live.weight) == raw(control.weight) == raw(net.weight)
+        assert live.bias.tolist() == net.bias.tolist()
 
 
 def test_a_tensor_without_its_memory_is_found_among_many() -> None:

@@ -52,6 +52,8 @@ def parts_of(node: Node) -> list[tuple[str, Node]] | None:
         return [(_key_part(key, place), part) for place, (key, part) in enumerate(payload)]
     if tag in _FIELDS and type(payload) is dict:
         return parts_of(payload) if "$" not in payload else None
+    if tag == "tensor_subclass" and type(payload) is dict and type(payload.get("tensors")) is dict:
+        return parts_of(payload["tensors"]) if "$" not in payload["tensors"] else None
     if tag in _WRAPPERS:
         return parts_of(payload)
     return None
@@ -136,7 +138,7 @@ def describe(node: Node, depth: int = 0) -> str:
 
 def _tagged(node: dict[str, Any], depth: int) -> str:
     tag, payload, argument = node["$"], node.get("v"), node.get("k")
-    kind = str(argument if tag in _FIELDS | _WRAPPERS | {"enum", "flag"} else tag).replace(":", ".")
+    kind = str(argument if tag in _FIELDS | _WRAPPERS | {"enum", "flag", "tensor_subclass"} else tag).replace(":", ".")
     parts = parts_of(node)
     if tag in _BRACKETS and parts is not None:
         opening, closing = _BRACKETS[tag]
@@ -145,7 +147,7 @@ def _tagged(node: dict[str, Any], depth: int) -> str:
     if tag in _MAPPINGS and parts is not None and type(payload) is list:
         items = _items(((describe(key, depth + 1), part) for key, part in payload), len(payload), depth)
         return f"{{{items}}}" if tag == "dict" else f"{kind}({{{items}}})"
-    if tag in _FIELDS and parts is not None:
+    if (tag in _FIELDS or tag == "tensor_subclass") and parts is not None:
         return f"{kind}({_items(parts, len(parts), depth, sign='=')})"
     if tag == "array":
         return f"<array {array_of(node) or '?'}>"

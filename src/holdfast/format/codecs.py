@@ -50,6 +50,7 @@ FACTORY_NAMES: Final[Mapping[Any, str]] = {factory: name for name, factory in FA
 _codecs_by_type: dict[type, Codec] = {}
 _codecs_by_tag: dict[str, Codec] = {}
 _types_by_name: dict[str, type] = {}
+_type_sources: list[Callable[[str], type | None]] = []
 
 
 def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode: Callable[[Any], T]) -> None:
@@ -78,10 +79,14 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
 
 
 def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
-    """Lets values of a dataclass, enum or namedtuple be made anew at a restore. Also a class decorator.
+    """Lets values of a dataclass, enum, namedtuple or tensor subclass be made anew at a restore; a class decorator too.
 
     It is needed only where no live value of the type stands at the same place when the restore begins, as for the
-    elements of a list that is still empty.
+    elements of a list that is still empty, or for the state of an optimizer that has not stepped yet. What the
+    program or one of its libraries has given to `torch.serialization.add_safe_globals` needs no registration.
+
+    A tensor subclass is one with `__tensor_flatten__` and `__tensor_unflatten__`, which say what plain tensors it is
+    made of.
 
     Args:
         cls: The type.
@@ -93,9 +98,9 @@ def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
     Raises:
         UsageError: If it is a type of another kind.
     """
-    if not (is_plain_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)):
+    if not (is_plain_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls) or is_tensor_subclass(cls)):
         raise UsageError(
-            f"{name_of(cls)} is neither a dataclass nor an enum nor a namedtuple",
+            f"{name_of(cls)} is no dataclass, enum, namedtuple or tensor subclass with __tensor_flatten__",
             hint="Use register_codec for types of other kinds.",
         )
     _types_by_name[name or name_of(cls)] = cls
@@ -112,9 +117,20 @@ def codec_tagged(tag: str) -> Codec | None:
     return _codecs_by_tag.get(tag)
 
 
+def register_type_source(find: Callable[[str], type | None]) -> None:
+    """Makes known where else the program registers types, such as with a framework; `find` takes a stored name."""
+    _type_sources.append(find)
+
+
 def type_named(name: str) -> type | None:
     """The registered type of that stored name, if there is one."""
-    return _types_by_name.get(name)
+    registered = _types_by_name.get(name)
+    if registered is not None:
+        return registered
+    for find in _type_sources:
+        if (found := find(name)) is not None:
+            return found
+    return None
 
 
 def name_of(cls: type) -> str:
@@ -131,6 +147,11 @@ def is_namedtuple(cls: type) -> bool:
         and all(type(field) is str for field in fields)
         and callable(getattr(cls, "_make", None))
     )
+
+
+def is_tensor_subclass(cls: type) -> bool:
+    """**Pure.** Whether a type says, as torch asks it to, what tensors its values are made of."""
+    return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def is_plain_dataclass(cls: type) -> bool:

@@ -8,6 +8,8 @@ import enum
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from holdfast.errors import FormatError, UnsupportedValueError
 from holdfast.format.codecs import FACTORIES, Codec, codec_tagged, is_namedtuple, is_plain_dataclass, type_named
 from holdfast.format.encoding import MAX_DEPTH, path_part
@@ -30,6 +32,22 @@ ABSENT: Final = Marker.ABSENT
 UNFILLED: Final = Marker.UNFILLED
 
 
+class SubclassNode(msgspec.Struct, frozen=True):
+    """What is stored of a tensor of a class that is made of other tensors.
+
+    Attributes:
+        tensors: The node of each of these, by name.
+        context: That of what else the class says of it.
+        shape: Its own shape.
+        strides: Its own strides, in elements.
+    """
+
+    tensors: dict[str, Node]
+    context: Node
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class Decoder:
     """Makes values from JSON. Derive from it for more than plain values.
 
@@ -47,6 +65,10 @@ class Decoder:
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         """The object for the state of one."""
         raise malformed(path, "the state of an object stands where none may be")
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        """The tensor of a class that is made of other tensors."""
+        raise malformed(path, "a tensor stands where none may be")
 
     def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
         """The places of nodes whose value is just the live part beside them, found without decoding each.
@@ -217,7 +239,7 @@ class Decoder:
         return values
 
 
-NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag"})
+NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag", "tensor_subclass"})
 """Tags of values whose argument names a type of the program."""
 
 
@@ -267,6 +289,16 @@ def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dept
         return codec.decode(plain)
     except Exception as error:
         raise malformed(path, f"the codec {argument!r} refused what is stored: {error!r}") from error
+
+
+def _subclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    try:
+        stored = msgspec.convert(payload, SubclassNode)
+    except msgspec.ValidationError as error:
+        raise malformed(path, f"a tensor subclass is malformed: {error}") from error
+    if type(argument) is not str or len(stored.shape) != len(stored.strides) or min(stored.shape, default=0) < 0:
+        raise malformed(path, "a tensor subclass is malformed")
+    return d.subclass(argument, stored, live, path, depth)
 
 
 def _no_argument(path: str, argument: Node) -> None:
@@ -375,6 +407,7 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "array": _array,
     "object": _object,
     "codec": _codec,
+    "tensor_subclass": _subclass,
     "defaultdict": _defaultdict,
     "deque": _deque,
     "slice": _slice,

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from holdfast.format.codecs import Codec
-from holdfast.format.decoding import UNFILLED, Decoder
+from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode
 from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import Node
 
@@ -88,6 +88,9 @@ class _Outliner(Decoder):
         if kind in _ITS_OWN:
             return _Strange("it is each worker's own")
         return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        return _Strange(f"it is a {name.rpartition(':')[2]}")
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
         return _Strange(f"it is a {name.rpartition(':')[2]}")

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple, cast
 from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
+from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made
 from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
 from holdfast.state.collection import no_collection
-from holdfast.state.finding import find_stateful
+from holdfast.state.finding import find_stateful, parts_of
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
-from holdfast.state.registry import adapter_of, backend_of, sharder_of_type
+from holdfast.state.registry import adapter_of, backend_of, is_made_of_tensors, sharder_of_type
 from holdfast.state.shards import Sharding
 from holdfast.state.sharing import Sharing
 
@@ -159,6 +160,9 @@ class _Capturing(Encoder):
     def note_held(self, arrays: list[Any]) -> None:
         """Those leaves are held whose memory one of the arrays shows, as the leaf shows it."""
         for array in arrays:
+            if is_made_of_tensors(type(array)):
+                self.note_held([part for _, part in parts_of(array)])
+                continue
             sharder, backend = sharder_of_type(type(array)), backend_of(array)
             if sharder is not None:
                 look = sharder.look(array, "", self._sharing.worker)
@@ -227,7 +231,7 @@ class _Capturing(Encoder):
         """The node of an object with state."""
         adapter = adapter_of(value)
         if adapter is None:
-            return None
+            return self._encode_subclass(value, path, depth) if is_made_of_tensors(type(value)) else None
         sharing = self._sharing
         outer = (sharing.is_own, sharing.holders)
         if not sharing.worker.is_alone:
@@ -240,6 +244,20 @@ class _Capturing(Encoder):
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
             sharing.is_own, sharing.holders = outer
+
+    def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
+        """The node of a tensor that is made of other tensors, each of which has a leaf."""
+        cls = type(value)
+        shape, strides = list(value.shape), list(value.stride())
+        if any(type(number) is not int for number in (*shape, *strides)):
+            what = f"a tensor of type {cls.__module__}.{cls.__qualname__}, whose shape is not made of numbers,"
+            raise unsupported(path, what, "Store the plain tensors that it is made of.")
+        names, context = value.__tensor_flatten__()
+        self.count(len(names) + len(shape) + len(strides), path)
+        tensors = {name: self.encode(getattr(value, name), f"{path}/{escape(name)}", depth) for name in names}
+        node = self.plain().encode(context, path, depth)
+        payload = {"tensors": tensors, "context": node, "shape": shape, "strides": strides}
+        return tagged("tensor_subclass", payload, name_of(cls))
 
     def _state_of(self, value: Any, adapter: Adapter, path: str) -> Any:
         try:

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass
-from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, malformed
-from holdfast.format.encoding import MAX_DEPTH
+from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
+from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass
+from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, SubclassNode, malformed
+from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import OWNED, Adapter
@@ -42,6 +42,7 @@ _REFERENCE: Final = frozenset({"$", "k", "v"})
 
 _FORMS = {
     "array": "array",
+    "tensor_subclass": "subclass",
     "object": "object",
     "tuple": "sequence",
     "deque": "sequence",
@@ -166,7 +167,7 @@ class Comparison(Decoder):
             return False
         if live_is == "array" and node is None and not self.rules.fixed_lengths:
             return False
-        return live_is in ("array", "object") or (live_is != "" and holds_state(live))
+        return live_is in ("array", "subclass", "object") or (live_is != "" and holds_state(live))
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         """The array that will hold a stored leaf: the live one, or a new one."""
@@ -190,6 +191,43 @@ class Comparison(Decoder):
         if like is not None and self.like.shape == spec.shape:
             return self.claims.new_shared(leaf, spec, like, self.like, path)
         return self.claims.new(leaf, spec, backend_named(library))
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        """The live tensor, whose parts are filled where they are; or a new one, if there is none that is alike."""
+        cls: Any = self._type(name, live, path, is_tensor_subclass)
+        if cls is None:
+            return self.unknown_type(name, live, path)
+        lives: dict[str, Any] = {}
+        context: Any = UNFILLED
+        if type(live) is cls:
+            names, context = live.__tensor_flatten__()
+            if (
+                tuple(live.shape) == stored.shape
+                and set(names) == set(stored.tensors)
+                and _says(context, stored.context)
+            ):
+                lives = {part: getattr(live, part) for part in names}
+            elif self.rules.fixed_kinds:
+                self.differences.wrong_kind.append(
+                    f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the live one"
+                    f" of {list(live.shape)}"
+                )
+                return live
+        outer, self.like = self.like, None
+        try:
+            parts = {
+                part: self.decode(node, lives.get(part, UNFILLED), f"{path}/{escape(part)}", depth)
+                for part, node in stored.tensors.items()
+            }
+        finally:
+            self.like = outer
+        if lives and all(parts[part] is lives[part] for part in parts):
+            return live
+        context = Decoder(_find_codec).decode(stored.context, context, path, depth)
+        try:
+            return cls.__tensor_unflatten__(parts, context, stored.shape, stored.strides)
+        except Exception as error:
+            raise malformed(path, f"{cls.__qualname__} refused what is stored: {error!r}") from error
 
     def shape_of(self, leaf: str) -> tuple[int, ...] | None:
         """The shape of a stored leaf; None if there is none of that name."""
@@ -266,6 +304,14 @@ class Comparison(Decoder):
         self.differences.extra += [name for name in extra if self.wants(name)]
 
 
+def _says(context: Any, stored: Any) -> bool:
+    """Whether what a tensor subclass says of itself is what was stored."""
+    try:
+        return bool(Encoder().encode(context, "") == stored)
+    except UnsupportedValueError:
+        return False
+
+
 def _as_state(node: Any, live: Any) -> Any:
     """What `state_dict()` gave, kept as the dict that it was, as the state of the object that is to take it."""
     if type(live) in ENCODERS or live_form(live) != "object":
@@ -287,6 +333,8 @@ def live_form(live: Any) -> str:
         return "mapping"
     if isinstance(live, (list, tuple, collections.deque)):
         return "fields" if is_namedtuple(type(live)) else "sequence"
+    if is_tensor_subclass(type(live)):
+        return "subclass"
     return "fields" if is_plain_dataclass(type(live)) else ""
 
 
@@ -311,6 +359,8 @@ def _describe(node: Any) -> str:
     form = _form(node)
     if form == "object":
         return f"the state of an object ({node.get('k')})"
+    if form == "subclass":
+        return f"a tensor of type {str(node.get('k')).rpartition(':')[2]}"
     return {"array": "an array", "sequence": "a sequence", "mapping": "a dict", "fields": "a record"}.get(
         form, "None" if node is None else "a plain value"
     )

@@ -12,7 +12,7 @@ from holdfast.format.encoding import path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import ArrayBackend
-from holdfast.state.registry import adapter_of, backend_of_type, sharder_of_type
+from holdfast.state.registry import adapter_of, backend_of_type, is_made_of_tensors, sharder_of_type
 
 if TYPE_CHECKING:
     from holdfast.state.shards import Sharder
@@ -53,6 +53,8 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
     if is_plain_dataclass(type(value)):
         fields = dataclasses.fields(cast(Any, value))
         return [(field.name, getattr(value, field.name, None)) for field in fields]
+    if is_made_of_tensors(type(value)):
+        return [(name, getattr(value, name)) for name in cast(Any, value).__tensor_flatten__()[0]]
     return []
 
 

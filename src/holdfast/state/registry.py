@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import UsageError
+from holdfast.format.codecs import is_tensor_subclass
 from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter, StateDictAdapter
 from holdfast.state.leaves import ArrayBackend
 
@@ -26,6 +27,7 @@ __all__ = [
     "backend_named",
     "backend_of",
     "backend_of_type",
+    "is_made_of_tensors",
     "load_integrations",
     "register_adapter",
     "register_backend",
@@ -79,6 +81,7 @@ def register_sharder(cls: type, sharder: Sharder) -> None:
     """Makes a sharder serve a class of sharded arrays and those that derive from it."""
     _sharders[cls] = sharder
     _found_sharders.clear()
+    _found.clear()
 
 
 def sharder_of_type(cls: type) -> Sharder | None:
@@ -119,6 +122,11 @@ def backend_of_type(cls: type) -> ArrayBackend | None:
     return None if found is None or isinstance(found, Adapter) else found
 
 
+def is_made_of_tensors(cls: type) -> bool:
+    """Whether values of a type have no memory of their own, but consist of tensors; not if they are sharded arrays."""
+    return is_tensor_subclass(cls) and sharder_of_type(cls) is None
+
+
 def backend_named(name: str) -> ArrayBackend:
     """The array library of that name, as stored in a checkpoint.
 
@@ -154,6 +162,9 @@ def _handler(cls: type) -> Adapter | ArrayBackend | None:
         found = _adapters.get(ancestor) or _backends.get(ancestor)
         if found is not None:
             break
+    if found is not None and not isinstance(found, Adapter) and is_made_of_tensors(cls):
+        # It has no values of its own: each of the tensors that it is made of is an array.
+        found = None
     _found[cls] = found
     return found
 

@@ -5,9 +5,11 @@ Importing this registers them; it happens by itself when the first object of tor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from holdfast.format.codecs import register_codec
+from holdfast.format.codecs import name_of, register_codec, register_type_source
 from holdfast.integrations.torch.generators import CPU_SOURCE, CUDA_SOURCE, GENERATOR
 from holdfast.integrations.torch.modules import ModuleAdapter
 from holdfast.integrations.torch.optimizers import OptimizerAdapter
@@ -21,6 +23,15 @@ _MEMORY_FORMATS = {
     for value in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
 
+
+def _find_declared_safe(name: str) -> type | None:
+    """What the program, or a library that it uses, has declared as safe to be made from a file."""
+    declared: list[Any] = torch.serialization.get_safe_globals()
+    classes = (one[0] if isinstance(one, tuple) else one for one in declared)
+    return next((cls for cls in classes if isinstance(cls, type) and name_of(cls) == name), None)
+
+
+register_type_source(_find_declared_safe)
 register_backend(torch.Tensor, TorchBackend())
 register_adapter(torch.nn.Module, ModuleAdapter())
 register_adapter(torch.optim.Optimizer, OptimizerAdapter())

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
 from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import is_made_of_tensors
 
 # What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
 # module and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
@@ -77,7 +77,7 @@ class ModuleAdapter(Adapter):
         new_memory = [
             (value, values[key])
             for key, value in live.items()
-            if values[key] is not value and id(value) in own and not _BACKEND.fillable(value)
+            if values[key] is not value and id(value) in own and _gets_new_memory(value, is_loaded=key not in direct)
         ]
         return lambda: _finish(obj, loading.complete(values) if custom else None, new_memory)
 
@@ -85,12 +85,19 @@ class ModuleAdapter(Adapter):
 _BACKEND: Final = TorchBackend()
 
 
-def _finish(
-    module: nn.Module, values: dict[str, Any] | None, new_memory: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
+    """Whether a tensor of a module, for which values were made anew, could not be filled where it is."""
+    return not is_loaded if is_made_of_tensors(type(tensor)) else not _BACKEND.fillable(tensor)
+
+
+def _finish(module: nn.Module, values: dict[str, Any] | None, new_memory: list[tuple[Any, Any]]) -> None:
     """Does what is left when the module's own tensors have been filled."""
     for tensor, filled in new_memory:
-        tensor.data = filled
+        if is_made_of_tensors(type(tensor)):
+            for name in tensor.__tensor_flatten__()[0]:
+                setattr(tensor, name, getattr(filled, name))
+        else:
+            tensor.data = filled
     if values is not None:
         _load(module, values)
 
