@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import holdfast as hf
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, UnsupportedValueError
+from holdfast.format import codecs
+from holdfast.state.capture import capture_objects
 from holdfast.state.rng import RNG
 from state_trip import Stored, bring_back, match, store
 from torch_models import model, same_state, train
@@ -555,3 +557,83 @@ def test_a_part_of_the_state_may_be_asked_for_where_there_is_none_yet(tmp_path: 
             model.weight.zero_()
         assert manager.restore(only=["model", "optimizer/state/*"]) is not None
     assert torch.equal(model.weight, weight)
+
+
+class Projector:
+    """As in GaLore: an object in the state of an optimizer, with a matrix and what follows from it."""
+
+    def __init__(self, matrix: torch.Tensor, steps: int) -> None:
+        self.matrix, self.steps = matrix, steps
+        self.norm = float(matrix.norm())
+
+    def project(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps % 2:
+            self.matrix = torch.linalg.qr(gradient)[0].clone()
+            self.norm = float(self.matrix.norm()) + self.steps
+        return self.matrix @ (self.matrix.T @ gradient) * self.norm
+
+
+class Projected(torch.optim.Optimizer):
+    """Has an object in its state, and a list of such, as Shampoo has for its blocks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.reshape(len(parameter), -1)
+            state = self.state[parameter]
+            if not state:
+                state["projector"] = Projector(torch.eye(len(gradient)), 0)
+                state["blocks"] = [Projector(torch.eye(len(gradient)), n) for n in (0, 1)]
+            for projector in (state["projector"], *state["blocks"]):
+                parameter.sub_(0.01 * projector.project(gradient).reshape(parameter.shape))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_objects_in_the_state_of_an_optimizer_come_back_by_a_codec(tmp_path: Path, stepped: bool) -> None:
+    def fresh() -> tuple[Any, Projected]:
+        net = model(1)
+        return net, Projected(net.parameters())
+
+    def make(parts: dict[str, Any]) -> Projector:
+        made = Projector(parts["matrix"], parts["steps"])
+        # Only where the values are there already does something follow from them.
+        made.norm = float(made.matrix.norm()) + parts["more"]
+        return made
+
+    net, optimizer = fresh()
+    train(net, optimizer)
+    if not stepped:
+        codecs._codecs_by_type.pop(Projector, None)
+        with pytest.raises(UnsupportedValueError, match="register_codec"):
+            capture_objects({"optimizer": optimizer})
+    hf.register_codec(
+        Projector,
+        tag="tests.Projector",
+        encode=lambda one: {
+            "matrix": one.matrix,
+            "steps": one.steps,
+            "more": one.norm - float(one.matrix.norm()),
+        },
+        decode=make,
+    )
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=net, optimizer=optimizer)) as manager:
+        manager.save(3)
+    live, other = fresh()
+    if stepped:
+        train(live, other, steps=2, seed=11)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=live, optimizer=other)) as manager:
+        manager.restore()
+    for one, own in zip(other.state.values(), optimizer.state.values(), strict=True):
+        for left, right in zip((one["projector"], *one["blocks"]), (own["projector"], *own["blocks"]), strict=True):
+            assert type(left) is Projector
+            assert left is not right
+            assert same_state(vars(left), vars(right))
+    train(net, optimizer, seed=10)
+    train(live, other, seed=10)
+    assert same_state(live.state_dict(), net.state_dict())

@@ -186,7 +186,7 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, settings: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, settings: Any) -> None:
         self.codes, self.scale, self.settings = codes, scale, settings
@@ -207,7 +207,7 @@ class Coded(torch.Tensor):
         return cls(tensors["codes"], tensors["scale"], settings)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale, args[0].settings)
         if func is torch.ops.aten.copy_.default:
@@ -229,7 +229,7 @@ class CodedMomentum(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.enable_grad():
             closure()
         for parameter in self.param_groups[0]["params"]:
@@ -349,11 +349,17 @@ class TestTensorsMadeOfTensors:
         assert objects["x"]["deep"].scale.codes is objects["x"]["a"].codes
 
     def test_a_malformed_one_is_refused(self) -> None:
-        node = {"tensors": {}, "context": None, "shape": [2], "strides": [1]}
-        for broken in ({**node, "shape": [-2]}, {**node, "strides": []}, {"tensors": {}}, {**node, "tensors": 3}, node):
-            for payload in ({"$": "tensor_subclass", "k": "a:B", "v": broken},):
-                with pytest.raises((FormatError, UnsupportedValueError)):
-                    match_objects({"x": None}, {"x": payload}, {})
+        node: dict[str, Any] = {"tensors": {}, "context": None, "shape": [2], "strides": [1]}
+        broken: list[Any] = [
+            {**node, "shape": [-2]},
+            {**node, "strides": []},
+            {"tensors": {}},
+            {**node, "tensors": 3},
+            1,
+        ]
+        for payload in broken:
+            with pytest.raises(FormatError, match="tensor subclass is malformed"):
+                match_objects({"x": None}, {"x": {"$": "tensor_subclass", "k": "a:B", "v": payload}}, {})
 
     @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
     def test_low_bit_optimizers_of_torchao_go_on(self, tmp_path: Path, name: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
@@ -9,6 +10,7 @@ import json
 import math
 import pathlib
 import struct
+import types
 import typing
 import uuid
 from contextlib import suppress
@@ -396,6 +398,26 @@ def test_a_codec_serves_its_type() -> None:
     value = {Version(1, 2): [Version(3)], "s": {Version(4)}}
     assert through_json(value) == value
     assert decode_value(node) == {"none": None}
+
+
+@pytest.mark.parametrize("cls", [argparse.Namespace, types.SimpleNamespace])
+def test_namespaces_have_codecs(cls: Any) -> None:
+    value = {"args": cls(lr=0.1, path=pathlib.Path("a/b"), deep=[cls(x=(1, None))], when=datetime.date(2024, 2, 29))}
+    assert through_json(value) == value
+    # It may be called what `__init__` calls its own argument, or nothing at all.
+    odd = cls()
+    vars(odd).update({"self": 1, "": 2})
+    assert through_json(odd) == odd
+
+
+def test_live_keys_and_elements_say_what_types_are_meant() -> None:
+    value = {"by": {Color.RED: 1, Level.HIGH: [2], ("x", 1): 3}, "seen": {Color.GREEN, Level.LOW}}
+    live = {"by": {Color.GREEN: 0, Level.HIGH: 0}, "seen": {Color.RED, Level.HIGH}}
+    back = through_json(value, live)
+    assert back == value
+    assert type(next(iter(back["by"]))) is Color
+    with pytest.raises(UnsupportedValueError, match="not known here"):
+        through_json(value, {"by": {Color.GREEN: 0}, "seen": live["seen"]})
 
 
 def test_codecs_are_checked_when_they_are_registered() -> None:

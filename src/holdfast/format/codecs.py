@@ -6,9 +6,11 @@ live objects: a name that nobody registered is an error.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import enum
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -26,7 +28,7 @@ class Codec(msgspec.Struct, frozen=True):
     Attributes:
         cls: The type.
         tag: The name that is stored.
-        encode: Takes a value, returns a tree of plain values.
+        encode: Takes a value, returns a tree of plain values and arrays.
         decode: Takes such a tree, returns an equal value of the type.
     """
 
@@ -61,9 +63,11 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
     Args:
         cls: The type; values of types that derive from it are not meant.
         tag: A name for it that stays the same in all versions of the program, such as `myproject.Vocabulary`.
-        encode: Takes a value, returns what it is made of: any tree of plain values, no arrays. (An object that holds
-            arrays should have `state_dict` and `load_state_dict`, or be a dataclass.)
-        decode: Takes what `encode` returned, returns an equal value.
+        encode: Takes a value, returns what it is made of: any tree of plain values, tensors and arrays. It changes
+            nothing.
+        decode: Takes what `encode` returned, returns an equal value. Tensors and arrays in it are new ones and hold
+            their values; they lie where those of the value lie that is to be replaced, or else beside the parameter
+            whose state it is.
 
     Raises:
         UsageError: If the type needs no codec, or the tag belongs to another type.
@@ -159,3 +163,16 @@ def is_plain_dataclass(cls: type) -> bool:
     return dataclasses.is_dataclass(cls) and all(
         ancestor is object or ancestor.__module__ != "builtins" for ancestor in cls.__mro__
     )
+
+
+def _register_namespace(cls: type) -> None:
+    def make(attributes: Any) -> Any:
+        made = cls()
+        vars(made).update(attributes)
+        return made
+
+    register_codec(cls, tag=f"{cls.__module__}.{cls.__qualname__}", encode=lambda value: dict(vars(value)), decode=make)
+
+
+_register_namespace(argparse.Namespace)
+_register_namespace(types.SimpleNamespace)

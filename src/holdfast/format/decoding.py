@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from holdfast.errors import FormatError, UnsupportedValueError
 from holdfast.format.codecs import FACTORIES, Codec, codec_tagged, is_namedtuple, is_plain_dataclass, type_named
 from holdfast.format.encoding import MAX_DEPTH, path_part
-from holdfast.format.scalars import DECODERS, Malformed, Node, decode_int, decode_numpy
+from holdfast.format.scalars import DECODERS, ENCODERS, Malformed, Node, decode_int, decode_numpy
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticError)
@@ -69,6 +69,14 @@ class Decoder:
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         """The tensor of a class that is made of other tensors."""
         raise malformed(path, "a tensor stands where none may be")
+
+    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
+        """The value of a type that has a codec."""
+        made = Decoder(self._find_codec).decode(payload, UNFILLED, path, depth)
+        try:
+            return codec.decode(made)
+        except Exception as error:
+            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
 
     def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
         """The places of nodes whose value is just the live part beside them, found without decoding each.
@@ -186,11 +194,13 @@ class Decoder:
         if type(payload) is not list:
             raise malformed(path, "a list of pairs is expected")
         plain = Decoder(self._find_codec)
+        # The live keys say what types of the program keys are.
+        examples = _examples(live if isinstance(live, dict) else ())
         nodes = {}
         for index, pair in enumerate(payload):
             if type(pair) is not list or len(pair) != 2:
                 raise malformed(path, "a pair is expected")
-            key = plain.decode(pair[0], UNFILLED, f"{path}/{index}", depth)
+            key = plain.decode(pair[0], _example_of(pair[0], examples), f"{path}/{index}", depth)
             try:
                 nodes[key] = pair[1]
             except TypeError as error:
@@ -199,8 +209,15 @@ class Decoder:
             raise malformed(path, "a key stands twice")
         return self.mapping(nodes, live, path, depth)
 
-    def _elements(self, payload: Node, path: str, depth: int) -> frozenset[Any]:
-        values = Decoder(self._find_codec).sequence(payload, UNFILLED, path, depth)
+    def _elements(self, payload: Node, live: Any, path: str, depth: int) -> frozenset[Any]:
+        if type(payload) is not list:
+            raise malformed(path, "a list is expected")
+        plain = Decoder(self._find_codec)
+        examples = _examples(live if isinstance(live, (set, frozenset)) else ())
+        values = [
+            plain.decode(node, _example_of(node, examples), f"{path}/{index}", depth)
+            for index, node in enumerate(payload)
+        ]
         try:
             elements = frozenset(values)
         except TypeError as error:
@@ -237,6 +254,16 @@ class Decoder:
             if value is not ABSENT:
                 values[name] = value
         return values
+
+
+def _examples(live: Iterable[Any]) -> dict[str, Any]:
+    """By the name of its type, one of some live values of each type that has a name in what is stored."""
+    return {type(value).__qualname__: value for value in live if type(value) not in ENCODERS}
+
+
+def _example_of(node: Node, examples: Mapping[str, Any]) -> Any:
+    name = node.get("k") if type(node) is dict and node.get("$") in NAMED else None
+    return examples.get(name.rpartition(":")[2], UNFILLED) if type(name) is str else UNFILLED
 
 
 NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag", "tensor_subclass"})
@@ -284,11 +311,7 @@ def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dept
             path=path,
             hint="Call register_codec, as the program that saved did, before restoring.",
         )
-    plain = Decoder(d._find_codec).decode(payload, UNFILLED, path, depth)
-    try:
-        return codec.decode(plain)
-    except Exception as error:
-        raise malformed(path, f"the codec {argument!r} refused what is stored: {error!r}") from error
+    return d.coded(codec, payload, live, path, depth)
 
 
 def _subclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
@@ -419,7 +442,7 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "OrderedDict": _plain(lambda d, *where: collections.OrderedDict(d._pairs(*where))),
     "Counter": _plain(lambda d, *where: collections.Counter(d._pairs(*where))),
     "tuple": _plain(lambda d, *where: tuple(d.sequence(*where))),
-    "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, path, depth))),
-    "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, path, depth)),
+    "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, live, path, depth))),
+    "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, live, path, depth)),
 }
 """For each tag of what may hold other values, how it is rebuilt."""

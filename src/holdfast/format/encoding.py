@@ -106,6 +106,10 @@ class Encoder:
         finally:
             self._written = outer
 
+    def coded(self, made: Any, path: str, depth: int) -> Node:
+        """The node of what a codec has made of a value."""
+        return _Plain(self).encode(made, path, depth)
+
     def count(self, values: int, path: str) -> None:
         """Counts values that are written in some other way.
 
@@ -121,7 +125,7 @@ class Encoder:
     def _encode_other(self, cls: type, value: Any, path: str, depth: int) -> Node:
         codec = codec_for(cls)
         if codec is not None:
-            return tagged("codec", _Plain(self).encode(codec.encode(value), path, depth), codec.tag)
+            return tagged("codec", self.coded(codec.encode(value), path, depth), codec.tag)
         node = self.special(value, path, depth)
         if node is None:
             node = self._encode_of_program(cls, value, path, depth)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from holdfast.format.codecs import Codec
-from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode
+from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode, find_tags
 from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import Node
 
@@ -88,6 +88,11 @@ class _Outliner(Decoder):
         if kind in _ITS_OWN:
             return _Strange("it is each worker's own")
         return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
+
+    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
+        if any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
+            return _Strange(f"it is a {codec.tag}")
+        return super().coded(codec, payload, live, path, depth)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         return _Strange(f"it is a {name.rpartition(':')[2]}")

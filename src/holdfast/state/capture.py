@@ -125,6 +125,8 @@ class _Capturing(Encoder):
         self._columns = Captured([], [], [], [], [], {})
         self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
+        # Whether it writes what a codec has made.
+        self._is_coding = False
         # By library: for each memory, the place of its leaf in the columns.
         self._by_memory: dict[str, dict[Hashable, int]] = {}
         self._memories: list[Hashable] = []
@@ -230,6 +232,12 @@ class _Capturing(Encoder):
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """The node of an object with state."""
         adapter = adapter_of(value)
+        if adapter is not None and self._is_coding:
+            raise unsupported(
+                path,
+                f"an object with state ({type(value).__qualname__}) in what a codec made",
+                "Let the codec return the object's state, or give the outer object state_dict and load_state_dict.",
+            )
         if adapter is None:
             return self._encode_subclass(value, path, depth) if is_made_of_tensors(type(value)) else None
         sharing = self._sharing
@@ -244,6 +252,14 @@ class _Capturing(Encoder):
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
             sharing.is_own, sharing.holders = outer
+
+    def coded(self, made: Any, path: str, depth: int) -> Node:
+        """The node of what a codec has made of a value, with leaves for the arrays in it."""
+        outer, self._is_coding = self._is_coding, True
+        try:
+            return self.encode_apart(made, path, depth)
+        finally:
+            self._is_coding = outer
 
     def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
         """The node of a tensor that is made of other tensors, each of which has a leaf."""

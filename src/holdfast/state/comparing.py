@@ -10,19 +10,26 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
+from holdfast.errors import ApplyError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass
-from holdfast.format.decoding import ABSENT, UNFILLED, Decoder, SubclassNode, malformed
+from holdfast.format.decoding import (
+    ABSENT,
+    UNFILLED,
+    Decoder,
+    SubclassNode,
+    find_tags,
+    malformed,
+)
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.adapters import OWNED, Adapter
+from holdfast.state.adapters import OWNED, REPLACED, Adapter
 from holdfast.state.capture import Cast
 from holdfast.state.claims import Claims
-from holdfast.state.finding import holds_state, state_paths
+from holdfast.state.finding import find_array, holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences
 from holdfast.state.loading import ObjectLoading
-from holdfast.state.pending import Finished, finish_arrays
+from holdfast.state.pending import Finished, PendingArray, finish_arrays
 from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
@@ -88,6 +95,8 @@ class Comparison(Decoder):
         self.selected_count = 0
         self.rules = OWNED
         self.like: Any = None
+        # An array where those lie that are made for a codec.
+        self.beside: Any = None
         self.reseeded: list[str] = []
         self.left: list[str] = []
         self._worker = worker
@@ -190,7 +199,24 @@ class Comparison(Decoder):
         like = sharder_of_type(type(self.like))
         if like is not None and self.like.shape == spec.shape:
             return self.claims.new_shared(leaf, spec, like, self.like, path)
-        return self.claims.new(leaf, spec, backend_named(library))
+        made_by = backend_named(library)
+        return self.claims.new(leaf, spec, made_by, self.beside if backend_of(self.beside) is made_by else None)
+
+    def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
+        """The value, or what stands for it until the arrays in it have been read: they are made for it."""
+        if not any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
+            return super().coded(codec, payload, live, path, depth)
+        # They come where the present ones lie; without such, to the parameter whose state it is.
+        beside = find_array(codec.encode(live)) if type(live) is codec.cls else None
+        beside = self.like if beside is None else beside
+        outer = (self.like, self.beside, self.rules)
+        self.like, self.beside, self.rules = None, beside, REPLACED
+        try:
+            made = self.decode(payload, UNFILLED, path, depth)
+        finally:
+            self.like, self.beside, self.rules = outer
+        self.claims.has_pending = True
+        return _PendingCoded(codec, made, path, self._finished)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         """The live tensor, whose parts are filled where they are; or a new one, if there is none that is alike."""
@@ -302,6 +328,28 @@ class Comparison(Decoder):
         """Fields are part of the program: they are differences."""
         self.differences.missing += [name for name in missing if self.wants(name)]
         self.differences.extra += [name for name in extra if self.wants(name)]
+
+
+class _PendingCoded(PendingArray):
+    """Stands for a value whose codec is called when the arrays have been read of which it is to make it."""
+
+    def __init__(self, codec: Codec, made: Any, path: str, finished: Finished) -> None:
+        self._codec, self._made, self._path, self._finished = codec, made, path, finished
+
+    def finish(self) -> Any:
+        """Calls the codec.
+
+        Raises:
+            ApplyError: If it refuses what was stored.
+        """
+        made = finish_arrays(self._made, self._finished)
+        try:
+            return self._codec.decode(made)
+        except Exception as error:
+            raise ApplyError(
+                f"{self._path}: the codec {self._codec.tag!r} refused what is stored: {error!r}",
+                hint="See the cause above; objects that came before it have been changed.",
+            ) from error
 
 
 def _says(context: Any, stored: Any) -> bool:

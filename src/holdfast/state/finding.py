@@ -32,6 +32,11 @@ def state_paths(live: object, path: str) -> list[str]:
     return [_path(path, trail) for trail, _, handler in _walk(live) if handler is not None]
 
 
+def find_array(live: object) -> object:
+    """The first plain array in a value, or None."""
+    return next((value for _, value, _ in _walk(live) if backend_of_type(type(value)) is not None), None)
+
+
 def holds_state(live: object) -> bool:
     """Whether there are arrays or objects with state in a live value, or it is one."""
     return any(handler is not None for _, _, handler in _walk(live))
