@@ -628,3 +628,67 @@ def test_twenty_thousand_tensors_are_named() -> None:
     net = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(20_000)])
     stored = store(model=net)
     assert len(stored.specs) == 20_000
+
+
+def observing(seed: int) -> Any:
+    """Fake quantization for each channel: its scales get their shape from what it observes, or while it loads."""
+    quantization: Any = torch.ao.quantization
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).train()
+    net.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(net)
+
+
+def lazy(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("optimizer_first", [False, True])
+@pytest.mark.parametrize("make", [observing, lazy])
+def test_a_module_that_gets_its_shapes_while_it_loads(tmp_path: Path, make: Any, optimizer_first: bool) -> None:
+    def checkpoint(net: Any, optimizer: Any) -> hf.Checkpoint:
+        named = {"model": net, "optimizer": optimizer}
+        return hf.Checkpoint(**dict(reversed(named.items()) if optimizer_first else named))
+
+    net = make(1)
+    net(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with hf.CheckpointManager(tmp_path, checkpoint(net, optimizer)) as manager:
+        manager.save(3)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "control.pt")
+
+    live = make(2)
+    other = torch.optim.AdamW(live.parameters())
+    with hf.CheckpointManager(tmp_path, checkpoint(live, other)) as manager:
+        manager.restore()
+    control, state = make(2), torch.load(tmp_path / "control.pt")
+    control.load_state_dict(state["model"])
+    third = torch.optim.AdamW(control.parameters())
+    third.load_state_dict(state["optimizer"])
+    assert same_state(live.state_dict(), control.state_dict())
+    for one, its_optimizer in ((net, optimizer), (live, other), (control, third)):
+        train(one, its_optimizer, seed=10)
+    assert same_state(live.state_dict(), control.state_dict())
+    assert same_state(live.state_dict(), net.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_module_that_does_not_take_other_shapes_is_a_difference() -> None:
+    net = observing(1)
+    net(torch.randn(8, 4))
+    live = observing(2)
+    live[2].bias = nn.Parameter(torch.zeros(5))
+    before = copy.deepcopy(live.state_dict())
+    assert match(store(model=net), {"model": live}).differences.wrong_shape == ["model/2.bias: stored [2], live [5]"]
+    assert same_state(live.state_dict(), before)
+    # One that is loaded in a way of its own is tried, and left as it was.
+    with_state = {"model": nn.Sequential(Scaled())}
+    wider = nn.Sequential(Scaled())
+    wider[0].register_buffer("more", torch.zeros(3))
+    with_state["model"][0].register_buffer("more", torch.zeros(2))
+    assert match(store(**with_state), {"model": wider}).differences.wrong_shape == [
+        "model/0.more: stored [2], live [3]"
+    ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
@@ -38,7 +41,8 @@ class ModuleAdapter(Adapter):
     Parameters and buffers are filled where they are: they keep their identity, `requires_grad`, `grad` and storage.
     One that is expanded or overlaps itself cannot be filled; it keeps its identity and gets memory of its own.
     A module that loads in a way of its own (hooks, extra state, overridden methods, values that are not its
-    parameters and buffers) is handed its state through `load_state_dict` as well.
+    parameters and buffers) is handed its state through `load_state_dict` as well. So is a lazy module without its
+    shapes, and one that gives its tensors other shapes while it loads.
     """
 
     kind = "torch.module"
@@ -73,11 +77,17 @@ class ModuleAdapter(Adapter):
         values = dict(live)
         wanted = [key for key in live if key in nodes and loading.wants(key)]
         values |= loading.values({key: nodes[key] for key in wanted if key in direct}, live, rules=OWNED)
-        values |= loading.values({key: nodes[key] for key in wanted if key not in direct}, live)
+        handed_over = {key: nodes[key] for key in wanted if key not in direct}
+        shaped = _shaped_by_loading(obj, live, {key: loading.shape_of(node) for key, node in handed_over.items()})
+        present = {key: value for key, value in live.items() if key not in shaped}
+        values |= loading.values(handed_over, present)
         new_memory = [
             (value, values[key])
             for key, value in live.items()
-            if values[key] is not value and id(value) in own and _gets_new_memory(value, is_loaded=key not in direct)
+            if values[key] is not value
+            and id(value) in own
+            and key not in shaped
+            and _gets_new_memory(value, is_loaded=key not in direct)
         ]
         return lambda: _finish(obj, loading.complete(values) if custom else None, new_memory)
 
@@ -88,6 +98,49 @@ _BACKEND: Final = TorchBackend()
 def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
     """Whether a tensor of a module, for which values were made anew, could not be filled where it is."""
     return not is_loaded if is_made_of_tensors(type(tensor)) else not _BACKEND.fillable(tensor)
+
+
+def _shaped_by_loading(module: nn.Module, live: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]) -> set[str]:
+    """The names of tensors to which loading gives the shape that was stored.
+
+    A lazy module does so, and one that observes values: fake quantization has scales for each channel only once it has
+    seen some. Whether a module takes other shapes than it has is tried with a copy of it.
+
+    Args:
+        module: The module.
+        live: Its tensors by name.
+        shapes: The stored shapes of those that are loaded by the modules themselves; None for what is no tensor.
+    """
+    found = {key for key, shape in shapes.items() if shape is not None and is_lazy(live[key])}
+    differing: dict[str, list[str]] = {}
+    for key, shape in shapes.items():
+        value = live[key]
+        if key not in found and shape is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
+            differing.setdefault(key.rpartition(".")[0], []).append(key)
+    rename = renaming(module)
+    for path, child in module.named_modules() if differing else ():
+        prefix = rename(f"{path}.")[:-1] if path else ""
+        if prefix in differing:
+            own = {key: (live[key], shape) for key, shape in shapes.items() if key.rpartition(".")[0] == prefix}
+            if _takes(child, {key.rpartition(".")[2]: pair for key, pair in own.items()}):
+                found.update(differing[prefix])
+    return found
+
+
+def _takes(module: nn.Module, tensors: dict[str, tuple[Any, tuple[int, ...] | None]]) -> bool:
+    """Whether a module would load tensors of other shapes, given with its own; it stays as it is."""
+    errors: list[str] = []
+    try:
+        state = {
+            name: torch.zeros(shape, dtype=own.dtype, device=own.device)
+            for name, (own, shape) in tensors.items()
+            if shape is not None
+        }
+        version = {"version": module._version}
+        copy.deepcopy(module)._load_from_state_dict(state, "", version, False, [], [], errors)
+    except Exception:  # noqa: BLE001  It comes out of the module's own code: then it does not take them.
+        return False
+    return not errors
 
 
 def _finish(module: nn.Module, values: dict[str, Any] | None, new_memory: list[tuple[Any, Any]]) -> None:
