@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,25 @@ class TestTensorsMadeOfTensors:
             bring_back(stored, objects)
         assert same_state(parts(objects["x"]["a"]), parts(inner))
         assert objects["x"]["deep"].scale.codes is objects["x"]["a"].codes
+
+    @pytest.mark.usefixtures("only_registered_types")
+    def test_those_of_an_older_checkpoint_are_read(self, tmp_path: Path) -> None:
+        """It was made once, of a `Coded` in a module `program` and a namespace with a tensor, and never again."""
+        hf.register_type(Coded, name="program:Coded")
+        checkpoint = hf.Checkpoint(tree=None, args=None)
+        run = shutil.copytree(Path(__file__).parent / "data" / "v1-objects", tmp_path / "run")
+        with hf.CheckpointManager(run, checkpoint) as manager:
+            manager.restore()
+        assert same_state(parts(checkpoint["tree"]["weight"]), parts(Coded.of(torch.arange(6.0).reshape(2, 3))))
+        assert checkpoint["args"].lr == 0.5
+        assert checkpoint["args"].order.tolist() == [2, 0, 1]
+
+    def test_weights_of_bitsandbytes_are_refused_with_what_to_do(self) -> None:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        net = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64)).to("cpu")
+        with pytest.raises(UnsupportedValueError, match="Params4bit") as caught:
+            store(model=net)
+        assert "requires_grad" in caught.value.hint
 
     def test_a_malformed_one_is_refused(self) -> None:
         node: dict[str, Any] = {"tensors": {}, "context": None, "shape": [2], "strides": [1]}

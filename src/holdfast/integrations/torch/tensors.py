@@ -220,7 +220,14 @@ def _why_not(array: Any) -> tuple[str, str]:
         return "a quantized tensor", "Store its int_repr() with scale and zero point."
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
-        return f"a tensor of type {cls.__module__}.{cls.__qualname__}", "Store the plain tensors that it is made of."
+        hint = (
+            "It keeps a part of its values where load_state_dict does not put them back. Save what is trained alone: "
+            "trained={name: p for name, p in model.named_parameters() if p.requires_grad}."
+            if cls.__module__.startswith("bitsandbytes.")
+            else "Store the plain tensors that it is made of, or give its class __tensor_flatten__ and "
+            "__tensor_unflatten__."
+        )
+        return f"a tensor of type {cls.__module__}.{cls.__qualname__}", hint
     if _lacks_memory(array):
         return (
             "a tensor whose storage was freed, or is too short for it,",
