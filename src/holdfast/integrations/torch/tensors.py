@@ -221,12 +221,17 @@ def _why_not(array: Any) -> tuple[str, str]:
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
         hint = (
-            "It keeps a part of its values where load_state_dict does not put them back. Save what is trained alone: "
-            "trained={name: p for name, p in model.named_parameters() if p.requires_grad}."
-            if cls.__module__.startswith("bitsandbytes.")
-            else "Store the plain tensors that it is made of, or give its class __tensor_flatten__ and "
-            "__tensor_unflatten__."
+            "Store the plain tensors that it is made of, or give its class __tensor_flatten__ and __tensor_unflatten__."
         )
+        if cls.__module__.startswith("bitsandbytes."):
+            hint = (
+                "It keeps a part of its values where load_state_dict does not put them back. Save what is trained: "
+                "trained={name: p for name, p in model.named_parameters() if p.requires_grad}."
+            )
+        elif hasattr(cls, "__tensor_flatten__"):
+            hint = (
+                "A tensor that is divided over workers has to consist of plain tensors. Use a plain optimizer for it."
+            )
         return f"a tensor of type {cls.__module__}.{cls.__qualname__}", hint
     if _lacks_memory(array):
         return (
