@@ -178,7 +178,7 @@ def test_nothing_is_removed_that_came_to_be_needed_while_a_person_was_asked(run:
     with hf.CheckpointManager(run, hf.Checkpoint(), incremental=True) as manager:
         manager.save(4)
     survey = survey_run(storage)
-    plan = plan_removals(survey, Wishes(off_line=False, unfinished=False, job_is_dead=False, steps=("3",)))
+    plan = plan_removals(survey, Wishes(off_line=False, unfinished=False, lost=False, job_is_dead=False, steps=("3",)))
     assert [one.directory for one in plan.remove] == [THREE]
     check_unchanged(storage, plan, survey.catalog)
     manifest = read_manifest(storage, StepName(4, 2))
@@ -216,11 +216,12 @@ def test_prune_off_line_keeps_what_the_line_refers_to(run: Path) -> None:
 def test_prune_keeps_an_unfinished_directory_that_is_referred_to(run: Path) -> None:
     (run / ONE / "manifest.json").unlink()
     (run / "step-000000007.g0001").mkdir()
-    result = call("prune", run, "--unfinished", "--job-is-dead", "--yes")
+    result = call("prune", run, "--unfinished", "--lost", "--job-is-dead", "--yes")
     assert result.exit_code == ExitCode.OK, result.output
     assert f"kept: {ONE}, since step 3 and 1 more refer to it" in result.stdout
     assert "removed 1 directory" in result.stdout
-    assert call("verify", run, "--all").exit_code == ExitCode.OK
+    assert call("verify", run).exit_code == ExitCode.OK
+    assert f"{ONE}/manifest.json is missing" in call("verify", run, "--all").stdout
 
 
 def test_prune_still_refuses_the_newest_whole_step(run: Path) -> None:

@@ -298,7 +298,7 @@ def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, 
     with hf.CheckpointManager(run, hf.Checkpoint(**make_objects()), keep=hf.Latest(1)) as manager:
         assert manager.restore() is None
         manager.save(8)
-    assert len(list(outside.iterdir())) == 3
+    assert len(list(outside.iterdir())) == 4
 
 
 def test_a_step_renamed_to_another_is_not_taken_for_it(run: Path) -> None:

@@ -364,7 +364,7 @@ def test_a_source_that_lost_its_manifest_is_not_swept_away(tmp_path: Path) -> No
     save_steps(tmp_path, 3)
     storage = LocalStorage(tmp_path)
     assert references_of(storage, 3, 2) == {}, "what is not committed is not referred to anew"
-    assert [name.step for name in read_catalog(storage).unfinished] == [1]
+    assert [name.step for name in read_catalog(storage).lost] == [1]
     assert damages_of(storage) == {2: [], 3: []}
 
 

@@ -648,7 +648,7 @@ def test_a_job_whose_manifests_are_all_gone_does_not_begin_again_in_silence(tmp_
             train(tmp_path, keep=keep)
         assert "begin_anew=True" in raised.value.hint
         assert len(raised.value.damages) == 5
-        with hf.LocalSession() as session, pytest.raises(NoWholeCheckpointError, match="steps 0, 1, 2, 3, 4 were"):
+        with hf.LocalSession() as session, pytest.raises(NoWholeCheckpointError, match="step 2 was committed"):
             hf.JobRunner(log_job([], 1), hf.MultiNodeCheckpointManager(tmp_path), resume_from_epoch=2).train(session)
         assert sorted(tmp_path.glob("step-*/*")) == before, "nothing is swept"
     events: list[Event] = []
@@ -758,14 +758,16 @@ def test_of_two_jobs_in_one_directory_the_newer_one_counts(tmp_path: Path) -> No
     assert epochs_of(tmp_path) == (3, 4)
 
 
-def test_an_epoch_whose_manifest_is_gone_is_none(tmp_path: Path) -> None:
+def test_an_epoch_whose_manifest_is_gone_is_passed_over_by_name_and_kept(tmp_path: Path) -> None:
     train(tmp_path)
     next(tmp_path.glob("step-000000004.*/manifest.json")).unlink()
-    with pytest.raises(NoCheckpointError, match="epoch 4"):
+    with pytest.raises(NoWholeCheckpointError, match="step 4 was committed, and its manifest is gone"):
         train(tmp_path, 4)
-    last, totals, result = train(tmp_path)
+    events: list[Event] = []
+    last, totals, result = train(tmp_path, sinks=[events.append])
     assert (last, totals, result.resumed_from) == (4, [145.0] * 3, 3)
-    assert len(list(tmp_path.glob("step-*"))) == 5, "what was left of it has been tidied up"
+    assert [event.step for event in events if isinstance(event, PassedOver)] == [4]
+    assert len(list(tmp_path.glob("step-*"))) == 6, "its data is still there"
 
 
 def test_two_jobs_in_one_process_do_not_mix(tmp_path: Path) -> None:

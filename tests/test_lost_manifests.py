@@ -1,4 +1,4 @@
-"""Runs whose checkpoints have all lost their manifests, by hand say: they are no runs that have not begun."""
+"""Checkpoints that have lost their manifests, by hand say: they are named, and their data is kept."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import call, call_json, complaint
 from holdfast.catalog import find_lost, open_generation, read_catalog, record_base
+from holdfast.cli.exit_codes import ExitCode
 from holdfast.cluster import Cluster
 from holdfast.errors import NoWholeCheckpointError, UsageError
-from holdfast.events import Event, Warned
+from holdfast.events import Event, PassedOver, Warned
 from holdfast.format.generation import make_base
 from holdfast.storage import LocalStorage
 from holdfast.testing.memory_engine import run_workers
+
+THREE = "step-000000003.g0001"
 
 
 def open_manager(place: Path, **options: Any) -> hf.CheckpointManager:
@@ -30,13 +34,23 @@ def save_steps(place: Path, *steps: int, **options: Any) -> None:
             manager.save(step)
 
 
-def remove_manifests(place: Path) -> None:
-    for manifest in place.glob("step-*/manifest.json"):
+def remove_manifests(place: Path, steps: str = "*") -> None:
+    for manifest in place.glob(f"step-{steps}/manifest.json"):
         manifest.unlink()
 
 
+def make_old(place: Path) -> None:
+    """Makes a run one of before the file `committed` was written."""
+    for copy in place.glob("step-*/committed"):
+        copy.unlink()
+
+
+def warnings_of(events: list[Event]) -> str:
+    return "\n".join(event.text for event in events if isinstance(event, Warned))
+
+
 def files_in(place: Path) -> list[Path]:
-    return sorted(place.glob("step-*/*"))
+    return sorted(path for path in place.glob("step-*/*") if path.name != "committed")
 
 
 def test_they_are_not_restored_as_if_there_were_nothing(tmp_path: Path) -> None:
@@ -55,40 +69,143 @@ def test_they_are_not_restored_as_if_there_were_nothing(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("kept_by", ["the copy of the manifest", "the journal"])
+def test_the_newest_one_is_passed_over_by_name_and_its_data_stays(tmp_path: Path, kept_by: str) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    if kept_by == "the journal":
+        make_old(tmp_path)
+    else:
+        (tmp_path / "events.jsonl").unlink()
+    remove_manifests(tmp_path, "*3.g0001")
+    kept = list((tmp_path / THREE).iterdir())
+    events: list[Event] = []
+    with open_manager(tmp_path, sinks=[events.append]) as manager:
+        with pytest.raises(NoWholeCheckpointError, match="step 3 was committed, and its manifest is gone"):
+            manager.restore(3)
+        restored = manager.restore()
+        assert restored is not None
+        assert restored.step == 2
+        (passed,) = (event for event in events if isinstance(event, PassedOver))
+        assert (passed.step, passed.file) == (3, f"{THREE}/manifest.json")
+        assert [damage.path for damage in restored.passed_over] == [passed.file]
+        for step in (3, 4, 5):
+            manager.save(step)
+    assert "step 3 was committed, and its manifest is gone" in warnings_of(events)
+    # Other jobs leave it alone too.
+    save_steps(tmp_path, 6, keep=hf.Latest(1))
+    save_steps(tmp_path, 7, begin_anew=True)
+    assert set(kept) <= set((tmp_path / THREE).iterdir())
+
+
+def test_one_in_the_middle_is_kept_and_retention_goes_on(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with open_manager(tmp_path, keep=hf.Latest(2), sinks=[events.append]) as manager:
+        manager.save(1)
+        manager.save(2).wait_ended(60)
+        remove_manifests(tmp_path, "*2.g0001")
+        for step in (3, 4, 5):
+            manager.save(step)
+    assert "step 2 was committed" in warnings_of(events)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000000{step}.g0001" for step in (2, 4, 5)]
+    with open_manager(tmp_path) as manager:
+        restored = manager.restore()
+        assert restored is not None
+        assert (restored.step, restored.passed_over) == (5, ())
+
+
+def test_what_one_needs_of_earlier_steps_is_kept_with_it_and_the_copy_brings_it_back(tmp_path: Path) -> None:
+    arrays = {"frozen": np.full(50_000, 7.0), "trained": np.zeros(10)}
+
+    def go_on(*steps: int, **options: Any) -> None:
+        checkpoint = hf.Checkpoint(arrays=arrays)
+        with hf.CheckpointManager(tmp_path, checkpoint, keep=hf.Latest(1), incremental=True, **options) as manager:
+            manager.restore()
+            for step in steps:
+                arrays["trained"][:] = step
+                arrays["frozen"][:] = 7 if step < 4 else 8
+                manager.save(step)
+
+    go_on(1, 2, 3)
+    manifest = tmp_path / THREE / "manifest.json"
+    written = manifest.read_bytes()
+    manifest.unlink()
+    go_on(4, begin_anew=True)
+    go_on(5)
+    assert (tmp_path / THREE / "committed").read_bytes() == written
+    manifest.write_bytes(written)
+    restored = hf.CheckpointManager(tmp_path, hf.Checkpoint(arrays=arrays)).restore(3)
+    assert restored is not None
+    assert (arrays["frozen"] == 7).all()
+    assert (arrays["trained"] == 3).all()
+
+
+def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    remove_manifests(tmp_path, "*3.g0001")
+    (tmp_path / "events.jsonl").unlink()
+    listed = call("list", tmp_path)
+    assert "1 step without a manifest (--all shows them)" in listed.stderr
+    assert f"{THREE}/manifest.json is missing, and the step was committed" in listed.stderr
+    states = {row.split()[6]: row.split()[2] for row in call("list", tmp_path, "--all").stdout.splitlines()}
+    assert states[THREE] == "lost"
+    assert [one["step"] for one in call_json("list", tmp_path)["lost"]] == [3]
+    for verb in ("show", "verify"):
+        code, said = complaint(verb, f"{tmp_path}@3")
+        assert code == ExitCode.DAMAGED
+        assert "step 3 was committed, and its manifest is gone" in said
+    verified = call("verify", tmp_path)
+    assert verified.exit_code == ExitCode.DAMAGED
+    assert "is missing, and the step was committed" in verified.stdout
+    assert "there is nothing to remove" in call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
+    assert "--lost removes 1 step without a manifest" in complaint("prune", tmp_path)[1]
+    assert call("prune", tmp_path, "--lost", "--yes").exit_code == ExitCode.OK
+    assert not (tmp_path / THREE).exists()
+    assert call("verify", tmp_path).exit_code == ExitCode.OK
+
+
 @pytest.mark.parametrize("options", [{"begin_anew": True}, {"incremental": True}])
-def test_a_run_that_begins_without_them_says_so_and_leaves_them(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_run_that_begins_without_them_says_so_and_leaves_them(
+    tmp_path: Path, options: dict[str, Any], is_old: bool
+) -> None:
     save_steps(tmp_path, 7)
     remove_manifests(tmp_path)
+    if is_old:
+        make_old(tmp_path)
     before = files_in(tmp_path)
     events: list[Event] = []
     # Nobody asks what there is: with `begin_anew`, or since `restore` is not called.
     save_steps(tmp_path, 1, 2, sinks=[events.append], **options)
     assert set(before) < set(files_in(tmp_path)), "nothing is swept"
-    (warned,) = [event.text for event in events if isinstance(event, Warned)]
-    assert "step 7 was committed, and its manifest is gone; the data files are still there" in warned
+    assert "step 7 was committed, and its manifest is gone; the data files are still there" in warnings_of(events)
     save_steps(tmp_path, 3)
-    assert not set(before) & set(files_in(tmp_path)), "by a later start it is"
+    assert set(before) < set(files_in(tmp_path)), "by a later start neither"
 
 
 def test_a_generation_that_began_from_one_tells_of_it_where_there_is_no_journal(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     save_steps(tmp_path, 2)
+    make_old(tmp_path)
     (tmp_path / "events.jsonl").unlink()
     remove_manifests(tmp_path)
     storage = LocalStorage(tmp_path)
     assert [name.step for name in find_lost(storage, read_catalog(storage))] == [1]
-    (tmp_path / "events.jsonl").write_bytes(b'not an event\n{"type": "Committed"}\n\xff')
+    (tmp_path / "events.jsonl").write_bytes(b'not an event\n{"type": "Committed"}\n{"kind":"committed"\n\xff')
     assert [name.step for name in find_lost(storage, read_catalog(storage))] == [1], "what is damaged tells nothing"
 
 
-def test_an_unfinished_first_save_is_none_of_them(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    remove_manifests(tmp_path)
+def test_an_unfinished_save_is_none_of_them(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    # A save that was killed before its commit.
+    make_old(tmp_path)
+    remove_manifests(tmp_path, "*2.g0001")
     (tmp_path / "events.jsonl").unlink()
     with open_manager(tmp_path) as manager:
-        assert manager.restore() is None
-        manager.save(1)
-    assert len(list(tmp_path.glob("step-*"))) == 1
+        restored = manager.restore()
+        assert restored is not None
+        assert (restored.step, restored.passed_over) == (1, ())
+        manager.save(3)
+    assert [int(path.name[5:14]) for path in sorted(tmp_path.glob("step-*"))] == [1, 3]
 
 
 def test_what_was_removed_on_purpose_is_none_of_them(tmp_path: Path) -> None:
@@ -139,3 +256,19 @@ def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp
         with pytest.raises(UsageError, match="not restored"):
             state.back_up(0)
     assert files_in(tmp_path) == kept
+
+
+def test_a_backup_is_restored_without_the_newer_one_that_lost_its_manifest_and_both_are_deleted(tmp_path: Path) -> None:
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        state.back_up(0)
+        state.back_up(1)
+    remove_manifests(tmp_path, "*2.g0001")
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        backup = state.restore()
+        assert backup is not None
+        assert backup.epoch == 0
+        state.back_up(1)
+        assert state.delete_backup()
+    assert files_in(tmp_path) == []
+    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+        assert state.restore() is None

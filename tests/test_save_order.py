@@ -97,18 +97,21 @@ def test_each_thing_lasts_before_what_relies_on_it(trace: list[str]) -> None:
     assert max(data_synced, index_synced) < max(before), "the files' names last before the manifest appears"
     assert temporary_synced < linked, "the manifest's bytes last before its name appears"
     assert after, "the manifest's name lasts before anybody is told"
-    assert not where(trace[linked:], r"^p?write(64)?\(\d+<" + STEP), "nothing is written after the commit"
+    copied = where(trace[linked:], r"^p?write(64)?\(\d+<" + STEP + "/committed>")
+    assert where(trace[linked:], r"^p?write(64)?\(\d+<" + STEP) == copied, "nothing but the manifest's copy is written"
+    assert linked + min(copied) > min(after), "after the commit"
 
 
 def test_the_old_step_goes_after_the_new_one_is_committed_and_its_manifest_first(trace: list[str]) -> None:
     linked = only(trace, r"^linkat\(.*\"manifest\.json\"")
     committed = min(number for number in where(trace, SYNC + STEP + ">") if number > linked)
+    copy_removed = only(trace, r"^unlink(at)?\(\d+<RUN/step-000000001\.g0001>, \"committed\"")
     manifest_removed = only(trace, r"^unlink(at)?\(\d+<RUN/step-000000001\.g0001>, \"manifest\.json\"")
     old_synced = min(
         number for number in where(trace, SYNC + r"RUN/step-000000001\.g0001>") if number > manifest_removed
     )
     others = where(trace, r"^unlink(at)?\(\d+<RUN/step-000000001\.g0001>, \"(data|index)-")
-    assert committed < manifest_removed < old_synced < min(others)
+    assert committed < copy_removed < manifest_removed < old_synced < min(others)
 
 
 def test_the_data_goes_past_the_page_cache_in_large_writes(trace: list[str]) -> None:

@@ -35,6 +35,7 @@ from holdfast.format.generation import (
 from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, decode_references
 from holdfast.format.names import (
+    COMMITTED_NAME,
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     MAX_GENERATION,
@@ -44,6 +45,7 @@ from holdfast.format.names import (
     base_path,
     generation_path,
     index_name,
+    is_part,
     join,
     parse_generation_file,
     parse_step_directory,
@@ -61,7 +63,9 @@ class Catalog(msgspec.Struct, frozen=True):
     Attributes:
         committed: All steps with a manifest, on the living line or not, in order of step.
         living: Those on the living line, in order of step.
-        unfinished: Directories of steps without a manifest: being written, or left behind.
+        unfinished: Directories of steps that were never committed: being written, or left behind.
+        lost: Steps that were committed and whose manifest is gone, on the living line or not, in order of step. Their
+            data is kept.
         trash: Names in the root of what was set aside to be removed.
         generation: The newest generation that was opened, or 0.
         faults: Records of generations that could not be read.
@@ -71,6 +75,7 @@ class Catalog(msgspec.Struct, frozen=True):
     committed: tuple[StepName, ...]
     living: tuple[StepName, ...]
     unfinished: tuple[StepName, ...]
+    lost: tuple[StepName, ...]
     trash: tuple[str, ...]
     generation: int
     faults: tuple[DamageError, ...]
@@ -86,6 +91,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
         Raises:
             NoCheckpointError: If there is none; the error names those that exist.
+            NoWholeCheckpointError: If it was committed, and its manifest is gone.
         """
         for name in self.living:
             if name.step == step:
@@ -93,6 +99,8 @@ class Catalog(msgspec.Struct, frozen=True):
         off_line = [name for name in self.committed if name.step == step]
         if off_line:
             return max(off_line)
+        if lost := [name for name in self.lost if name.step == step]:
+            raise make_lost_error(lost)
         known = ", ".join(str(existing) for existing in sorted({name.step for name in self.committed}))
         raise NoCheckpointError(f"there is no checkpoint of step {step}", hint=f"Steps that exist: {known or 'none'}.")
 
@@ -110,8 +118,8 @@ def read_catalog(storage: Storage) -> Catalog:
     """
     entries = storage.list("")
     for _ in range(_MOST_LOOKS):
-        committed, unfinished = _sort_steps(storage, entries)
-        if not unfinished:
+        committed, lost, unfinished = _sort_steps(storage, entries)
+        if not (lost or unfinished):
             break
         known, entries = {entry.name for entry in entries}, storage.list("")
         if not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
@@ -130,21 +138,51 @@ def read_catalog(storage: Storage) -> Catalog:
         committed=tuple(sorted(committed)),
         living=choose_living(committed, bases),
         unfinished=tuple(sorted(unfinished)),
+        lost=tuple(sorted(lost)),
         trash=tuple(trash),
-        generation=max([generation, *(name.generation for name in (*committed, *unfinished))]),
+        generation=max([generation, *(name.generation for name in (*committed, *lost, *unfinished))]),
         faults=tuple(faults),
         spare_bytes=spare_bytes,
     )
 
 
-def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName]]:
-    """The steps among the directories of a run: those with a manifest, and those without."""
+def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName], list[StepName]]:
+    """The steps of a run: those with a manifest, those that have lost it, and those that never had one."""
     committed: list[StepName] = []
+    lost: list[StepName] = []
     unfinished: list[StepName] = []
     # Older ones first: where one of two is removed once the other is committed, the other is seen.
     for name in sorted(name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))):
-        (committed if is_committed(storage, name) else unfinished).append(name)
-    return committed, unfinished
+        if is_committed(storage, name):
+            committed.append(name)
+        elif not exists(storage, name.committed_path):
+            unfinished.append(name)
+        elif is_committed(storage, name):  # Since the first look.
+            committed.append(name)
+        else:
+            # A removal takes this file before the manifest. So if it is still there, the step is not being removed.
+            names = _list_names(storage, name)
+            (lost if COMMITTED_NAME in names and any(map(is_part, names)) else unfinished).append(name)
+    return committed, lost, unfinished
+
+
+def _list_names(storage: Storage, name: StepName) -> set[str]:
+    return {entry.name for entry in storage.list(name.directory)}
+
+
+def exists(storage: Storage, path: str) -> bool:
+    """**Blocks.** Whether a file lies there, whole or damaged.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    try:
+        storage.open_reader(path).close()
+    except NotFoundError:
+        return False
+    except DamageError:
+        return True
+    return True
 
 
 def is_committed(storage: Storage, name: StepName) -> bool:
@@ -178,22 +216,33 @@ def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[DamageErro
 
 
 def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
-    """**Blocks.** Steps that were committed and have no manifest any more, in a run where no other step has one.
+    """**Blocks.** Steps of the living line that were committed and have no manifest any more, in order of step.
 
-    Nothing of holdfast's leaves a run like this: whatever removes the newest checkpoint removes all of them and their
-    data, or begins a line of its own before. That one was committed is known from generations that began from it, and
-    from the run's journal of events, where there is one. An unfinished save is one of which neither knows.
+    The file `committed` in a step's directory says that it was committed. Older runs have no such file. There, a step
+    newer than all others with a manifest was committed if a generation began from it, or if the run's journal of events
+    says so: retention never removes the newest one.
 
     Raises:
         StorageError: If the place cannot be read.
     """
-    if catalog.living or not catalog.unfinished:
+    if not (catalog.lost or catalog.unfinished):
         return ()
     bases, _, _ = _read_bases(storage)
-    told = _read_committed(storage)
-    known = {base.name for base in bases.values()}
-    living = choose_living((*catalog.committed, *catalog.unfinished), bases)
-    return tuple(name for name in living if name in known or (name.step, name.generation) in told)
+    lost = set(choose_living((*catalog.committed, *catalog.lost), bases)) & set(catalog.lost)
+    newest_step = -1 if catalog.newest is None else catalog.newest.step
+    line = choose_living((*catalog.committed, *catalog.unfinished), bases)
+    newer = [name for name in line if name.step > newest_step and name in catalog.unfinished]
+    if newer:
+        known = {base.name for base in bases.values()}
+        journal = _read_committed(storage)
+        lost.update(
+            name
+            for name in newer
+            if (name in known or (name.step, name.generation) in journal)
+            and any(map(is_part, _list_names(storage, name)))
+            and not is_committed(storage, name)
+        )
+    return tuple(sorted(lost))
 
 
 def check_nothing_lost(storage: Storage) -> None:
@@ -203,15 +252,21 @@ def check_nothing_lost(storage: Storage) -> None:
         NoWholeCheckpointError: If checkpoints were committed, and their manifests are gone.
         StorageError: If the place cannot be read.
     """
-    lost = find_lost(storage, read_catalog(storage))
+    catalog = read_catalog(storage)
+    lost = () if catalog.living else find_lost(storage, catalog)
     if lost:
-        gone = "the manifest is gone"
-        missing = [DamageError(gone, step=name.step, path=name.manifest_path) for name in lost]
-        raise NoWholeCheckpointError(
-            f"{storage.url}: {describe_lost(lost)}",
-            damages=tuple(missing),
-            hint="Bring the manifests back from a copy of the run; or begin from nothing on purpose (begin_anew=True).",
-        )
+        raise make_lost_error(lost, storage.url)
+
+
+def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpointError:
+    """**Pure.** The error for steps that were committed and whose manifests are gone."""
+    missing = [DamageError("the manifest is gone", step=name.step, path=name.manifest_path) for name in lost]
+    return NoWholeCheckpointError(
+        f"{url}: {describe_lost(lost)}" if url else describe_lost(lost),
+        damages=tuple(missing),
+        hint=f"Bring the manifests back: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless "
+        "it is empty or missing. Or begin from nothing on purpose (begin_anew=True).",
+    )
 
 
 def describe_lost(lost: Sequence[StepName]) -> str:
@@ -229,6 +284,8 @@ def _read_committed(storage: Storage) -> set[tuple[int, int]]:
     for name in JOURNAL_NAMES:
         with suppress(NotFoundError, DamageError):
             for line in storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
+                if b'"committed"' not in line:
+                    continue  # To decode them all would take long.
                 with suppress(FormatError):
                     event = decode_event(line)
                     if isinstance(event, Committed):
@@ -267,11 +324,15 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
 def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
     """**Blocks.** The steps that a committed step needs beside its own; also of one that a newer holdfast wrote.
 
+    Where the manifest is gone, the copy of it says so.
+
     Raises:
         NotFoundError: If the step is not committed.
         DamageError: If its manifest is damaged or another step's.
     """
     path = name.manifest_path
+    if not exists(storage, path):
+        path = name.committed_path
     return decode_references(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
 
 

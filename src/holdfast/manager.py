@@ -202,7 +202,7 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If an earlier save failed and nobody was told yet. This one, its `next_save`, goes on.
             DeadlineError: If the save before does not end in time.
-            StorageError: If old files could not be removed behind an earlier save. This one goes on.
+            StorageError: If cleaning up after an earlier save failed. This one goes on.
         """
         return self._save(step, metrics, metadata, replace=replace)
 

@@ -19,7 +19,12 @@ _SHOWN_DAMAGES: Final = 10
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path())
-@click.option("--all", "show_all", is_flag=True, help="Also show steps off the living line, and unfinished saves.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Also show what a restore leaves alone: unfinished saves, say.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document; it always holds everything.")
 def command(run: str, show_all: bool, as_json: bool) -> None:
     """List the checkpoints of a run.
@@ -88,6 +93,8 @@ def _remark(survey: Survey, show_all: bool) -> None:
         hidden.append(f"{counted(off_line, 'step')} off the living line")
     if unfinished := len(survey.of(State.UNFINISHED)):
         hidden.append(f"{unfinished} unfinished")
+    if lost := len(survey.of(State.LOST)):
+        hidden.append(f"{counted(lost, 'step')} without a manifest")
     if aside := len(survey.of(State.SET_ASIDE)):
         hidden.append(f"{aside} being removed")
     if spare := survey.of(State.SPARE):
@@ -121,6 +128,7 @@ def make_document(url: str, survey: Survey) -> dict[str, Any]:
         "steps": [found_fields(one) for one in living],
         "off_line": [found_fields(one) for one in survey.of(State.OFF_LINE)],
         "unfinished": [found_fields(one) for one in survey.of(State.UNFINISHED)],
+        "lost": [found_fields(one) for one in survey.of(State.LOST)],
         "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
         "spare": [found_fields(one) for one in survey.of(State.SPARE)],
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],

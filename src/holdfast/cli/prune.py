@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.option("--off-line", is_flag=True, help="Remove all steps off the living line.")
 @click.option("--unfinished", is_flag=True, help="Remove what saves that never ended have left.")
+@click.option("--lost", is_flag=True, help="Remove steps whose manifests are gone, with their data.")
 @click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, on the living line or off it.")
 @click.option(
     "--job-is-dead",
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
 @click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document; needs --yes or --dry-run.")
 def command(
-    run: str, off_line: bool, unfinished: bool, steps: str, job_is_dead: bool, dry_run: bool, yes: bool, as_json: bool
+    run: str,
+    off_line: bool,
+    unfinished: bool,
+    lost: bool,
+    steps: str,
+    job_is_dead: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Remove steps that are no longer wanted, and what unfinished saves left.
 
@@ -45,8 +54,9 @@ def command(
 
     target = find_run(run)
     survey = survey_run(target.storage)
-    wishes = Wishes(off_line, unfinished, job_is_dead, tuple(text.strip() for text in steps.split(",") if text.strip()))
-    if not (off_line or unfinished or wishes.steps):
+    named = tuple(text.strip() for text in steps.split(",") if text.strip())
+    wishes = Wishes(off_line, unfinished, lost, job_is_dead, named)
+    if not (off_line or unfinished or lost or named):
         raise UsageError(f"what is to be removed from {target.location}?", hint=_offer(survey))
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead means nothing without --unfinished")
@@ -87,6 +97,9 @@ def _offer(survey: Survey) -> str:
         size = size_text(sum(one.size_bytes for one in unfinished))
         what = counted(len(unfinished), "unfinished directory", "unfinished directories")
         offers.append(f"--unfinished removes {what} ({size})")
+    if lost := survey.of(State.LOST):
+        size = size_text(sum(one.size_bytes for one in lost))
+        offers.append(f"--lost removes {counted(len(lost), 'step')} without a manifest ({size})")
     if spare := survey.of(State.SPARE):
         offers.append(f"--unfinished --job-is-dead removes the spare file ({size_text(spare[0].size_bytes)})")
     return "; ".join([*offers, "--steps A,B removes the steps that it names"]) + "."

@@ -23,6 +23,7 @@ class Wishes:
     Attributes:
         off_line: All steps off the living line.
         unfinished: What unfinished saves have left, what is set aside already, and the spare.
+        lost: All steps that have lost their manifests.
         job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
             unfinished saves are nobody's, and the spare.
         steps: Single checkpoints, each a step or the name of its directory.
@@ -30,6 +31,7 @@ class Wishes:
 
     off_line: bool
     unfinished: bool
+    lost: bool
     job_is_dead: bool
     steps: tuple[str, ...]
 
@@ -69,6 +71,8 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
     chosen = {one.directory for one in _choose_named(survey, wishes.steps)}
     if wishes.off_line:
         chosen |= {one.directory for one in survey.of(State.OFF_LINE)}
+    if wishes.lost:
+        chosen |= {one.directory for one in survey.of(State.LOST)}
     left_alone = []
     if wishes.unfinished:
         for one in survey.of(State.UNFINISHED, State.SET_ASIDE, State.SPARE):
@@ -174,13 +178,16 @@ def _place_in(catalog: Catalog, one: Found) -> State | None:
         return State.LIVING
     if one.name in catalog.committed:
         return State.OFF_LINE
+    if one.state is State.LOST and one.name in (*catalog.lost, *catalog.unfinished):
+        return State.LOST
     return State.UNFINISHED if one.name in catalog.unfinished else None
 
 
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
     """**Blocks.** What the steps refer to that are committed at this moment and are to stay."""
     going = {one.name for one in plan.remove}
-    staying = (name for name in read_catalog(storage).committed if name not in going)
+    catalog = read_catalog(storage)
+    staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
     return {name for referrer in Ledger(storage).referrers(staying) for name in referrer.refers_to}
 
 
@@ -238,7 +245,7 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
             return Removed(one, True)
         if one.name is None:
             return Removed(one, discard_trash(storage, one.directory))
-        if one.state is State.UNFINISHED:
+        if one.state in (State.UNFINISHED, State.LOST):
             return Removed(one, discard_unfinished(storage, one.name))
         return Removed(one, remove_own_files(storage, one.directory))
     except HoldfastError as failure:

@@ -18,6 +18,7 @@ _LONG_AGO_SECONDS: Final = 2 * 86400
 _STATE_MARKS: Final = {
     State.OFF_LINE: "off line",
     State.UNFINISHED: "unfinished",
+    State.LOST: "manifest missing",
     State.SET_ASIDE: "being removed",
     State.SPARE: "spare",
 }
@@ -116,6 +117,8 @@ def _when(one: Found, now_unix_seconds: float) -> str:
 
 
 def _mark(survey: Survey, one: Found) -> Styled:
+    if one.state is State.LOST:
+        return Styled(_STATE_MARKS[State.LOST], BAD)
     if one.damages:
         return Styled("newest, damaged" if one is survey.newest else "damaged", BAD)
     if one is survey.newest:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.catalog import Catalog, read_catalog, read_manifest, read_opening, read_references
+from holdfast.catalog import Catalog, find_lost, read_catalog, read_manifest, read_opening, read_references
 from holdfast.cli.wording import iso_text
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
@@ -26,6 +26,8 @@ class State(enum.StrEnum):
     """Committed, but off the living line: the run went on from elsewhere."""
     UNFINISHED = "unfinished"
     """Without a manifest: being written, or left behind by a save that never ended."""
+    LOST = "lost"
+    """Committed once, and its manifest is gone: no restore takes it, and no job removes it."""
     SET_ASIDE = "set_aside"
     """Renamed to be removed, and not removed yet."""
     SPARE = "spare"
@@ -70,7 +72,8 @@ class Survey:
 
     Attributes:
         catalog: What lies there, by name.
-        found: Every directory: committed steps in order, then unfinished ones, then what was set aside; then the spare.
+        found: Every directory: committed steps in order, those that lost their manifests, unfinished ones, then what
+            was set aside; then the spare.
         opening: Who opened the newest generation; None if that is not known.
     """
 
@@ -106,6 +109,7 @@ def survey_run(storage: Storage) -> Survey:
     """
     catalog = read_catalog(storage)
     living = set(catalog.living)
+    lost = {*catalog.lost, *find_lost(storage, catalog)}
     committed = (
         look_at_step(storage, name.directory, name, State.LIVING if name in living else State.OFF_LINE)
         for name in catalog.committed
@@ -120,6 +124,7 @@ def survey_run(storage: Storage) -> Survey:
             may_be_in_progress=name.generation == catalog.generation,
         )
         for name in catalog.unfinished
+        if name not in lost
     )
     trash = (Found(name, State.SET_ASIDE, None, _size_bytes(storage, name)) for name in catalog.trash)
     # A job removes it when it ends, so that it is in use, or that job has died.
@@ -127,6 +132,7 @@ def survey_run(storage: Storage) -> Survey:
     found = _connect(
         [
             *(one for one in committed if one is not None),
+            *(_look_at_lost(storage, name) for name in sorted(lost)),
             *unfinished,
             *trash,
             *(spare if catalog.spare_bytes is not None else ()),
@@ -181,10 +187,7 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
         return None
     except DamageError as damage:
         # One that a newer holdfast wrote says nevertheless what it needs.
-        try:
-            refers_to = read_references(storage, name)
-        except (DamageError, NotFoundError):
-            refers_to = ()
+        refers_to = _read_references(storage, name)
         size_bytes = _size_bytes(storage, directory)
         return Found(directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
     sizes = {entry.name: entry.size_bytes for entry in storage.list(directory) if not entry.is_directory}
@@ -193,6 +196,22 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
     misfits = tuple(_find_misfits(directory, manifest, sizes))
     refers_to = tuple(reference.name for reference in manifest.references)
     return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits, refers_to=refers_to)
+
+
+def _look_at_lost(storage: Storage, name: StepName) -> Found:
+    """**Blocks.** A step that was committed and has lost its manifest."""
+    path = name.manifest_path
+    damage = DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
+    size_bytes = _size_bytes(storage, name.directory)
+    refers_to = _read_references(storage, name)
+    return Found(name.directory, State.LOST, name, size_bytes, damages=(damage,), refers_to=refers_to)
+
+
+def _read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
+    try:
+        return read_references(storage, name)
+    except (DamageError, NotFoundError):
+        return ()
 
 
 def checkpoint_bytes(manifest: Manifest) -> int:
@@ -266,6 +285,7 @@ def found_fields(found: Found) -> dict[str, Any]:
         fields["may_be_in_progress"] = found.may_be_in_progress
     if found.state in (State.LIVING, State.OFF_LINE):
         fields |= manifest_fields(found.manifest)
+    if found.state in (State.LIVING, State.OFF_LINE, State.LOST):
         fields["damages"] = [problem_fields(damage) for damage in found.damages]
     return fields
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, find_lost, make_lost_error
 from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
@@ -94,7 +94,7 @@ def find_run(text: str) -> Target:
 
 
 def choose_step(catalog: Catalog, target: Target) -> StepName:
-    """**Pure.** The checkpoint of a run that is meant: the step that was named, else the newest of the living line.
+    """**Blocks.** The checkpoint of a run that is meant: the step that was named, else the newest of the living line.
 
     Raises:
         NoCheckpointError: If there is none.
@@ -104,6 +104,8 @@ def choose_step(catalog: Catalog, target: Target) -> StepName:
             raise no_living(catalog, target)
         return catalog.newest
     if all(name.step != target.step for name in catalog.committed):
+        if lost := [name for name in find_lost(target.storage, catalog) if name.step == target.step]:
+            raise make_lost_error(lost, target.location)
         for name in catalog.unfinished:
             if name.step == target.step:
                 raise NoCheckpointError(
@@ -114,13 +116,15 @@ def choose_step(catalog: Catalog, target: Target) -> StepName:
 
 
 def no_living(catalog: Catalog, target: Target) -> NoCheckpointError:
-    """**Pure.** The error for a run without a checkpoint on its living line."""
+    """**Blocks.** The error for a run without a checkpoint on its living line."""
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
         return NoCheckpointError(
             f"{target.location} has no checkpoint on its living line, only {off_line} off it",
             hint="The run was begun anew. `holdfast list --all` shows what is there.",
         )
+    if lost := find_lost(target.storage, catalog):
+        return make_lost_error(lost, target.location)
     if catalog.unfinished:
         return NoCheckpointError(
             f"{target.location} has no checkpoint, only {len(catalog.unfinished)} unfinished",

@@ -80,12 +80,16 @@ def _choose(target: Target, verify_all: bool) -> tuple[Catalog | None, Sequence[
 
 def _find_damaged_records(target: Target, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
     """The run's own records that are damaged: which step follows which is told by them."""
-    from holdfast.catalog import read_generations, read_opening
+    from holdfast.catalog import find_lost, read_generations, read_opening
     from holdfast.errors import DamageError, NotFoundError
 
     if catalog is None:
         return
     yield from catalog.faults
+    for name in find_lost(target.storage, catalog):
+        if catalog.newest is None or verify_all or name > catalog.newest:
+            path = name.manifest_path
+            yield DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
     for generation in read_generations(target.storage) if verify_all else ():
         try:
             read_opening(target.storage, generation)

@@ -9,6 +9,7 @@ import msgspec
 
 GENERATIONS_DIRECTORY: Final = "generations"
 MANIFEST_NAME: Final = "manifest.json"
+COMMITTED_NAME: Final = "committed"
 TRASH_PREFIX: Final = ".trash-"
 SPARE_NAME: Final = ".holdfast-spare"
 DATA_SUFFIX: Final = ".safetensors"
@@ -55,6 +56,11 @@ class StepName(msgspec.Struct, frozen=True, order=True):
     def manifest_path(self) -> str:
         """The path of its manifest below the run's root."""
         return f"{self.directory}/{MANIFEST_NAME}"
+
+    @property
+    def committed_path(self) -> str:
+        """The path of the file that says, once its manifest is lost, that it was committed."""
+        return f"{self.directory}/{COMMITTED_NAME}"
 
     def __str__(self) -> str:
         return f"step {self.step} (generation {self.generation})"
@@ -135,4 +141,9 @@ def join(directory: str, name: str) -> str:
 
 def is_own_file(name: str) -> bool:
     """**Pure.** True for the names that holdfast gives to files in a step's directory, and for no others."""
-    return name == MANIFEST_NAME or bool(_PART.fullmatch(name) or _TEMPORARY.fullmatch(name))
+    return name in (MANIFEST_NAME, COMMITTED_NAME) or is_part(name) or _TEMPORARY.fullmatch(name) is not None
+
+
+def is_part(name: str) -> bool:
+    """**Pure.** True for the names of data files and indexes."""
+    return _PART.fullmatch(name) is not None

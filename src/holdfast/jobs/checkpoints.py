@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.catalog import check_nothing_lost, read_catalog, read_manifest
+from holdfast.catalog import check_nothing_lost, find_lost, read_catalog, read_manifest
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS
 from holdfast.errors import (
     DamageError,
@@ -210,7 +210,14 @@ class MultiNodeCheckpointManager:
                 self._warn(f"the metadata handler says to begin from nothing: epochs {listed} are left behind")
                 self._open_anew(session)
             return None
-        return self._find(check_step(epoch)).step
+        name = self._find(check_step(epoch))
+        if user_epoch is None and session.is_master:
+            for lost in find_lost(self._storage, read_catalog(self._storage)):
+                if lost > name:
+                    path = lost.manifest_path
+                    missing = f"{path} is missing"
+                    self._emit(PassedOver(step=lost.step, generation=lost.generation, file=path, error=missing))
+        return name.step
 
     def _open_anew(self, session: Session) -> None:
         """What is saved from now on follows nothing that is there."""
@@ -356,6 +363,8 @@ class MultiNodeCheckpointManager:
         catalog = read_catalog(self._storage)
         try:
             return catalog.find(epoch)
+        except NoWholeCheckpointError:
+            raise
         except NoCheckpointError:
             check_nothing_lost(self._storage)
             known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"

@@ -109,6 +109,7 @@ def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
         destination.sync_directory(name.directory)
         _check(destination, opened)
         destination.publish(name.manifest_path, manifest)
+        destination.write(name.committed_path, manifest)
     if destination.read(name.manifest_path, MAX_MANIFEST_BYTES) != manifest:
         raise StorageError(
             f"{destination.url} has another checkpoint of the name {name.directory}",

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.catalog import Catalog, check_nothing_lost, read_catalog
+from holdfast.catalog import Catalog, find_lost, read_catalog
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -204,17 +204,14 @@ def restore_objects(
 
 
 def _find_candidates(storage: Storage, catalog: Catalog, step: int | None) -> tuple[StepName, ...]:
-    found = choose_candidates(catalog, step)
-    if not found:
-        check_nothing_lost(storage)
-    return found
+    return choose_candidates(catalog, find_lost(storage, catalog), step, storage.url)
 
 
 def _look_again(storage: Storage, step: int | None, name: StepName, agreement: Agreement) -> list[StepName]:
     """**Blocks.** The checkpoints to try, if the one that could not be read is no longer there; empty if it is."""
     if not agreement.is_gone(storage, name):
         return []
-    found = agreement.choose(step, lambda: choose_candidates(read_catalog(storage), step))
+    found = agreement.choose(step, lambda: _find_candidates(storage, read_catalog(storage), step))
     return [] if name in found else list(found)
 
 

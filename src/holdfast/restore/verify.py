@@ -40,7 +40,8 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
     except NotFoundError as error:
-        raise DamageError(f"{error.path} is missing", step=step, path=error.path) from error
+        text = f"{error.path} is missing; without its manifest a step is not restored"
+        raise DamageError(text, step=step, path=error.path) from error
     if worker is not None and manifest.world_size > 1:
         return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
     indexes = tuple(read_rank(storage, directory, manifest, rank) for rank in range(manifest.world_size))

@@ -64,9 +64,9 @@ class Cleaner:
         if reason not in self._told_problems:
             self._told_problems.add(reason)
             failure = StorageError(
-                f"step {name.step} is committed, but old files could not be removed: {reason}",
+                f"step {name.step} is committed, but cleaning up after it failed: {reason}",
                 path=name.directory,
-                hint="They are tried again after each save.",
+                hint="This is tried again after each save.",
             )
             failure.__cause__ = problem
             self._reports.add(failure)
@@ -82,4 +82,4 @@ class Cleaner:
     def _warn_of_lost(self, lost: tuple[StepName, ...]) -> None:
         if lost and (text := describe_lost(lost)) not in self._told_problems:
             self._told_problems.add(text)
-            self._emit(Warned(text=f"{text}. This run has begun without them; a later one sweeps them away"))
+            self._emit(Warned(text=f"{text}, and kept until `holdfast prune --lost`"))

@@ -57,7 +57,7 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
     for generation in read_generations(storage):
         if generation > known_generation:
             _check_own(storage, generation)
-    if not (before.committed or before.unfinished or before.trash):
+    if not (before.committed or before.unfinished or before.lost or before.trash):
         return Clearing()
     generation = open_generation(storage)
     record_base(storage, make_base(generation, None))
@@ -110,7 +110,9 @@ def _remove_committed(
 
 def _sweep(storage: Storage, catalog: Catalog, generation: int, problems: list[HoldfastError]) -> None:
     work: list[Callable[[], object]] = [
-        partial(discard_unfinished, storage, name) for name in catalog.unfinished if name.generation < generation
+        partial(discard_unfinished, storage, name)
+        for name in (*catalog.unfinished, *catalog.lost)
+        if name.generation < generation
     ]
     work += [partial(discard_trash, storage, directory) for directory in catalog.trash]
     work.append(partial(discard_half_published, storage, generation))

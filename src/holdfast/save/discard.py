@@ -41,13 +41,15 @@ def withdraw(storage: Storage, name: StepName) -> None:
     Raises:
         StorageError: If the place fails.
     """
+    # First: a step without a manifest that has this file is one that has lost it, and is kept.
+    storage.remove(name.committed_path)
     storage.remove(name.manifest_path)
     # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
     storage.sync_directory(name.directory)
 
 
 def discard_unfinished(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Removes a directory without a manifest.
+    """**Blocks.** Removes the directory of a step that was never committed, or that a person gives up.
 
     It is moved aside first, so that a writer which is not as dead as it seems finds its directory gone and fails,
     rather than publishing a manifest beside data that have been removed.

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalog import Catalog, find_lost, open_generation, read_catalog, record_base
+from holdfast.catalog import Catalog, exists, find_lost, open_generation, read_catalog, record_base
 from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format.generation import Base, make_base
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import Manifest, encode_manifest
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit import check_fence, check_unpassed, commit
@@ -43,7 +43,7 @@ class Cleaning(msgspec.Struct, frozen=True):
         swept: The directories of unfinished saves that were removed.
         problems: What could not be removed, and why.
         absent: Metrics that the policy asks for and none of several checkpoints has.
-        lost: Steps that were committed and have lost their manifests, and whose data files are left alone therefore.
+        lost: Steps that were committed and have lost their manifests. Their data is kept.
     """
 
     kept: dict[StepName, str]
@@ -68,7 +68,6 @@ class Line:
         self._ledger = Ledger(storage)
         self._space = Space(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._ledger) if incremental else None
-        self._lost: tuple[StepName, ...] = ()
 
     @property
     def generation(self) -> int | None:
@@ -110,9 +109,7 @@ class Line:
         base = None
         if self._generation is None:
             check_unpassed(self._storage, origin.seen_generation, self._token)
-            if origin.base is None:
-                # Once the new base stands, these are off the line.
-                self._lost = find_lost(self._storage, read_catalog(self._storage))
+            self._keep_lost()
             generation = open_generation(self._storage, self._token)
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
@@ -122,6 +119,14 @@ class Line:
                 self._incremental.begin(origin.base)
         check_fence(self._storage, self._generation)
         return base
+
+    def _keep_lost(self) -> None:
+        """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
+        catalog = read_catalog(self._storage)
+        for name in find_lost(self._storage, catalog):
+            if name not in catalog.lost:
+                self._storage.write(name.committed_path, b"")
+                self._storage.sync_directory(name.directory)
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Goes on with a generation that the leader of the job has opened from that step, or anew."""
@@ -197,7 +202,7 @@ class Line:
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
-        referrers = self._ledger.referrers(catalog.committed)
+        referrers = self._ledger.referrers((*catalog.committed, *catalog.lost))
         replaced = [
             name
             for name in catalog.committed
@@ -209,11 +214,23 @@ class Line:
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         manifest = self._ledger.manifest(newest)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
+        self._note_committed(newest, manifest, problems)
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred.union(busy, self._lost), newest_bytes, problems)
+        swept = self._sweep(catalog, referred.union(busy), newest_bytes, problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
-        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, self._lost)
+        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
+
+    def _note_committed(self, name: StepName, manifest: Manifest | None, problems: list[HoldfastError]) -> None:
+        """Writes a copy of the manifest beside it, which says that the step was committed if the manifest is lost.
+
+        A crash before this leaves a step that counts as any other. Only the loss of its manifest is not noticed then.
+        """
+        if manifest is not None and not exists(self._storage, name.committed_path):
+            try:
+                self._storage.write(name.committed_path, encode_manifest(manifest))
+            except HoldfastError as error:
+                problems.append(error)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
@@ -263,8 +280,7 @@ class Line:
     ) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
-        One that lost its manifest, but holds what a step refers to, stays; so does one that others write to, and one of
-        those that were committed when nothing was left to go on from.
+        One that holds what a step refers to stays; so does one that others write to, and one that was committed.
         """
         swept: list[str] = []
         try:
