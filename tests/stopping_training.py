@@ -29,8 +29,12 @@ def train(directory: Path, total: int, what: str) -> None:
                 raise ValueError("the loss is no number")
             if what == "asked" and (rank, step) == (1, 20):
                 os.kill(os.getpid(), signal.SIGTERM)
-            if what == "breaks" and (rank, step) == (1, 5):
+            if what in ("breaks", "sends") and (rank, step) == (1, 5):
                 break
+            if what == "sends" and rank == 0:
+                dist.send(gradient, 1)
+            if what == "sends" and rank == 1:
+                dist.recv(gradient, 0)
             # Nobody gets out of this before all are in it.
             dist.all_reduce(gradient)
             weights += gradient

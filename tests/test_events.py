@@ -68,7 +68,7 @@ ONE_OF_EACH: list[Event] = [
         tensor="model/head.weight",
     ),
     Retained(kept={400: "restored from", 500: "the newest"}, removed=(300,), background_seconds=0.01),
-    Failed(stage="write", error="no space left on device", step=600, generation=3, save_lost=True),
+    Failed(stage="write", error="no space left", step=600, generation=3, save_lost=True, rank=1, path="runs/gpt"),
     Skipped(step=700, reason="the save of step 600 is still at work"),
     Warned(text="the clock went back", step=701),
     Resized(step=400, generation=2, stored_workers=4, workers=3, reseeded=("rng",), left=("stream",)),
@@ -120,7 +120,7 @@ def test_the_lines_for_people() -> None:
     assert str(missing) == "step 5 passed over, it is damaged: step-5/data is missing; restore another"
     other = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data-10 is missing")
     assert str(other) == "step 5 passed over, it is damaged: step-5/data: step-5/data-10 is missing"
-    assert lines[8] == "write of step 600 failed: no space left on device"
+    assert lines[8] == "rank 1: write of step 600 in runs/gpt failed: no space left"
     assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
     failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")

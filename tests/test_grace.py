@@ -100,6 +100,10 @@ def test_there_is_time_for_a_save_or_there_is_not() -> None:
     assert has_time_to_save(outlook(left=50, save_seconds=20, is_saved=True))
     assert has_time_to_save(outlook(left=None, is_saved=True))
     assert has_time_to_save(outlook(left=5, save_seconds=20, is_saved=True, has_failed=True)), "that one is of no use"
+    # The next one begins when the one in flight has ended.
+    assert has_time_to_save(outlook(left=6, is_saved=True, saving_seconds=1))
+    assert not has_time_to_save(outlook(left=5, is_saved=True, saving_seconds=1))
+    assert not has_time_to_save(outlook(left=30.5, save_seconds=20, is_saved=True)), "nor would the process be gone"
 
 
 times = st.floats(0, 1e6)

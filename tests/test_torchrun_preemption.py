@@ -28,12 +28,12 @@ def start_torchrun(workers: Workers, directory: Path, total: int, restarts: int,
     return workers.start(command, ENVIRONMENT)
 
 
-def start_pair(workers: Workers, directory: Path, what: str) -> None:
+def start_pair(workers: Workers, directory: Path, what: str, world_size: int = 2) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for rank in range(2):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for rank in range(world_size):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         workers.start(python(TRAINING, directory, "100000", what), ENVIRONMENT | place)
 
 
@@ -98,6 +98,19 @@ def test_a_worker_that_waits_in_a_collective_for_one_that_has_left_its_loop_is_e
         text = "its training has ended after step 6, without a collective in which another worker is"
         assert text in workers.errors(0), workers.report(0)
         assert "This worker was in:" in workers.errors(0)
+
+
+@pytest.mark.slow
+def test_all_name_the_worker_that_has_left_its_loop_though_one_alone_can_know(tmp_path: Path) -> None:
+    """Those that send to each other have begun more collectives: the third worker's count does not tell it anything."""
+    with Workers(tmp_path) as workers:
+        start_pair(workers, tmp_path / "run", "sends", 3)
+        assert workers.wait(PATIENCE_SECONDS, [0, 2]) == [1, 1], workers.report(0)
+        for number in (0, 2):
+            text = "failed: rank 1 on "
+            lines = [line for line in workers.errors(number).splitlines() if line.startswith("holdfast: training of")]
+            assert [text in line for line in lines] == [True], workers.report(number)
+            assert "its training has ended after step 6" in workers.errors(number)
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
         text: What the error says.
         hint: What to do about it.
         traceback: Where it was raised, as Python prints it; empty if that does not matter.
+        step: How many steps that worker had completed; None if that is not known.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str
     hint: str = ""
     traceback: str = ""
+    step: int | None = None
 
     @classmethod
     def of(cls, rank: int, kind: str, text: str, hint: str = "") -> Failure:

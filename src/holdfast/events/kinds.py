@@ -238,12 +238,15 @@ class Failed(Event, frozen=True):
     """Something did not succeed.
 
     Attributes:
-        stage: What failed: `save`, `restore`, `retain`, or a stage of these, such as `write`.
+        stage: What failed: `save`, `restore`, `retain`, or a stage of these, such as `write`; `training`, if an error
+            has ended the training of one of several workers.
         error: What went wrong.
         step: The step concerned, or None.
         generation: The generation concerned, or None.
         save_lost: Whether a checkpoint that was asked for does not exist because of it.
         background_seconds: The time spent on it behind training.
+        rank: Which worker it failed on, if there are several; None if that is not known.
+        path: Where the run lies; empty if that does not matter.
     """
 
     stage: str
@@ -252,10 +255,15 @@ class Failed(Event, frozen=True):
     generation: int | None = None
     save_lost: bool = False
     background_seconds: float = 0.0
+    rank: int | None = None
+    path: str = ""
 
     def __str__(self) -> str:
+        # An error of another worker names that one itself, with its node.
+        who = "" if self.rank is None or self.error.startswith(f"rank {self.rank} ") else f"rank {self.rank}: "
         where = "" if self.step is None else f" of step {self.step}"
-        return f"{self.stage}{where} failed: {self.error}"
+        place = f" in {self.path}" if self.path else ""
+        return f"{who}{self.stage}{where}{place} failed: {self.error}"
 
 
 class Skipped(Event, frozen=True):

@@ -33,6 +33,11 @@ class Saves(Protocol):
     timeout_seconds: float
 
     @property
+    def url(self) -> str:
+        """Where the run lies."""
+        ...
+
+    @property
     def emit(self) -> Callable[[Event], object]:
         """Tells of an event, from any thread."""
         ...

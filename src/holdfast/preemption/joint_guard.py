@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.joining import name_ranks
-from holdfast.cluster.peers import make_brief
+from holdfast.cluster.peers import Failure, make_brief
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
+from holdfast.events import Failed
 from holdfast.preemption.accord import Accord, Turn, make_call
 from holdfast.preemption.agreement import Wanted
 from holdfast.preemption.board import Outcome
 from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, allow_for_others, decide, to_spare
 from holdfast.preemption.guard import Guard, end_at_of
-from holdfast.preemption.mishaps import find_loss, is_cause, is_of_save
+from holdfast.preemption.mishaps import describe, find_loss, is_cause, is_of_save
 from holdfast.preemption.patience import Patience
 from holdfast.preemption.rescue import Rescue
 from holdfast.preemption.rest import Rest
@@ -62,6 +63,8 @@ class JointGuard(Guard):
         self._herald = self._accord.herald
         self._rescue = Rescue(self._mishaps)
         self._is_told = self._is_over = False
+        # Whether an error of a worker is in the log. Guarded by nothing: at worst it is there twice.
+        self._is_logged = False
         self._patience = Patience(company.peers, self._herald, manager.emit)
         # Whether all are about to leave together, and it is not known yet what comes of it.
         self._is_leaving_together = False
@@ -110,6 +113,7 @@ class JointGuard(Guard):
             self._safe_step = step or 0
         self._accord.begun = step or 0
         self._mishaps.certain = max(self._mishaps.certain, step or 0)
+        self._mishaps.step = step or 0
         super().rest(step, mark=mark, saved=saved)
         if self._accord.is_alarmed:
             self.hearing.ring()
@@ -124,6 +128,7 @@ class JointGuard(Guard):
         """
         self._measure(step)
         accord, mishaps = self._accord, self._mishaps
+        mishaps.step = step
         is_asked = self.hearing.alarmed
         if not is_asked:
             # In this order: what is pledged for this worker is never less than what it has begun.
@@ -145,6 +150,7 @@ class JointGuard(Guard):
         """
         self._measure(step)
         self._ends, self._accord.begun, self._mishaps.certain = is_over, step, step
+        self._mishaps.step = step
         self._meet(step, (), {}, ends=True, is_over=is_over)
         if is_over:
             self._is_over = True
@@ -166,6 +172,7 @@ class JointGuard(Guard):
             return None
         self._is_told = True
         cause = self._mishaps.tell(error, self._herald)
+        self._log_failure(self._mishaps.failure, cause or error)
         blamed = error if isinstance(error, ClusterError) else cause
         loss = find_loss(blamed or error)
         if loss and self._is_to_leave():
@@ -212,6 +219,7 @@ class JointGuard(Guard):
         if error is None:
             return
         self._mishaps.is_raised = True
+        self._log_failure(self._mishaps.failure, error)
         self._rescue.count_raise()
         if self._is_to_leave() and not is_cause(error):
             self._leave_alone(step, error.message)
@@ -220,6 +228,22 @@ class JointGuard(Guard):
             with suppress(DeadlineError):
                 self._manager.wait(_OWN_FAILURE_SECONDS)
         raise error
+
+    def _log_failure(self, failure: Failure | None, error: BaseException) -> None:
+        """Logs once, in one line, what has ended training on which worker.
+
+        Args:
+            failure: That of another worker, if one has told of it.
+            error: What has ended training here.
+        """
+        if self._is_logged:
+            return
+        self._is_logged = True
+        if failure is None:
+            failure = describe(error, self._peers)
+        text = " ".join(self._peers.make_error(failure).message.split())
+        step = self._mishaps.step if failure.step is None else failure.step
+        self._manager.emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._manager.url))
 
     def _wish(self, *, is_resting: bool = False) -> bool:
         """Calls for what the notices of this worker ask for; whether they ask for anything now."""
@@ -402,6 +426,7 @@ class JointGuard(Guard):
         if not self._is_alert() or (self.leaving and not (self._is_leaving_together and self._accord.verdict is None)):
             return
         if self._mishaps.error is not None:
+            self._log_failure(self._mishaps.failure, self._mishaps.error)
             if not self._mishaps.is_raised:
                 self._rescue.press()
             return

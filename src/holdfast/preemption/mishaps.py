@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
 
+from msgspec.structs import replace
+
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
@@ -42,7 +44,9 @@ class Mishaps:
 
     Attributes:
         certain: How many steps the training thread has begun for certain.
+        step: How many steps are complete here.
         error: That another worker has failed, or that none can be reached any more; None if all is well.
+        failure: What has failed there; None as long as nothing has, or where none can be reached.
         erred_at: When that was heard, by the monotonic clock.
         is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
@@ -54,8 +58,9 @@ class Mishaps:
             peers: The workers.
             board: Where they write.
         """
-        self.certain = 0
+        self.certain = self.step = 0
         self.error: ClusterError | None = None
+        self.failure: Failure | None = None
         self.erred_at = 0.0
         self.is_raised = False
         self._peers = peers
@@ -171,7 +176,7 @@ class Mishaps:
         if cause is None and is_of_collective(error):
             cause = self._await_cause()
         begun_at = time.monotonic()
-        failure = describe(cause or error, self._peers)
+        failure = replace(describe(cause or error, self._peers), step=self.step)
         found: list[Failure] = []
 
         def write() -> None:
@@ -188,7 +193,8 @@ class Mishaps:
             self.wait_heard("failure-heard", others, herald, max(begun_at + most_seconds, least_at))
         if not found and cause is None and error is not self.error:
             _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
-        if not found or found[0].rank == self._peers.rank:
+        # The others may have found this worker gone from the loop before it came to its end.
+        if not found or found[0] == failure or (found[0].rank == self._peers.rank and not self._is_over):
             return cause
         first = self._peers.make_error(found[0])
         if may_follow(error, first.kind):
@@ -254,14 +260,17 @@ class Mishaps:
         begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
         if begun is None or end.collectives is None or begun <= end.collectives:
             return
+        if self._is_holding:
+            # A collective has raised here, and that worker was not in it.
+            self._err(_fail_absent(end))
+            return
         places = find_library_call(self._thread)
         if places is None or (begun, places) != self._call:
             self._call, self._waits_since = (begun, places or []), None
             return
         self._waits_since = self._waits_since or time.monotonic()
         if time.monotonic() - self._waits_since >= _VAIN_SECONDS:
-            text = f"its training has ended after step {end.step}, without a collective in which another worker is"
-            self._err(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT))
+            self._err(_fail_absent(end))
 
     def _look_for_explanation(self) -> None:
         """Whoever could not even begin has told of it where it said goodbye; in the thread that speaks with others."""
@@ -275,10 +284,17 @@ class Mishaps:
                 self._err(failure)
 
     def _err(self, failure: Failure) -> None:
-        if self.error is None and not self._is_over:
-            error = self._peers.make_error(failure)
-            self.erred_at = time.monotonic()
-            self.error = error
+        """Takes note of a failure, and tells the others at once: what is told first is what all of them name."""
+        if self.error is not None or self._is_over:
+            return
+        if self._failure is None:
+            # Without the store each worker names what it has found itself.
+            with suppress(HoldfastError):
+                failure = self._board.settle(failure, "failure")
+                self._board.rouse()
+        error = self._peers.make_error(failure)
+        self.erred_at = time.monotonic()
+        self.failure, self.error = failure, error
 
 
 def describe(error: BaseException, peers: Peers) -> Failure:
@@ -289,9 +305,7 @@ def describe(error: BaseException, peers: Peers) -> Failure:
     hint = error.hint if isinstance(error, HoldfastError) else ""
     trace = _try(lambda: "".join(traceback.format_exception(error)), "")
     failure = Failure.of(peers.rank, type(error).__name__, text, hint)
-    return Failure(
-        failure.rank, failure.kind, failure.text, failure.hint, make_sendable(trace)[-_TRACEBACK_CHARACTERS:]
-    )
+    return replace(failure, traceback=make_sendable(trace)[-_TRACEBACK_CHARACTERS:])
 
 
 def _try(make: Callable[[], str], instead: str) -> str:
@@ -310,7 +324,12 @@ def _note(error: BaseException, text: str) -> None:
 
 def _fail_early(end: EndRecord, step: int) -> Failure:
     text = f"its training has ended after step {end.step}, that of another worker has come to step {step}"
-    return Failure.of(end.rank, "AbsentError", text, _EARLY_HINT)
+    return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)
+
+
+def _fail_absent(end: EndRecord) -> Failure:
+    text = f"its training has ended after step {end.step}, without a collective in which another worker is"
+    return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)
 
 
 def is_cause(error: ClusterError) -> bool:

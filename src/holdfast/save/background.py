@@ -85,6 +85,7 @@ class Background:
         line: Line,
         joint: JointLine | None,
         company: Company | None,
+        url: str,
         reports: SaveReports,
         emit: Sink,
         hold_seconds: float | None,
@@ -95,6 +96,7 @@ class Background:
             line: Where checkpoints are written.
             joint: The same as all workers write it, or None.
             company: The other workers, or None.
+            url: Where the run lies.
             reports: Keeps the failures.
             emit: Told of what happens.
             hold_seconds: How long a step of an optimizer may be held up; None if none ever is.
@@ -102,6 +104,7 @@ class Background:
         self._line = joint or line
         self._joint = joint
         self._company = company
+        self._url = url
         self._reports = reports
         self._emit = emit
         self._cleaner = Cleaner(self._line, reports, emit)
@@ -313,6 +316,8 @@ class Background:
                 generation=self._line.generation,
                 save_lost=True,
                 background_seconds=seconds,
+                rank=None if self._company is None else getattr(error, "rank", self._company.worker.rank),
+                path="" if self._company is None else self._url,
             )
         )
         if isinstance(error, ChangedError):

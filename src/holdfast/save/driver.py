@@ -67,7 +67,9 @@ class Saver:
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
         joint = join_line(line, storage, company, emit, checks_replicas=check_replicas)
-        self._background = Background(line, joint, company, reports, emit, timeout_seconds if overlap_copy else None)
+        self._background = Background(
+            line, joint, company, storage.url, reports, emit, timeout_seconds if overlap_copy else None
+        )
         self._hold = self._background.hold
         self._line = joint or line
         self._own_line = line
