@@ -101,8 +101,11 @@ def test_there_is_time_for_a_save_or_there_is_not() -> None:
     assert has_time_to_save(outlook(left=None, is_saved=True))
     assert has_time_to_save(outlook(left=5, save_seconds=20, is_saved=True, has_failed=True)), "that one is of no use"
     # The next one begins when the one in flight has ended.
-    assert has_time_to_save(outlook(left=6, is_saved=True, saving_seconds=1))
-    assert not has_time_to_save(outlook(left=5, is_saved=True, saving_seconds=1))
+    assert has_time_to_save(outlook(left=4.1, is_saved=True, saving_seconds=1, save_seconds=1))
+    assert not has_time_to_save(outlook(left=3.9, is_saved=True, saving_seconds=1, save_seconds=1))
+    # Nobody knows how long a first save takes until it has ended.
+    assert has_time_to_save(outlook(left=30, is_saved=True, saving_seconds=1))
+    assert not has_time_to_save(outlook(left=6, is_saved=True, saving_seconds=1))
     assert not has_time_to_save(outlook(left=30.5, save_seconds=20, is_saved=True)), "nor would the process be gone"
 
 

@@ -21,6 +21,8 @@ _STEP_FACTOR: Final = 1.25
 _SAVE_FACTOR: Final = 1.5
 """The next step and the next save may take longer than those before by so much."""
 
+_GUESS_FACTOR: Final = 4.0
+"""The first save may take so much longer than its beginning lets expect."""
 
 _AGREE_SECONDS: Final = 1.0
 """What it may take until all workers have heard of a call; and the fastest may be a step ahead by then."""
@@ -155,9 +157,11 @@ def has_time_to_save(outlook: Outlook) -> bool:
     """
     if not outlook.is_saved or outlook.has_failed or outlook.left_seconds is None:
         return True
-    # As long as a save is in flight, nobody knows how long one takes.
-    margin = MARGIN_SECONDS / 2 if outlook.saving_seconds is None else MARGIN_SECONDS
-    return outlook.left_seconds > outlook.rest_seconds + outlook.next_save_seconds + margin
+    saves_seconds = outlook.rest_seconds + outlook.next_save_seconds
+    if outlook.saving_seconds is not None and outlook.save_seconds is None:
+        # The first save of all is in flight, and only a guess says how long it takes.
+        saves_seconds *= _GUESS_FACTOR
+    return outlook.left_seconds > saves_seconds + MARGIN_SECONDS / 2
 
 
 def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:
