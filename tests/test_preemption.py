@@ -1885,3 +1885,38 @@ def test_a_batch_taken_between_steps_from_a_loader_that_cannot_say_so_is_refused
             handler.run(int, next(numbers))
         assert "ResumableDataLoader" in refused.value.hint
         handler.close()
+
+
+def test_a_later_handler_restores_only_what_an_error_may_have_torn(tmp_path: Path) -> None:
+    for life in range(2):
+        manager, state = manager_of(tmp_path, save_every=hf.Steps(4))
+        with manager:
+            for phase in range(2):
+                with hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+                    assert handler.total_run_calls == state["value"][0] == 20 * life + 10 * phase
+                    for _ in range(10):
+                        handler.run(state["value"].__iadd__, 1)
+            with (
+                contextlib.suppress(ZeroDivisionError),
+                hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler,
+            ):
+                handler.run(state["value"].__iadd__, 1)
+                state["value"] += 0.5
+                handler.run(divmod, 1, 0)
+            with hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+                assert handler.restored is not None
+                assert handler.total_run_calls == state["value"][0] == 20 * (life + 1)
+
+
+def test_a_handler_of_a_manager_that_has_saved_by_hand_goes_on_from_there(tmp_path: Path) -> None:
+    for life in range(2):
+        manager, state = manager_of(tmp_path)
+        with manager:
+            if life:
+                manager.restore(strict=False)
+            state["value"] += 3
+            manager.save(int(state["value"][0]))
+            state["value"] += 1
+            with hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+                assert (handler.total_run_calls, state["value"][0]) == (3 + 4 * life, 4 + 4 * life)
+            manager.save(int(state["value"][0]))

@@ -138,7 +138,7 @@ class CheckpointManager:
             company=self.company,
         )
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
-        self._living, self._newest_asked = {name.step for name in living}, -1
+        self._living, self.newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), Pace()
         self._in_flight: SaveHandle | None = None
         self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
@@ -271,7 +271,7 @@ class CheckpointManager:
             self._origin = Origin(base=restoration.name, seen_generation=restoration.seen_generation)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
-            self._newest_asked = restoration.step
+            self.newest_asked = restoration.step
             self._saver.start_from(restoration.step)
             self._pace.begin(restoration.step)
         else:
@@ -372,14 +372,14 @@ class CheckpointManager:
             return handle
         self._settle(None)
         order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
-        arguments.check_place(step, self.url, self._living, self._newest_asked, replace=replace)
+        arguments.check_place(step, self.url, self._living, self.newest_asked, replace=replace)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
         untold = self._reports.take(last=False)
         handle.end_if_left = partial(self._saver.end_if_left, handle, self._begin)
         self._in_flight = handle
         try:
             self._saver.begin(captured, order, handle)
-            self._newest_asked = max(step, self._newest_asked)
+            self.newest_asked = max(step, self.newest_asked)
             self._pace.saved(step)
         except BaseException:
             # Also Ctrl-C ends up here: whoever has the save by now keeps it, and what was to be told is not lost.

@@ -35,10 +35,13 @@ class PreemptionCheckpointHandler:
             while handler.total_run_calls < 10_000:
                 loss = handler.run(train_step, next(batches))
 
-    Making it restores the newest checkpoint, unless the manager has restored one already or begins anew. A notice is
-    acted on before the next step is run, or when the block is left, so that what the loop does after a step belongs to
-    that step. With a `save_every` of the manager's, steps are saved by that policy as well. `hf.resumable` has all of
-    this built in.
+    Making it restores the newest checkpoint, unless the manager begins anew, or what it keeps is live already: it has
+    restored or saved in this process, or another handler of it has run steps. An error that leaves a handler's block
+    may leave half a step: the next handler restores.
+
+    A notice is acted on before the next step is run, or when the block is left, so that what the loop does after a step
+    belongs to that step. With a `save_every` of the manager's, steps are saved by that policy as well. `hf.resumable`
+    has all of this built in.
 
     Use it from one thread.
 
@@ -81,6 +84,7 @@ class PreemptionCheckpointHandler:
         self._guard.open()
         try:
             self._calls, self.restored = restore_calls(manager, strict)
+            self._calls.is_torn = False
             self._calls.join(manager)
             if not self._guard.is_beside_training:
                 self._rest()
@@ -251,7 +255,7 @@ class PreemptionCheckpointHandler:
 
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
-        self._closed = True
+        self._closed = self._calls.is_torn = True
         try:
             cause = self._guard.fail(error)
         finally:

@@ -22,6 +22,7 @@ class Manager(Saves, Protocol):
     checkpoint: Checkpoint
     begin_anew: bool
     restored: Restoration | None
+    newest_asked: int
 
     def save(
         self,
@@ -52,11 +53,12 @@ class RunCalls:
         amid: The handlers that are amid a step of a loop of theirs, which does not count yet.
         in_step: Whether one of them runs a step now.
         is_loaded: Whether the last restore has found a count.
+        is_torn: Whether an error has ended a handler's block: the state may be that of half a step.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.in_step = self.is_loaded = False
+        self.in_step = self.is_loaded = self.is_torn = False
         self.last = LastSave()
         self.amid: set[object] = set()
         self._manager: Manager | None = None
@@ -81,6 +83,10 @@ class RunCalls:
             self._manager, self._restored = manager, manager.restored
             self.last.note(None if manager.restored is None else self.count, None)
 
+    def counts_for(self, manager: Manager) -> bool:
+        """Whether a handler of that manager has counted, so that what it keeps is live."""
+        return manager is self._manager
+
     def is_safe(self, step: int, provisional: int | None = None) -> bool:
         """Whether the step is committed or on its way, or nothing was trained.
 
@@ -97,7 +103,7 @@ class RunCalls:
 
 
 def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:
-    """**Blocks.** Adds the count to what is kept, and restores what has not been restored.
+    """**Blocks.** Adds the count to what is kept, and restores unless what the manager keeps is live already.
 
     Returns:
         The count, and what was restored; None if nothing was.
@@ -108,16 +114,24 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
         StorageError: If the place fails.
     """
     own, earlier = own_objects(manager.checkpoint), manager.restored
-    if earlier is not None and RUN_CALLS in own:
+    known = own.get(RUN_CALLS)
+    if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
         # Another handler of the same checkpoint has seen to it.
-        return own[RUN_CALLS], earlier
+        return known, earlier
     calls = own.setdefault(RUN_CALLS, RunCalls())
     calls.is_loaded = False
-    if earlier is not None:
-        manager.restore(earlier.step, only=RUN_CALLS, strict=False)
-    elif manager.begin_anew:
+    if not calls.is_torn and (earlier is not None or manager.newest_asked >= 0):
+        # What is live was trained or restored without a handler.
+        step = manager.newest_asked
+        if earlier is not None and step <= earlier.step:
+            step = earlier.step
+            manager.restore(step, only=RUN_CALLS, strict=False)
+        if not calls.is_loaded:
+            calls.count = calls.count or step
+        return calls, earlier
+    if manager.begin_anew:
         return calls, None
-    restoration = earlier or manager.restore(strict=strict)
+    restoration = manager.restore(strict=strict)
     if restoration is not None and not calls.is_loaded:
         # The run was begun without a handler: its steps are what was counted.
         calls.count = restoration.step
