@@ -23,7 +23,7 @@ def main(directory: str, store: str, dies_in: int) -> None:
     shared, own = np.zeros(100_000), np.zeros(10)
     checkpoint = hf.Checkpoint(shared=shared, own=hf.PerWorker(own))
     options = {"cluster": cluster, "liveness_seconds": LIVENESS_SECONDS, "failures_allowed": 0}
-    with hf.WorkerTrainingState(checkpoint, directory, **options) as state:  # type: ignore[arg-type]
+    with hf.WorkerTrainingState(directory, checkpoint, **options) as state:  # type: ignore[arg-type]
         state.restore()
         first = state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=EPOCHS)
         assert (shared == first).all()

@@ -591,7 +591,7 @@ def test_every_object_that_holds_state_gets_real_arrays(library: str, tmp_path: 
         for number in (5.0, 0.0):
             objects = objects_of(number)
             if name == "backup":
-                with hf.WorkerTrainingState(hf.Checkpoint(**objects), tmp_path / name) as state:
+                with hf.WorkerTrainingState(tmp_path / name, hf.Checkpoint(**objects)) as state:
                     if state.restore() is None:
                         state.back_up(0)
             else:

@@ -74,7 +74,7 @@ def test_backups_go_on_when_there_is_room_again(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", *ROOM) as disk:
         weights = np.zeros(100_000)
         events: list[Event] = []
-        state = hf.WorkerTrainingState(hf.Checkpoint(weights=weights), disk / "backup", sinks=[events.append])
+        state = hf.WorkerTrainingState(disk / "backup", hf.Checkpoint(weights=weights), sinks=[events.append])
         saved = []
         for epoch in range(6):
             weights += 1
@@ -89,7 +89,7 @@ def test_backups_go_on_when_there_is_room_again(tmp_path: Path) -> None:
         state.close()
         assert len(check_whole(disk / "backup")) == 2
         restored = np.zeros(100_000)
-        with hf.WorkerTrainingState(hf.Checkpoint(weights=restored), disk / "backup") as state:
+        with hf.WorkerTrainingState(disk / "backup", hf.Checkpoint(weights=restored)) as state:
             backup = state.restore()
             assert backup is not None
             assert backup.epoch == 5

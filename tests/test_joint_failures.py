@@ -315,7 +315,7 @@ def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(
         objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
         keeper: hf.CheckpointManager | hf.WorkerTrainingState
         if keeps_epochs:
-            keeper = hf.WorkerTrainingState(objects, storage, cluster=cluster)
+            keeper = hf.WorkerTrainingState(storage, objects, cluster=cluster)
         else:
             keeper = hf.CheckpointManager(storage, objects, cluster=cluster)
         with keeper:
@@ -339,7 +339,7 @@ def test_all_hear_of_a_worker_that_can_look_once_and_not_again(tmp_path: Path, b
         storage = BlindStorage(tmp_path, 1 if cluster.rank == blind else 10**6)
         objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
         try:
-            with hf.WorkerTrainingState(objects, storage, cluster=cluster) as state:
+            with hf.WorkerTrainingState(storage, objects, cluster=cluster) as state:
                 state.restore()
         except BaseException as error:
             return error

@@ -219,10 +219,10 @@ def test_what_was_removed_on_purpose_is_none_of_them(tmp_path: Path) -> None:
 
 
 def test_a_backup_that_has_lost_its_manifest_is_not_begun_without(tmp_path: Path) -> None:
-    with hf.WorkerTrainingState(hf.Checkpoint(weights=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(weights=np.zeros(3))) as state:
         state.back_up(0)
     remove_manifests(tmp_path)
-    with hf.WorkerTrainingState(hf.Checkpoint(weights=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(weights=np.zeros(3))) as state:
         with pytest.raises(NoWholeCheckpointError, match="step 1 was committed"):
             state.restore()
 
@@ -245,11 +245,11 @@ def test_all_workers_are_told_alike(tmp_path: Path) -> None:
 
 
 def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp_path: Path) -> None:
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         state.back_up(0)
     remove_manifests(tmp_path)
     kept = files_in(tmp_path)
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         with pytest.raises(NoWholeCheckpointError):
             state.restore()
         assert not state.delete_backup()

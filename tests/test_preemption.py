@@ -1021,7 +1021,7 @@ def test_the_count_of_a_handler_is_in_nobodys_way(tmp_path: Path) -> None:
         manager.save(30)
         assert list(manager.checkpoint) == list(manager.checkpoint.objects) == ["state"]
         # One checkpoint for both, as is advised for backups of epochs.
-        with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+        with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups:
             backups.restore()
             backups.back_up(0)
     with manager_of(plain)[0] as manager:
@@ -1041,7 +1041,7 @@ def test_the_count_of_a_handler_is_in_nobodys_way(tmp_path: Path) -> None:
         with hf.resumable(place, state={"value": np.zeros(4)}, preemption="off") as run:
             assert run.step == 30
     manager, state = manager_of(tmp_path / "other")
-    with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+    with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups:
         assert backups.restore() is not None
         assert state["value"][0] == 3
     # A handler restores what was saved with a count or without, whether or not something was restored before it.
@@ -1052,7 +1052,7 @@ def test_the_count_of_a_handler_is_in_nobodys_way(tmp_path: Path) -> None:
                 manager.restore()
             with manager, hf.PreemptionCheckpointHandler(manager) as handler:
                 assert handler.total_run_calls == count
-                with hf.WorkerTrainingState(manager.checkpoint, tmp_path / "backup") as backups:
+                with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups:
                     assert backups.restore() is not None
     # A user's object may have the handler's word for a name.
     with (

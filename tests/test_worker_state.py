@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -43,7 +44,7 @@ class FullStorage(MemoryStorage):
 
 def state_in(place: Any, weights: np.ndarray[Any, Any] | None = None, **options: Any) -> hf.WorkerTrainingState:
     weights = np.zeros(10) if weights is None else weights
-    return hf.WorkerTrainingState(hf.Checkpoint(weights=weights), place, **options)
+    return hf.WorkerTrainingState(place, hf.Checkpoint(weights=weights), **options)
 
 
 def train(place: Any, epochs: int, *, fail_in: int | None = None, **options: Any) -> tuple[list[int], list[float]]:
@@ -127,7 +128,7 @@ def test_restored_nothing_there_and_damaged_are_told_apart(tmp_path: Path) -> No
         state.back_up(0)
     assert state_in(tmp_path, begin_anew=True).restore() is None
     with pytest.raises(MismatchError):
-        hf.WorkerTrainingState(hf.Checkpoint(other=np.zeros(10)), tmp_path).restore()
+        hf.WorkerTrainingState(tmp_path, hf.Checkpoint(other=np.zeros(10))).restore()
 
 
 def test_the_initial_epoch_is_a_plain_number(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ FIT = """
 import logging, os, sys, numpy as np, holdfast as hf
 place, epochs, dies, deletes = sys.argv[1], int(sys.argv[2]), "dies" in sys.argv, "deletes" in sys.argv
 weights = np.zeros(10)
-with hf.WorkerTrainingState(hf.Checkpoint(weights=weights), place) as state:
+with hf.WorkerTrainingState(place, hf.Checkpoint(weights=weights)) as state:
     state.restore()
     trained = []
     for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):
@@ -272,7 +273,7 @@ def train_batches(place: Path, stop_at: int | None = None) -> list[tuple[int, in
     """Trains epochs of four batches, with a backup after each batch; gives what it saw."""
     sampler = hf.ResumableSampler(10, batch_size=3, seed=5)
     seen: list[tuple[int, int, list[int]]] = []
-    with hf.WorkerTrainingState(hf.Checkpoint(sampler=sampler, rng=hf.RNG()), place) as state:
+    with hf.WorkerTrainingState(place, hf.Checkpoint(sampler=sampler, rng=hf.RNG())) as state:
         state.restore()
         first, done = state.maybe_load_initial_counters_from_ckpt(len(sampler), 0, "train")
         for epoch in range(first, 3):
@@ -305,7 +306,7 @@ def test_a_backup_within_an_epoch_is_exact_with_a_loader_of_torch(tmp_path: Path
     def train(place: Path, stop_at: int | None = None) -> list[list[int]]:
         loader = hf.ResumableDataLoader(list(range(10)), batch_size=3, seed=5)
         seen: list[list[int]] = []
-        with hf.WorkerTrainingState(hf.Checkpoint(loader=loader), place) as state:
+        with hf.WorkerTrainingState(place, hf.Checkpoint(loader=loader)) as state:
             state.restore()
             first, done = state.maybe_load_initial_counters_from_ckpt(4, 0, "train", epochs=2)
             for epoch in range(first, 2):
@@ -336,7 +337,7 @@ def test_a_backup_at_the_last_batch_goes_on_with_the_next_epoch(tmp_path: Path) 
 def test_another_job_that_backs_up_there_keeps_its_backup(tmp_path: Path) -> None:
     other = """
     import sys, numpy as np, holdfast as hf
-    with hf.WorkerTrainingState(hf.Checkpoint(weights=np.ones(10)), sys.argv[1]) as state:
+    with hf.WorkerTrainingState(sys.argv[1], hf.Checkpoint(weights=np.ones(10))) as state:
         state.restore()
         state.back_up(9)
     """
@@ -375,9 +376,9 @@ def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None
         state.maybe_load_initial_epoch_from_ckpt(-1, "train")
     for directory in ("", None):
         with pytest.raises(UsageError):
-            hf.WorkerTrainingState(hf.Checkpoint(), directory)  # type: ignore[arg-type]
+            hf.WorkerTrainingState(directory, hf.Checkpoint())  # type: ignore[arg-type]
     with pytest.raises(UsageError):
-        hf.WorkerTrainingState({"model": 1}, tmp_path)  # type: ignore[arg-type]
+        hf.WorkerTrainingState(tmp_path, {"model": 1})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(weights=np.ones(10))) as manager:
         manager.save(1)
@@ -390,7 +391,7 @@ def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None
 KILLED = """
 import sys, numpy as np, holdfast as hf
 weights = np.zeros(300_000)
-with hf.WorkerTrainingState(hf.Checkpoint(weights=weights), sys.argv[1]) as state:
+with hf.WorkerTrainingState(sys.argv[1], hf.Checkpoint(weights=weights)) as state:
     state.restore()
     first = state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=60)
     assert (weights == first).all(), (weights[0], first)
@@ -426,10 +427,110 @@ def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> Non
 
 
 def test_a_backup_that_was_not_restored_is_not_deleted(tmp_path: Path) -> None:
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         state.back_up(0)
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         assert not state.delete_backup()
         assert state.restore()
         state.back_up(1)
         assert state.delete_backup()
+
+
+ASKED_TO_LEAVE = """
+import os, signal, sys, threading, numpy as np, holdfast as hf
+from holdfast.events import NoticeHeard
+from holdfast.storage import LocalStorage
+
+place, way = sys.argv[1:]
+heard = threading.Event()
+
+class Slow(LocalStorage):
+    def open_writer(self, path, size_bytes):
+        if way == "epochs" and path.startswith("step-000000002"):
+            assert heard.wait(100)  # The notice comes while this backup is in flight.
+        return super().open_writer(path, size_bytes)
+
+def note(event):
+    if isinstance(event, NoticeHeard):
+        heard.set()
+
+weights = np.zeros(10)
+checkpoint = hf.Checkpoint(weights=weights)
+handler = None
+if way == "beside":
+    handler = hf.PreemptionCheckpointHandler(hf.CheckpointManager(place + "/steps", checkpoint))
+with hf.WorkerTrainingState(Slow(place + "/backup"), checkpoint, save_freq=3, sinks=[note]) as state:
+    backup = state.restore()
+    first, done = state.maybe_load_initial_counters_from_ckpt(10, 0, "train", epochs=3)
+    print(first, done, int(weights[0]), flush=True)
+    if backup is None or way == "batches":
+        for epoch in range(first, 2):
+            for batch in range(done, 10):
+                weights += 1
+                if way == "batches":
+                    state.back_up_if_due(epoch, batch)
+                    if (epoch, batch) == (1, 3 if backup is None else 7):
+                        os.kill(os.getpid(), signal.SIGTERM)
+            done = 0
+            state.back_up(epoch)
+        weights += 1  # The next epoch, which goes on for ever.
+        if way == "over":
+            state.delete_backup()
+        if handler is not None:
+            handler.run(np.zeros(1).fill, 0)
+        os.kill(os.getpid(), signal.SIGINT if way == "ctrl-c" else signal.SIGTERM)
+        if handler is not None:
+            handler.run(np.zeros(1).fill, 0)
+        signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def ask_to_leave(place: Path, way: str) -> tuple[int, str, str]:
+    program = [sys.executable, "-c", ASKED_TO_LEAVE, str(place), way]
+    ran = subprocess.run(program, check=False, capture_output=True, text=True, timeout=120)
+    return ran.returncode, ran.stdout.strip(), ran.stderr
+
+
+def test_a_job_that_is_asked_to_leave_ends_the_backup_in_flight(tmp_path: Path) -> None:
+    code, printed, log = ask_to_leave(tmp_path, "epochs")
+    assert (code, printed) == (42, "0 0 0"), log
+    assert "the backup of epoch 1 is saved; leaving with exit code 42" in log
+    code, printed, log = ask_to_leave(tmp_path, "epochs")
+    assert (code, printed) == (0, "2 0 20"), log
+
+
+def test_a_job_that_is_asked_to_leave_within_an_epoch_keeps_the_batch(tmp_path: Path) -> None:
+    code, printed, log = ask_to_leave(tmp_path, "batches")
+    assert (code, printed) == (42, "0 0 0"), log
+    assert "the backup of epoch 1, batch 4 is saved; leaving" in log
+    # Of each epoch the 3rd, 6th and 9th batch, all of it, and the one at which the job was asked; two are kept.
+    assert steps_of(tmp_path / "backup") == [14, 16]
+    code, printed, log = ask_to_leave(tmp_path, "batches")
+    assert (code, printed) == (42, "1 5 15"), log
+    assert "the backup of epoch 1, batch 8 is saved; leaving" in log
+    assert ask_to_leave(tmp_path, "epochs")[1] == "1 9 19"
+
+
+def test_who_else_hears_of_a_notice_is_left_to_do_so(tmp_path: Path) -> None:
+    # A handler of steps saves and leaves, at the end of its step.
+    code, _, log = ask_to_leave(tmp_path / "1", "beside")
+    assert code == 42, log
+    assert "step 1 is saved; leaving" in log
+    assert "the backup of" not in log
+    # Ctrl-C is what it always was.
+    code, _, log = ask_to_leave(tmp_path / "2", "ctrl-c")
+    assert "KeyboardInterrupt" in log
+    assert code == -signal.SIGINT, log
+    # With the end of the training, a signal has the effect that it always had.
+    assert ask_to_leave(tmp_path / "3", "over")[0] == -signal.SIGTERM
+
+
+def test_the_order_of_arguments_is_said_if_it_is_wrong(tmp_path: Path) -> None:
+    makers: list[Any] = [hf.WorkerTrainingState, hf.CheckpointManager]
+    for make in makers:
+        with pytest.raises(UsageError, match="takes the directory first") as caught:
+            make(hf.Checkpoint(x=1), tmp_path)
+        assert f"Write {make.__name__}(directory, checkpoint)" in caught.value.hint
+    for frequency in (0, -1, 1.5, True, "batch"):
+        with pytest.raises(UsageError, match="save_freq"):
+            state_in(tmp_path, save_freq=frequency)

@@ -42,7 +42,7 @@ class Training:
         self.shared, self.own = np.zeros(1000), np.zeros(10)
         options = {"liveness_seconds": LIVENESS_SECONDS, "timeout_seconds": PATIENCE_SECONDS} | options
         checkpoint = hf.Checkpoint(shared=self.shared, own=hf.PerWorker(self.own))
-        self.state = hf.WorkerTrainingState(checkpoint, place, cluster=cluster, **options)
+        self.state = hf.WorkerTrainingState(place, checkpoint, cluster=cluster, **options)
 
     def train(self, epoch: int, batch: int | None = None) -> hf.SaveHandle:
         self.shared += 1
@@ -196,7 +196,7 @@ def test_a_backup_within_an_epoch_is_exact_for_each_worker(tmp_path: Path) -> No
         sampler = hf.ResumableSampler(20, batch_size=2, seed=5, rank=cluster.rank, world_size=cluster.world_size)
         seen: list[list[int]] = []
         checkpoint = hf.Checkpoint(sampler=sampler)
-        with hf.WorkerTrainingState(checkpoint, place, cluster=cluster, liveness_seconds=LIVENESS_SECONDS) as state:
+        with hf.WorkerTrainingState(place, checkpoint, cluster=cluster, liveness_seconds=LIVENESS_SECONDS) as state:
             state.restore()
             first, done = state.maybe_load_initial_counters_from_ckpt(len(sampler), 0, "train", epochs=2)
             for epoch in range(first, 2):

@@ -107,6 +107,21 @@ def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**checkpoint._objects, **checkpoint._own}
 
 
+def check_order(maker: str, directory: object, checkpoint: object) -> None:
+    """**Pure.** Makes sure that both are what they should be, in the order that all classes have.
+
+    Raises:
+        UsageError: If they are not.
+    """
+    if isinstance(directory, Checkpoint):
+        raise UsageError(
+            f"{maker} takes the directory first, and was given a Checkpoint there",
+            hint=f"Write {maker}(directory, checkpoint).",
+        )
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+
+
 def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:
     """The objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
     return checkpoint._own

@@ -13,10 +13,9 @@ from typing import Any, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint, all_objects
+from holdfast.checkpoint import Checkpoint, all_objects, check_order
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
@@ -107,8 +106,7 @@ class CheckpointManager:
             ClusterError: If the job's store does not answer.
         """
         arguments.check_busy(when_busy)
-        if not isinstance(checkpoint, Checkpoint):
-            raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+        check_order("CheckpointManager", directory, checkpoint)
         arguments.check_policies(save_every, keep)
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
         arguments.check_switches(check_replicas=check_replicas)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from holdfast.catalog import find_lost, read_catalog, read_manifest
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, check_order
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import (
@@ -18,6 +19,7 @@ from holdfast.errors import (
     DamageError,
     DeadlineError,
     NotFoundError,
+    OutOfRangeError,
     SaveFailedError,
     StorageError,
     UsageError,
@@ -26,6 +28,8 @@ from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest, RetentionPolicy
+from holdfast.preemption.epochs import EpochGuard
+from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
 from holdfast.save.arguments import check_count, check_numbers
@@ -37,6 +41,8 @@ Mode: TypeAlias = Literal["train", "test", "predict"]
 
 _MODES: Final = ("train", "test", "predict")
 
+_REMEMBERED: Final = 8
+
 
 class WorkerTrainingState:
     """Backs up a training after each epoch, or within one, and brings it back when the program is started again.
@@ -45,14 +51,17 @@ class WorkerTrainingState:
     the block waits for the backup in flight. In a job of several workers each makes one, and all call the same methods
     at the same places: all of them write the one backup, and the leader deletes it when all have come to the end.
 
+    If the job is asked to leave while it trains (SIGTERM, say), the backup in flight is brought to its end and the
+    process exits with code 42. What was trained since that backup is trained again.
+
     Example:
         ```python
-        state = hf.WorkerTrainingState(hf.Checkpoint(model=model, optimizer=optimizer), "runs/net/backup")
-        state.restore()
-        for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=20), 20):
-            train_epoch(model, optimizer)
-            state.back_up(epoch)
-        state.delete_backup()
+        with hf.WorkerTrainingState("runs/net/backup", hf.Checkpoint(model=model, optimizer=optimizer)) as state:
+            state.restore()
+            for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=20), 20):
+                train_epoch(model, optimizer)
+                state.back_up(epoch)
+            state.delete_backup()
         ```
 
     Attributes:
@@ -61,9 +70,10 @@ class WorkerTrainingState:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
         directory: str | os.PathLike[str] | Storage,
+        checkpoint: Checkpoint,
         *,
+        save_freq: Literal["epoch"] | int = "epoch",
         keep: RetentionPolicy | None = None,
         begin_anew: bool = False,
         failures_allowed: int | None = None,
@@ -72,16 +82,18 @@ class WorkerTrainingState:
         threads: int = 6,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
+        preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first backup.
 
         In a job of several workers this waits for the others.
 
         Args:
+            directory: A directory, a URL, or an open storage, for the backups alone.
             checkpoint: The objects to back up. Name what gives the batches too (a `ResumableDataLoader`, a
                 `ResumableSampler`), so that a backup within an epoch goes on with the batch that comes next, and
                 `RNG()`.
-            directory: A directory, a URL, or an open storage, for the backups alone.
+            save_freq: How often `back_up_if_due` backs up: after so many batches of an epoch, or never within one.
             keep: How many backups to keep; None for `Latest(2)`, so that there is one more should the newest be
                 damaged.
             begin_anew: True to begin from nothing although there may be backups.
@@ -92,6 +104,10 @@ class WorkerTrainingState:
             threads: How many threads write, and read at a restore. They wait for the disk most of the time.
             cluster: The workers of the job, as for `CheckpointManager`.
             liveness_seconds: After how long without a sign of life a worker is taken for dead.
+            preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits
+                the place where it runs, "off" for nothing, or a `TerminationConfig`. It is listened to from the first
+                backup or `maybe_load_initial_...` on, until the backup is deleted or this is closed. Where a run or a
+                `PreemptionCheckpointHandler` listens in the same thread, that one leaves.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -99,7 +115,12 @@ class WorkerTrainingState:
             AbsentError: If other workers of the job do not come.
             ClusterError: If the job's store does not answer.
         """
+        check_order("WorkerTrainingState", directory, checkpoint)
         self.checkpoint = checkpoint
+        self._save_freq = save_freq if save_freq == "epoch" else check_count("save_freq", save_freq)
+        if self._save_freq == 0:
+            raise OutOfRangeError('save_freq=0: a backup is made after one batch or more, or give "epoch"')
+        self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
         self._sinks = tuple(sinks)
         self._emit = Fanout([LoggingSink(), *self._sinks])
@@ -138,6 +159,13 @@ class WorkerTrainingState:
         # many epochs in all.
         self._began_from: Backup | None = None
         self._trains, self._total = False, None
+        self._steps_per_epoch: int | None = None
+        self._guard: EpochGuard | None = None
+        # The save that was begun last, and by number what each one is of.
+        self._newest: SaveHandle | None = None
+        self._backups: dict[int, Backup] = {}
+        # Where training stands in an epoch, if that is not backed up and may be, should the job be asked to leave.
+        self._reached: Backup | None = None
 
     @property
     def saved(self) -> Backup | None:
@@ -170,22 +198,43 @@ class WorkerTrainingState:
                 This one goes on all the same; its handle is the error's `next_save`.
             DeadlineError: If the backup before does not end in time.
         """
-        backup = Backup(check_count("epoch", epoch), None if batch is None else check_count("batch", batch))
-        if self._unseen:
-            raise UsageError(
-                f"{self._storage.url} has a backup that was not restored; this one would take its place",
-                hint="Call restore() before training, or begin_anew=True to begin from nothing.",
-            )
-        manager = self._open()
-        self._step += 1
-        try:
-            handle = manager.save(self._step, metrics=metrics, metadata=make_note(backup))
-        except SaveFailedError as failure:
-            if failure.next_save is not None:
-                self._note_begun(failure.next_save, backup)
-            raise
-        self._note_begun(handle, backup)
-        return handle
+        backup = self._check_backup(epoch, batch)
+        with self._saving(rests=True):
+            return self._begin(backup, metrics)
+
+    def back_up_if_due(
+        self, epoch: int, batch: int, *, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle | None:
+        """Backs up within an epoch if `save_freq` says so; call it as the last act of each batch.
+
+        The last batch of an epoch is left to `back_up(epoch)`, if `maybe_load_initial_counters_from_ckpt` was told how
+        many an epoch has. If the job is asked to leave, this batch is backed up, and the process exits with code 42;
+        in a job of several workers the process leaves without that.
+
+        Args:
+            epoch: The epoch within which this is, counted from 0.
+            batch: The batch that is complete, counted from 0.
+            metrics: Figures to keep with the backup.
+
+        Returns:
+            The save, or None if none was due.
+
+        Raises:
+            SystemExit: When the job leaves.
+            UsageError: As `back_up`, as are the others.
+            UnsupportedValueError: As there.
+            SaveFailedError: As there.
+            DeadlineError: As there.
+        """
+        backup = self._check_backup(epoch, batch)
+        is_last = self._steps_per_epoch is not None and batch + 1 >= self._steps_per_epoch
+        is_due = isinstance(self._save_freq, int) and (batch + 1) % self._save_freq == 0 and not is_last
+        with self._saving(rests=is_last or self._manager is None or self._manager.company is not None):
+            if is_due:
+                return self._begin(backup, metrics)
+            self._step += 1
+            self._reached = backup
+        return None
 
     def restore(self, *, strict: bool = True) -> Backup | None:
         """**Blocks.** Gives the objects the state of the newest whole backup; every byte is checked.
@@ -217,9 +266,10 @@ class WorkerTrainingState:
             return None
         self._generation = max(self._generation, restoration.name.generation)
         self._step = max(self._step, restoration.step)
+        self._newest = None
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
-        self._began_from = self._saved
+        self._began_from = self._backups[restoration.step] = self._saved
         return self._saved
 
     def delete_backup(self) -> bool:
@@ -263,13 +313,15 @@ class WorkerTrainingState:
                 "than that one, give epochs= when the first epoch is asked for; then the backup is kept"
             )
             self._emit(Warned(text=f"{self._storage.url}: {text}"))
+        self._stop_listening()
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
         self._manager = None
         self._in_flight = None
-        self._saved = self._began_from = None
+        self._saved = self._began_from = self._newest = None
         self._unseen = False
         self._step = 0
+        self._backups.clear()
         for problem in clearing.problems:
             raise problem
         return True
@@ -300,6 +352,7 @@ class WorkerTrainingState:
             raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
         backup = self._settle()
         self._trains, self._total = True, total
+        self._listen()
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
@@ -326,7 +379,7 @@ class WorkerTrainingState:
         Raises:
             UsageError: As there.
         """
-        steps = check_count("steps_per_epoch", steps_per_epoch)
+        steps = self._steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
         first = self.maybe_load_initial_epoch_from_ckpt(initial_epoch, mode, epochs=epochs)
         backup = self.saved if mode == "train" else None
         if backup is None or backup.batch is None:
@@ -360,14 +413,103 @@ class WorkerTrainingState:
     @contextmanager
     def _leaving(self) -> Iterator[None]:
         """Says goodbye to the other workers when the body has ended, unless it is to be tried again."""
+        if self._guard is not None and not self._guard.leaving:
+            self._guard.rest(self._step, saved=self._newest)
         try:
             yield
         except DeadlineError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SaveFailedError):
+                self._speak_of_epochs(error)
             self._leave()
             raise
         self._leave()
+
+    def _check_backup(self, epoch: int, batch: int | None) -> Backup:
+        backup = Backup(check_count("epoch", epoch), None if batch is None else check_count("batch", batch))
+        if self._unseen:
+            raise UsageError(
+                f"{self._storage.url} has a backup that was not restored; this one would take its place",
+                hint="Call restore() before training, or begin_anew=True to begin from nothing.",
+            )
+        return backup
+
+    def _begin(self, backup: Backup, metrics: Mapping[str, float] | None) -> SaveHandle:
+        manager = self._open()
+        self._step += 1
+        # Of a few only is anything said any more.
+        self._backups = {**dict(list(self._backups.items())[-_REMEMBERED:]), self._step: backup}
+        try:
+            handle = manager.save(self._step, metrics=metrics, metadata=make_note(backup))
+        except SaveFailedError as failure:
+            self._speak_of_epochs(failure)
+            if failure.next_save is not None:
+                self._note_begun(failure.next_save, backup)
+            raise
+        self._note_begun(handle, backup)
+        return handle
+
+    def _listen(self) -> None:
+        """Hears from now on that the job is to be taken away; does nothing if it does so already."""
+        config = self._termination
+        if config is None or self._guard is not None:
+            return
+        if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
+            return  # Another thread is the program's main one, and signals come there.
+        guard = EpochGuard(self._open(), config, self._keep, self._name)
+        guard.rest(self._step, saved=self._newest)
+        guard.open()
+        self._guard = guard
+
+    def _stop_listening(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
+
+    @contextmanager
+    def _saving(self, *, rests: bool) -> Iterator[None]:
+        """The end of an epoch, or of a batch: leaves behind the body if that was asked for.
+
+        Args:
+            rests: Whether the job may leave at any moment from then on. Otherwise it leaves at the next such end.
+        """
+        self._check_open()
+        self._listen()
+        guard = self._guard
+        if guard is None:
+            yield
+            return
+        guard.hold()
+        try:
+            yield
+            if not rests or self._reached is None:
+                guard.pass_boundary(self._step)
+        finally:
+            self._reached = None
+            if rests and not guard.leaving:
+                guard.rest(self._step, saved=self._newest)
+
+    def _keep(self, step: int) -> SaveHandle | None:
+        """Begins the backup of a batch, if there is one that is not backed up, for the guard."""
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            self._step -= 1
+            try:
+                return self._begin(reached, None)
+            except SaveFailedError as failure:
+                if failure.next_save is None:
+                    raise
+        return self._newest
+
+    def _name(self, step: int) -> str:
+        backup = self._backups.get(step)
+        return "the backup" if backup is None else f"the backup of {backup}"
+
+    def _speak_of_epochs(self, failure: SaveFailedError) -> None:
+        """Says which epoch a backup is of, where the manager knows its number only."""
+        failure.message = failure.message.replace(f"step {failure.step} was", f"{self._name(failure.step)} was")
+        failure.args = (failure.message,)
 
     def _warn_if_idle(self) -> None:
         """Says that a run has trained nothing, where that may not be what was meant."""
@@ -380,6 +522,7 @@ class WorkerTrainingState:
 
     def _leave(self) -> None:
         self._closed = True
+        self._stop_listening()
         self._together.close()
 
     def _check_open(self) -> None:
@@ -406,7 +549,7 @@ class WorkerTrainingState:
 
     def _note_begun(self, handle: SaveHandle, backup: Backup) -> None:
         _ = self.saved  # The one before has ended by now: it counts if it was committed.
-        self._in_flight = (handle, backup)
+        self._in_flight, self._newest = (handle, backup), handle
         self._begins_anew = False
         self._kept_for, self._began_from = "", None
 

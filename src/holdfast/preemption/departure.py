@@ -70,6 +70,7 @@ class Departure:
     Attributes:
         mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
         tried: The last save, as often as it was tried.
+        name: What a step is called where people read of it.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Departure:
         """
         self.mistake = ""
         self.tried: list[SaveHandle] = []
+        self.name: Callable[[int], str] = "step {}".format
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -210,7 +212,7 @@ class Departure:
         """
         late = [saved for saved in saves if saved.step == step and not saved.ended] if error else []
         if late and limit_seconds > 0:
-            say(f"holdfast: step {step} is not saved yet: {error}. Its save goes on, and is waited for.")
+            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save goes on, and is waited for.")
             for saved in late:
                 try:
                     saved.wait_committed(limit_seconds)
@@ -287,11 +289,11 @@ class Departure:
 
     def _line(self, step: int | None, error: str, then: str, advice: str) -> str:
         if not error:
-            done = f"step {step} is saved" if step else "nothing was trained that could be lost"
+            done = f"{self.name(step)} is saved" if step else "nothing was trained that could be lost"
             return f"{done}; {then}." + (f" {advice}." if advice else "")
         newest = self._newest()
-        found = "there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest}"
-        return f"step {step} could NOT be saved: {error}; {found}; {then}."
+        found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
+        return f"{self.name(step or 0)} could NOT be saved: {error}; {found}; {then}."
 
     def _newest(self) -> int | None:
         try:

@@ -44,7 +44,10 @@ class Guard:
         provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
         in_block: Whether the training thread is in a block of `checkpointable`.
         is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
+        yields: Whether it leaves what is heard to the guard of another manager in the same thread, if there is one.
     """
+
+    yields = False
 
     def __init__(self, manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> None:
         """Takes note of what to guard; `open` begins.
@@ -90,7 +93,7 @@ class Guard:
         """
         self._post = take_post(
             self._manager,
-            listens=self.hearing.listens,
+            listens=self.hearing.listens and not self.yields,
             rests=lambda: self._rest is not None,
             relieve=self._relieve,
             forget=lambda: self._forget(self.hearing.count),
@@ -166,7 +169,7 @@ class Guard:
             SystemExit: When it leaves.
         """
         self._measure(step)
-        if self.hearing.alarmed:
+        if self.hearing.alarmed and not self._is_outranked():
             self._settle(step, arguments, options)
             # What saving took is no step's.
             self._passed_at = time.monotonic()
@@ -227,6 +230,13 @@ class Guard:
     def should_stop(self) -> bool:
         """Whether the loop would leave if a step ended now."""
         return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
+
+    def _is_outranked(self) -> bool:
+        """Whether another guard deals with what was heard: then it is forgotten here."""
+        if not self.yields or self._post is None or not self._post.is_outranked:
+            return False
+        self._forget(self.hearing.count)
+        return True
 
     def _relieve(self) -> None:
         self._rest = None
@@ -372,7 +382,7 @@ class Guard:
         """Saves and leaves in the training thread's stead, if that rests; it may not go on meanwhile."""
         with self._lock:
             rest = self._rest
-            if rest is None or rest.is_refused or self._closed:
+            if rest is None or rest.is_refused or self._closed or self._is_outranked():
                 return
             count = self.hearing.count
             outlook = self._outlook(is_resting=True)

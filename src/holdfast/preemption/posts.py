@@ -60,6 +60,11 @@ class Post:
         other = self.duty.post
         return other is not None and other is not self and other in self._taken and not other._rests()
 
+    @property
+    def is_outranked(self) -> bool:
+        """Whether another manager's guard listens in the same thread."""
+        return any(post.listens and post.manager is not self.manager for post in tuple(self._taken))
+
     def go_on_duty(self) -> None:
         """The others act no more: what they rest in is not the state any more. Called with the duty's lock held."""
         self.duty.post = self

@@ -1,0 +1,42 @@
+"""Stands beside a loop whose state is saved at the end of its epochs only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.preemption.departure import Saves
+from holdfast.preemption.guard import Guard
+from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.handle import SaveHandle
+
+
+class EpochGuard(Guard):
+    """Leaves as soon as the save in flight has ended, in the middle of an epoch too: that one is trained again.
+
+    Where another run or handler listens in the same thread, that one leaves, and this guard does nothing.
+    """
+
+    yields = True
+
+    def __init__(
+        self,
+        manager: Saves,
+        config: TerminationConfig,
+        keep: Callable[[int], SaveHandle | None],
+        name: Callable[[int], str],
+    ) -> None:
+        """Takes note of what to guard; `open` begins.
+
+        Args:
+            manager: As for `Guard`, as are the others.
+            config: As there.
+            keep: As there.
+            name: What a step is called where people read of it.
+        """
+        super().__init__(manager, config, keep)
+        self._departure.name = name
+
+    def hold(self) -> None:
+        """The training thread saves, and nothing is done behind its back. Ctrl-C has the effect that it always had."""
+        self.begin_steps()
+        self.hearing.patient = False
