@@ -893,3 +893,55 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
         assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)
     assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+LEAVING = """
+import os, signal, sys, threading, holdfast as hf
+from holdfast.events import NoticeHeard
+from holdfast.storage import LocalStorage
+
+place, way = sys.argv[1:]
+heard = threading.Event()
+
+class Slow(LocalStorage):
+    def open_writer(self, path, size_bytes):
+        if way != "run" and path.startswith("step-000000002"):
+            if way == "save":
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.wait(100)  # The notice comes while this save is in flight.
+        return super().open_writer(path, size_bytes)
+
+with hf.Job() as job:
+    @job.init_group
+    def begin(workspace):
+        workspace["total"] = 0
+
+    @job.epoch_group
+    def add(workspace):
+        workspace["total"] += workspace.epoch
+        if workspace.epoch == 3 and way == "task":
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigwait([signal.SIGUSR1])
+
+hf.epoch_limiter(job, 4)
+options = {"sinks": [lambda event: heard.set() if isinstance(event, NoticeHeard) else None]}
+manager = hf.MultiNodeCheckpointManager(Slow(place), background=way == "task")
+with hf.LocalSession("a") as session:
+    runner = hf.JobRunner(job, manager, **options)
+    last = runner.train(session)
+    print(last, runner.result.resumed_from, session.workspace()["total"])
+"""
+
+
+@pytest.mark.parametrize("way", ["save", "task"])
+def test_a_job_that_is_asked_to_leave_ends_the_save_in_flight(way: str, tmp_path: Path) -> None:
+    def run(way: str) -> tuple[int, str, str]:
+        program = [sys.executable, "-c", LEAVING, tmp_path, way]
+        ran = subprocess.run(program, check=False, capture_output=True, text=True, timeout=120)
+        return ran.returncode, ran.stdout.strip(), ran.stderr
+
+    code, _, log = run(way)
+    assert code == 42, log
+    assert "epoch 2 is saved; leaving with exit code 42" in log
+    assert epochs_of(tmp_path) == (0, 1, 2)
+    assert run("run")[:2] == (0, "4 2 10")

@@ -130,6 +130,11 @@ class MultiNodeCheckpointManager:
         return self._storage.url
 
     @property
+    def timeout_seconds(self) -> float:
+        """The deadline of each wait."""
+        return self._options.timeout_seconds
+
+    @property
     def storage(self) -> Storage:
         """Where the checkpoints lie."""
         return self._storage

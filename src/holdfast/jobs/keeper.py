@@ -18,6 +18,7 @@ from holdfast.jobs.loading import find_place, load_node
 from holdfast.jobs.workspace import Workspace
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy
+from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 
 
@@ -82,6 +83,11 @@ class LoadOrder:
 class Saving(Protocol):
     """A save of all nodes that has begun."""
 
+    @property
+    def handle(self) -> SaveHandle | None:
+        """This process's part of it; None if it has none."""
+        ...
+
     def wait(self) -> NodeDurations:
         """**Blocks.** Waits until it is committed for all nodes.
 
@@ -99,10 +105,12 @@ class CommonSaving:
     Attributes:
         epoch: Which it is.
         wait_for: Has them do that.
+        handle: This process's part of it; None if it has none.
     """
 
     epoch: int
     wait_for: Callable[[int], NodeDurations]
+    handle: SaveHandle | None = None
 
     def wait(self) -> NodeDurations:
         """**Blocks.** Waits until it is committed for all nodes."""

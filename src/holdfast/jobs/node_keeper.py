@@ -21,6 +21,9 @@ class NodeKeeper:
     """Saves and loads one workspace, together with those of the other nodes. All of them do the same at the same time.
 
     A node whose state is not kept takes part with nothing, since a step is committed when all workers have written.
+
+    Attributes:
+        handle: The save that was begun last; None before the first.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class NodeKeeper:
         self._emit = Fanout([LoggingSink(), *options.sinks])
         self._checkpoint = Checkpoint()
         workspace.note_given()
-        self._handle: SaveHandle | None = None
+        self.handle: SaveHandle | None = None
         self._seconds: dict[int, float] = {}
         self._manager = open_manager(
             self._checkpoint, options, self._note, cluster=cluster, liveness_seconds=liveness_seconds
@@ -58,11 +61,11 @@ class NodeKeeper:
         if self._is_kept:
             self._checkpoint[self._workspace.node] = self._workspace
             warn_of_unmakeable(self._workspace, self._emit)
-        self._handle = self._manager.save(epoch, metadata=metadata)
+        self.handle = self._manager.save(epoch, metadata=metadata)
 
     def wait(self) -> Outcome:
         """**Blocks.** Waits until the save that was begun last is committed for all nodes, or has failed."""
-        handle = self._handle
+        handle = self.handle
         assert handle is not None, "a save was begun before"
         try:
             handle.wait_committed()

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from holdfast.errors import FencedError, NodeLostError, SaveFailedError, UsageError
 from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
+from holdfast.format.workers import ALONE
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
 from holdfast.jobs.keeper import Saving
@@ -19,9 +20,39 @@ from holdfast.jobs.result import JobResult
 from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
+from holdfast.preemption.epochs import EpochGuard
+from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.save.arguments import check_step
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
 
 _STOPPED: Final = "stopped"
+
+
+class _Epochs:
+    """The epochs of a job, as a guard asks for them."""
+
+    worker = ALONE
+    company = None
+    save_seconds: float | None = None
+
+    def __init__(self, manager: MultiNodeCheckpointManager, emit: Sink) -> None:
+        self.emit = emit
+        self.timeout_seconds = manager.timeout_seconds
+        self._manager = manager
+
+    def mark(self) -> Mark:
+        raise UsageError("the nodes of a job are saved at the end of an epoch only")
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Nothing: the runner tells which save to wait for."""
+
+    def latest_step(self) -> int | None:
+        return max(self._manager.epochs(), default=None)
+
+    def abandon(self) -> None:
+        """Nothing: the end of the process gives up what is in flight."""
+
 
 # Guards the runs that go on in this process.
 _lock = threading.Lock()
@@ -48,6 +79,7 @@ class JobRunner:
         *,
         failures_allowed: int = 3,
         sinks: Iterable[Sink] = (),
+        preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     ) -> None:
         """Begins nothing yet.
 
@@ -60,6 +92,9 @@ class JobRunner:
             failures_allowed: How many saves in a row may fail before the job ends. That the last one has failed is
                 raised in any case, when all else is done.
             sinks: Functions that are told of the job's own events; the manager has its own.
+            preemption: How to hear, while the job runs, that it is to be taken away, and how to leave: "auto" for
+                signals and what fits the place where it runs, "off" for nothing, or a `TerminationConfig`. Without a
+                manager nothing is heard.
 
         Raises:
             UsageError: If an argument is wrong, or needs a manager and there is none.
@@ -100,6 +135,9 @@ class JobRunner:
         # Which of the stop conditions that are outputs of tasks were true after the last epoch. They are kept with it:
         # only another epoch could tell again.
         self._outputs: list[bool] = []
+        self._termination = None if preemption == "off" else make_termination(preemption)
+        self._guard: EpochGuard | None = None
+        self._handle: SaveHandle | None = None
 
     @property
     def result(self) -> JobResult:
@@ -113,11 +151,15 @@ class JobRunner:
         is true. From a checkpoint: it is loaded, and the epochs go on behind it; if a stop condition is true already,
         none runs. Then the upload, the download tasks and the exit tasks.
 
+        If the job is asked to leave meanwhile (SIGTERM, say), the save in flight is brought to its end and the process
+        exits with code 42. The epoch that runs is not waited for: it is run again.
+
         Returns:
             The last epoch.
 
         Raises:
             UsageError: If the job cannot be run like this; no task has run.
+            SystemExit: When the job leaves.
             NoCheckpointError: If the epoch to resume from was not saved; no task has run.
             NoWholeCheckpointError: If what is to be resumed from is damaged; no task has run.
             MismatchError: If the checkpoint does not fit the job; no task has run.
@@ -134,13 +176,19 @@ class JobRunner:
             self._check(session)
             self._result = JobResult()
             self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
+            self._handle = None
             try:
+                self._listen()
                 epoch = self._train(session)
                 self._close()
             except BaseException as error:
                 session.note_end(error)
                 self._close_after(error)
                 raise
+            finally:
+                guard, self._guard = self._guard, None
+                if guard is not None:
+                    guard.close()
         self._raise_what_was_left()
         if self._manager is not None:
             self._manager.tidy()
@@ -270,6 +318,7 @@ class JobRunner:
             return 0, False
         loaded = manager.load(resume_from, or_older=asked_for is None)
         epoch = loaded.epoch
+        self._rest(epoch)
         self._result = replace(self._result, last_epoch=epoch, resumed_from=epoch, last_saved_epoch=epoch)
         if loaded.new_nodes:
             self._run(session, job.init_group, epoch, only=loaded.new_nodes)
@@ -292,15 +341,52 @@ class JobRunner:
 
     def _save(self, epoch: int) -> None:
         assert self._manager is not None, "who has no manager saves nothing"
+        guard = self._guard
+        if guard is not None:
+            guard.hold()
         self._settle()
-        self._pending = (epoch, None)
+        self._pending, self._handle = (epoch, None), None
         try:
-            self._pending = (epoch, self._manager.begin_save(epoch, {_STOPPED: self._outputs}))
+            saving = self._manager.begin_save(epoch, {_STOPPED: self._outputs})
+            self._pending, self._handle = (epoch, saving), saving.handle
         except SaveFailedError as failure:
             self._note_failure(epoch, failure)
+        else:
+            if not self._manager.background:
+                self._settle()
+        if guard is not None:
+            guard.pass_boundary(epoch)
+            self._rest(epoch)
+
+    def _listen(self) -> None:
+        """Hears from now on that the job is to be taken away, if something is kept that it could go on from."""
+        config, manager = self._termination, self._manager
+        if config is None or manager is None:
             return
-        if not self._manager.background:
-            self._settle()
+        if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
+            return  # Another thread is the program's main one, and signals come there.
+        guard = EpochGuard(_Epochs(manager, self._emit), config, self._find_save, "epoch {}".format)
+        guard.rest(0)
+        guard.open()
+        self._guard = guard
+
+    def _rest(self, epoch: int) -> None:
+        """From now on the job may leave at any moment, when the save of that epoch has ended."""
+        is_known = self._handle is not None or (self._pending is None and self._last_failure is None)
+        if self._guard is not None and is_known:
+            self._guard.rest(epoch, saved=self._handle)
+
+    def _find_save(self, epoch: int) -> SaveHandle | None:
+        """The save of the last epoch, for the guard.
+
+        Raises:
+            SaveFailedError: If it has failed.
+        """
+        if self._handle is None and self._pending is not None:
+            self._settle()  # It is made by other processes.
+        if self._last_failure is not None:
+            raise self._last_failure
+        return self._handle
 
     def _settle(self) -> None:
         """Waits for the save in flight, and takes note of what came of it."""

@@ -27,7 +27,7 @@ class WorkerKeeper:
         """**Collective.** Copies the workspaces and returns; see `Keeper`."""
         with self._meetings.together():
             self._keeper.save(epoch, metadata)
-        return CommonSaving(epoch, self.wait)
+        return CommonSaving(epoch, self.wait, self._keeper.handle)
 
     def wait(self, epoch: int) -> NodeDurations:
         """**Collective.** **Blocks.** Waits until the save is committed; what the leader met with counts for all."""
