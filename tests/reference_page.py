@@ -52,6 +52,24 @@ _GROUPS: Final = {
         "LocalSession",
         "TorchrunSession",
         "RaySession",
+        "jobs.Task",
+        "jobs.TaskGroup",
+        "jobs.TaskOutput",
+        "jobs.Workspace",
+        "jobs.Counter",
+        "jobs.JobResult",
+        "jobs.UploadTo",
+        "jobs.MetadataHandler",
+        "jobs.ManifestMetadataHandler",
+        "jobs.NodeCheckpointManager",
+        "jobs.NodeDurations",
+    ],
+    "A storage of your own": [
+        "storage.open_storage",
+        "storage.Storage",
+        "storage.FileWriter",
+        "storage.FileReader",
+        "storage.Entry",
     ],
 }
 
@@ -168,6 +186,9 @@ def _text(docstring: str | None, *, without_first: bool = False) -> Iterator[str
 
 
 def _find(name: str) -> ast.ClassDef | _Function:
+    module, _, part = name.rpartition(".")
+    if module:
+        return _find_in(f"holdfast.{module}", part)
     home = hf._HOMES.get(name) or {"Checkpoint": "holdfast.checkpoint"}.get(name)
     if home is None:
         home = "holdfast.resumable" if name in ("Run", "resumable") else "holdfast.policies"

@@ -936,7 +936,7 @@ with hf.LocalSession("a") as session:
 @pytest.mark.parametrize("way", ["save", "task"])
 def test_a_job_that_is_asked_to_leave_ends_the_save_in_flight(way: str, tmp_path: Path) -> None:
     def run(way: str) -> tuple[int, str, str]:
-        program = [sys.executable, "-c", LEAVING, tmp_path, way]
+        program = [sys.executable, "-c", LEAVING, str(tmp_path), way]
         ran = subprocess.run(program, check=False, capture_output=True, text=True, timeout=120)
         return ran.returncode, ran.stdout.strip(), ran.stderr
 

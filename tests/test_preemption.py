@@ -1012,7 +1012,7 @@ class Count:
         self.count = state["count"]
 
 
-def test_the_count_of_a_handler_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_the_count_of_a_handler_is_never_in_the_way(tmp_path: Path) -> None:
     handled, plain, old, mine = (tmp_path / name for name in ("handled", "plain", "old", "mine"))
     manager, state = manager_of(handled)
     with manager, hf.PreemptionCheckpointHandler(manager) as handler:

@@ -511,7 +511,7 @@ def test_a_job_that_is_asked_to_leave_within_an_epoch_keeps_the_batch(tmp_path: 
     assert ask_to_leave(tmp_path, "epochs")[1] == "1 9 19"
 
 
-def test_who_else_hears_of_a_notice_is_left_to_do_so(tmp_path: Path) -> None:
+def test_a_handler_beside_it_leaves_and_other_signals_are_as_ever(tmp_path: Path) -> None:
     # A handler of steps saves and leaves, at the end of its step.
     code, _, log = ask_to_leave(tmp_path / "1", "beside")
     assert code == 42, log

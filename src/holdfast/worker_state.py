@@ -158,7 +158,8 @@ class WorkerTrainingState:
         # What was restored, for as long as nothing was backed up since; and whether more was to be trained then, in how
         # many epochs in all.
         self._began_from: Backup | None = None
-        self._trains, self._total = False, None
+        self._trains = False
+        self._total: int | None = None
         self._steps_per_epoch: int | None = None
         self._guard: EpochGuard | None = None
         # The save that was begun last, and by number what each one is of.

@@ -23,6 +23,7 @@ from holdfast.jobs.upload import UploadTaskGroupBuilder
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.save.arguments import check_step
+from holdfast.save.company import Company
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -33,7 +34,7 @@ class _Epochs:
     """The epochs of a job, as a guard asks for them."""
 
     worker = ALONE
-    company = None
+    company: Company | None = None
     save_seconds: float | None = None
 
     def __init__(self, manager: MultiNodeCheckpointManager, emit: Sink) -> None:
