@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -573,18 +574,58 @@ def test_workers_that_restore_different_steps(tmp_path: Path) -> None:
 
 def test_workers_with_different_directories(tmp_path: Path) -> None:
     def work(cluster: Cluster) -> None:
-        place = tmp_path / f"node-{cluster.rank}"
-        manager = Toy(cluster.rank).manager(place, cluster, timeout_seconds=1.0)
-        assert manager.restore() is None
-        cause = cause_of(manager.save(1))
+        place, rank = tmp_path / f"node-{cluster.rank}", cluster.rank or 1
+        with pytest.raises(StorageError if cluster.rank else PeerError) as caught:
+            Toy(cluster.rank).manager(place, cluster, timeout_seconds=1.0)
+        text = (
+            f"the directory of rank {rank} on node-{rank} is {place.with_name(f'node-{rank}')}, and that of rank 0 is "
+        )
+        assert f"{text}{tmp_path}/node-0: what rank 0 writes does not appear there" in str(caught.value)
+        assert "the same directory" in caught.value.hint
+
+    engine = MemoryEngine()
+    run_workers(3, work, engine)
+    assert [path.name for path in tmp_path.rglob("*")] == ["node-0"]
+
+
+def test_workers_with_copies_of_one_directory(tmp_path: Path) -> None:
+    with Toy(0).manager(tmp_path / "node-0", AloneCluster()) as alone:
+        alone.save(1)
+    shutil.copytree(tmp_path / "node-0", tmp_path / "node-1")
+
+    def work(cluster: Cluster) -> None:
+        manager = Toy(cluster.rank).manager(tmp_path / f"node-{cluster.rank}", cluster, timeout_seconds=1.0)
+        cause = cause_of(manager.save(2))
         assert isinstance(cause, StorageError if cluster.rank else PeerError)
         assert f"rank 1 on node-1 saves into {tmp_path}/node-1, and rank 0 into {tmp_path}/node-0" in str(cause)
-        assert "does not see generation 1, which rank 0 has opened" in str(cause)
+        assert "does not see generation 2, which rank 0 has opened" in str(cause)
         assert "the same directory" in cause.hint
         manager.abandon()
 
     run_workers(2, work)
-    assert not list(tmp_path.glob("*/*/manifest.json"))
+
+
+def test_a_start_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
+    # One that was killed as it began has left this.
+    (tmp_path / ".holdfast-start").write_text("another")
+
+    def start(cluster: Cluster) -> None:
+        with Toy(cluster.rank).manager(tmp_path, cluster) as manager:
+            assert manager.restore() is None
+        with Toy(cluster.rank).manager(tmp_path, cluster, begin_anew=True):
+            pass
+
+    run_workers(3, start)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no place where nobody may write")
+def test_workers_that_only_restore_need_not_write() -> None:
+    def start(cluster: Cluster) -> None:
+        with Toy(cluster.rank).manager(Path("/proc/nowhere"), cluster) as manager:
+            assert manager.restore() is None
+
+    run_workers(2, start)
 
 
 def test_one_directory_may_have_several_paths(tmp_path: Path) -> None:
@@ -624,11 +665,16 @@ def test_a_node_that_does_not_see_the_run(tmp_path: Path, blind: int) -> None:
     def restore(cluster: Cluster) -> None:
         place = tmp_path / ("run" if cluster.rank != blind else "elsewhere")
         toy = Toy(cluster.rank)
+        if blind == 0:
+            # Of what lies there the leader sees nothing, so this is found at the start.
+            with pytest.raises(StorageError if cluster.rank else PeerError, match="that of rank 0 is"):
+                toy.manager(place, cluster, timeout_seconds=2.0)
+            return
         manager = toy.manager(place, cluster, timeout_seconds=2.0)
         with pytest.raises(PeerError) as caught:
             manager.restore()
-        assert caught.value.rank == (1 if blind == 0 else blind)
-        assert f"rank 0 from {tmp_path}/{'run' if blind else 'elsewhere'}: step-000000001.g0001" in str(caught.value)
+        assert caught.value.rank == blind
+        assert f"rank 0 from {tmp_path}/run: step-000000001.g0001" in str(caught.value)
         assert toy.count == {"step": 0}
         manager.abandon()
 
@@ -637,8 +683,8 @@ def test_a_node_that_does_not_see_the_run(tmp_path: Path, blind: int) -> None:
 
 
 class Hosted(MemoryEngine):
-    """A store in the leader's process that ends with it, and whose answers come late: no follower has one before the
-    leader asks whether they do, or is gone."""
+    """A store in the leader's process that ends with it, and whose answers about the restore come late: no follower has
+    one before the leader asks whether they do, or is gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -650,12 +696,13 @@ class Hosted(MemoryEngine):
         self._asked.open()
 
     def try_get(self, key: str) -> bytes | None:
-        if key.endswith("/outcome"):
+        # The two before are about the start.
+        if key.endswith("/meeting/3/outcome"):
             self._asked.wait(PATIENCE_SECONDS)
         return super().try_get(key)
 
     def add(self, key: str, amount: int) -> int:
-        if key.endswith("/read"):
+        if key.endswith("/meeting/3/read"):
             if amount:
                 # The leader is told of the last one that has read it, which is told nothing any more.
                 super().add(key, amount)

@@ -259,16 +259,16 @@ def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp
 
 
 def test_a_backup_is_restored_without_the_newer_one_that_lost_its_manifest_and_both_are_deleted(tmp_path: Path) -> None:
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         state.back_up(0)
         state.back_up(1)
     remove_manifests(tmp_path, "*2.g0001")
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         backup = state.restore()
         assert backup is not None
         assert backup.epoch == 0
         state.back_up(1)
         assert state.delete_backup()
     assert files_in(tmp_path) == []
-    with hf.WorkerTrainingState(hf.Checkpoint(w=np.zeros(3)), tmp_path) as state:
+    with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         assert state.restore() is None

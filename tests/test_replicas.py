@@ -13,12 +13,14 @@ import pytest
 import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.rendezvous import rendezvous
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.workers import Worker
+from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.replicas import Detail, Divergence, Group, Suspect, find_suspects, name_difference, name_divergences
-from holdfast.save.roster import Roster, find_unlike, make_roster
+from holdfast.save.roster import Roster, find_holders, find_unlike, make_roster
 from holdfast.save.stage import Stager
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
@@ -49,14 +51,21 @@ def make_manager(place: Path, job: dict[str, Any], cluster: Cluster, **options: 
 # Values.
 
 
-def compare(place: Path, jobs: list[dict[str, Any]], **options: Any) -> list[list[Diverged]]:
-    """Saves twice; what each worker is told."""
+def compare(
+    place: Path, jobs: list[dict[str, Any]], drift: Callable[[], object] = lambda: None, **options: Any
+) -> list[list[Diverged]]:
+    """Saves three times, with a drift behind the first; what each worker is told."""
     engine = MemoryEngine()
 
     def work(cluster: Cluster) -> list[Diverged]:
         told: list[hf.events.Event] = []
         with make_manager(place, jobs[cluster.rank], cluster, sinks=[told.append], **options) as manager:
-            for step in (1, 2):
+            manager.save(1).wait_committed()
+            rendezvous(cluster, "saved", PATIENCE_SECONDS)
+            if cluster.rank == 0:
+                drift()
+            rendezvous(cluster, "drifted", PATIENCE_SECONDS)
+            for step in (2, 3):
                 manager.save(step).wait_committed()
         return [event for event in told if isinstance(event, Diverged)]
 
@@ -84,10 +93,14 @@ def test_what_is_alike_says_nothing(tmp_path: Path) -> None:
 def test_what_differs_is_named(tmp_path: Path, leaf: str, rank: int, place: int, ranks: Any, incremental: bool) -> None:
     jobs = [make_job(rank) for rank in range(4)]
     array = jobs[rank][leaf]
-    (array if isinstance(array, np.ndarray) else array.tensor)[place] += 1
-    told = compare(tmp_path, jobs, check_replicas=True, incremental=incremental)
+    drifting = array if isinstance(array, np.ndarray) else array.tensor
+
+    def drift() -> None:
+        drifting[place] += 1
+
+    told = compare(tmp_path, jobs, drift, check_replicas=True, incremental=incremental)
     assert [[(event.step, event.tensor, event.ranks) for event in one] for one in told] == [
-        [(1, leaf, ranks), (2, leaf, ranks)], [], [], []
+        [(2, leaf, ranks), (3, leaf, ranks)], [], [], []
     ]  # fmt: skip
     assert told[0][0].generation == 1
 
@@ -96,23 +109,107 @@ def test_several_differences_are_named_once_each(tmp_path: Path) -> None:
     jobs = [make_job(rank) for rank in range(3)]
     for job in jobs:
         del job["pairs"], job["shard"]
-    jobs[0]["small"][0], jobs[1]["small"][0], jobs[2]["large"][[0, -1]] = 5, 6, 9
-    told = compare(tmp_path, jobs, check_replicas=True)[0]
+
+    def drift() -> None:
+        jobs[0]["small"][0], jobs[1]["small"][0], jobs[2]["large"][[0, -1]] = 5, 6, 9
+
+    told = compare(tmp_path, jobs, drift, check_replicas=True)[0]
     found = {event.tensor: event.ranks for event in told}
     assert found == {"small": ((0,), (1,), (2,)), "large": ((0, 1), (2,))}
     assert len(told) == 4
 
 
-def test_nobody_compares_unless_asked(tmp_path: Path) -> None:
+def test_later_saves_compare_only_if_asked(tmp_path: Path) -> None:
     jobs = [make_job(rank) for rank in range(4)]
-    jobs[1]["large"][7] = 0
-    assert compare(tmp_path, jobs) == [[]] * 4
-    captured = capture_objects(make_job(1), worker=Worker(1, 4))
-    assert captured.witnesses is None
-    assert not any(replica.parts for replica in captured.replicas)
-    assert capture_objects({"x": np.zeros(3)}, check_replicas=True).witnesses is None
+
+    def drift() -> None:
+        jobs[1]["large"][7] = 0
+
+    assert compare(tmp_path / "first", jobs, drift) == [[]] * 4
+    # These differ from the beginning.
+    assert compare(tmp_path / "never", jobs, check_replicas=False) == [[]] * 4
+    assert not capture_objects(make_job(1), worker=Worker(1, 4)).compared
+    assert not capture_objects({"x": np.zeros(3)}, check_replicas=True).compared
     with hf.CheckpointManager(tmp_path / "alone", hf.Checkpoint(x=np.zeros(3)), check_replicas=True) as manager:
         manager.save(1)
+
+
+@pytest.mark.parametrize("check_replicas", ["first", True])
+@pytest.mark.parametrize(
+    ("leaf", "rank", "guilty", "text"),
+    [
+        ("small", 2, 2, "the values of small are not the same on all workers: rank 2 differs from ranks 0, 1 and 3"),
+        ("large", 0, 0, "the values of large are not the same on all workers: rank 0 differs from ranks 1, 2 and 3"),
+        # Of which the leader holds nothing.
+        ("pairs", 3, 3, "the values of pairs are not the same on all workers: rank 3 differs from rank 2"),
+    ],
+)
+def test_values_that_differ_from_the_beginning_fail_the_save_on_all(
+    tmp_path: Path, check_replicas: Any, leaf: str, rank: int, guilty: int, text: str
+) -> None:
+    engine = MemoryEngine()
+
+    def fail(manager: hf.CheckpointManager, step: int) -> None:
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(step).wait_committed(PATIENCE_SECONDS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, PeerError)
+        assert (cause.rank, cause.kind, cause.text) == (guilty, "UsageError", text)
+        assert "a name of its own" in cause.hint
+        assert "hf.PerWorker" in cause.hint
+        manager.wait()
+
+    def work(cluster: Cluster) -> None:
+        job = make_job(cluster.rank)
+        array = job[leaf] if isinstance(job[leaf], np.ndarray) else job[leaf].tensor
+
+        def differ(by: int) -> None:
+            array[-1] += by * (cluster.rank == rank)
+
+        differ(1)
+        with make_manager(tmp_path, job, cluster, check_replicas=check_replicas) as manager:
+            fail(manager, 1)
+            fail(manager, 2)
+            differ(-1)
+            manager.save(3).wait_committed(PATIENCE_SECONDS)
+            # Of what a job has become since, only `check_replicas=True` tells.
+            differ(1)
+            manager.save(4).wait_committed(PATIENCE_SECONDS)
+            manager.restore(3)
+            differ(1)
+            fail(manager, 5)
+
+    run_workers(4, work, engine)
+    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [3, 4]
+    assert not [key for key in engine.keys if "/save/" in key]
+
+
+def test_statistics_of_batch_norm_may_differ_and_those_of_the_first_worker_are_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    # The second one has too many channels for what the first worker writes of the rest.
+    def build(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.BatchNorm1d(5000))
+        for layer in model:
+            layer.running_mean.fill_(rank)
+        return model
+
+    built = [build(rank) for rank in range(3)]
+
+    def work(cluster: Cluster) -> list[str]:
+        told: list[hf.events.Event] = []
+        with make_manager(tmp_path, {"model": built[cluster.rank]}, cluster, sinks=[told.append]) as manager:
+            for step in (1, 2):
+                manager.save(step).wait_committed(PATIENCE_SECONDS)
+            manager.restore()
+        return [str(event) for event in told if isinstance(event, hf.events.Warned)]
+
+    leader, *others = run_workers(3, work)
+    assert others == [[], []]
+    (text,) = leader
+    assert "step 1: model/0.running_mean and 1 buffers more of modules differ between workers" in text
+    assert [layer.running_mean.unique().tolist() for model in built for layer in model] == [[0.0]] * 6
 
 
 def test_values_are_those_of_the_moment_of_the_save(tmp_path: Path) -> None:
@@ -148,9 +245,6 @@ def test_what_is_copied_while_training_goes_on(tmp_path: Path, flipped: bool) ->
     first = hf.Checkpoint(model=jobs[0].model, optimizer=jobs[0].optimizer)
     with hf.CheckpointManager(tmp_path / "first", first, overlap_copy=True) as manager:
         manager.save(1)
-    if flipped:
-        with torch.no_grad():
-            jobs[1].model[1].weight[599, 599] += 1
 
     def work(cluster: Cluster) -> list[tuple[str, Any]]:
         told: list[hf.events.Event] = []
@@ -164,11 +258,14 @@ def test_what_is_copied_while_training_goes_on(tmp_path: Path, flipped: bool) ->
                 for parameter in job.model.parameters():
                     parameter.grad = torch.full_like(parameter, 0.1 * step)
                 job.optimizer.step()
+                if flipped and cluster.rank == 1 and step == 2:
+                    with torch.no_grad():
+                        job.model[1].weight[599, 599] += 1
                 manager.save(step)
         assert not [event for event in told if isinstance(event, hf.events.Failed)]
         return [(event.tensor, event.ranks) for event in told if isinstance(event, Diverged)]
 
-    assert run_workers(3, work) == [[("model/1.weight", ((0, 2), (1,)))] * 4 if flipped else [], [], []]
+    assert run_workers(3, work) == [[("model/1.weight", ((0, 2), (1,)))] * 3 if flipped else [], [], []]
 
 
 def test_what_is_no_switch(tmp_path: Path) -> None:
@@ -272,8 +369,11 @@ def test_what_all_have_under_two_names_is_alike(tmp_path: Path) -> None:
         tie(job)
         job["again"] = job["shard"], job["pairs"]
     assert compare(tmp_path, jobs, check_replicas=True) == [[]] * 4
-    jobs[3]["small"][0] += 1
-    told = compare(tmp_path / "differ", jobs, check_replicas=True)[0]
+
+    def drift() -> None:
+        jobs[3]["small"][0] += 1
+
+    told = compare(tmp_path / "differ", jobs, drift, check_replicas=True)[0]
     assert [(event.tensor, event.ranks) for event in told] == [("small", ((0, 1, 2), (3,)))] * 2
 
 
@@ -383,6 +483,95 @@ def test_the_stages_of_a_pipeline_have_objects_of_their_own(tmp_path: Path) -> N
             manager.abandon()
 
     run_workers(4, work)
+
+
+def make_stage(stage: int, seed: int) -> dict[str, Any]:
+    """A stage of a pipeline in plain arrays, each under names that no other stage has."""
+    generator = np.random.default_rng([seed, stage])
+    return {
+        f"stage{stage}": {"small": generator.normal(size=4), "large": generator.normal(size=90_000)},
+        f"optimizer{stage}": [generator.normal(size=90_000), 0.1 + stage + seed],
+        f"schedule{stage}": {"rate": stage + seed},
+        "step": seed,
+        "rng": hf.RNG(),
+    }
+
+
+def read_stage(job: dict[str, Any]) -> list[Any]:
+    return [
+        value.tolist() if isinstance(value, np.ndarray) else value
+        for name, one in sorted(job.items())
+        if name != "rng"
+        for value in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else [one])
+    ]
+
+
+# Who has which stages at the restore: two stages were saved by two workers each, in order.
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ((0,), (0,), (1,), (1,)),
+        ((1,), (0,), (1,), (0,)),
+        ((0,), (1,)),
+        ((1,), (0,)),
+        ((0, 1),),
+        ((0, 1), (0, 1), (0, 1)),
+    ],
+)
+def test_the_stages_of_a_pipeline_are_plain_arrays_under_names_of_their_own(tmp_path: Path, stages: Any) -> None:
+    def save(cluster: Cluster) -> None:
+        job = make_stage(cluster.rank // 2, 7)
+        with make_manager(tmp_path, job, cluster) as manager:
+            for step in (1, 2):
+                manager.save(step).wait_committed(PATIENCE_SECONDS)
+
+    def restore(cluster: Cluster) -> None:
+        job: dict[str, Any] = {}
+        for stage in stages[cluster.rank]:
+            job |= make_stage(stage, 8)
+        with make_manager(tmp_path, job, cluster) as manager:
+            assert manager.restore() is not None
+            restored = {name: manager.checkpoint[name] for name in job}
+            expected: dict[str, Any] = {}
+            for stage in stages[cluster.rank]:
+                expected |= make_stage(stage, 7)
+            assert read_stage(restored) == read_stage(expected)
+            manager.save(3).wait_committed(PATIENCE_SECONDS)
+
+    run_workers(4, save)
+    storage = LocalStorage(tmp_path)
+    name = read_catalog(storage).committed[-1]
+    opened = open_step(storage, name.directory, name)
+    assert not verify_data(storage, opened)
+    run_workers(len(stages), restore)
+
+
+def test_a_worker_that_lacks_what_others_of_its_stage_name_is_named(tmp_path: Path) -> None:
+    def work(cluster: Cluster) -> None:
+        job = make_stage(cluster.rank // 2, 7)
+        if cluster.rank == 3:
+            del job["optimizer1"]
+        manager = make_manager(tmp_path, job, cluster)
+        with pytest.raises(SaveFailedError) as caught:
+            manager.save(1).wait_committed(PATIENCE_SECONDS)
+        cause = caught.value.__cause__
+        assert isinstance(cause, PeerError)
+        assert (cause.rank, cause.text) == (3, "it lacks optimizer1/0 (F64 [90000]), which rank 2 holds")
+        manager.abandon()
+
+    run_workers(4, work)
+
+
+def test_who_holds_what() -> None:
+    assert find_holders([{"model", "step"}] * 4) == {}
+    stages = [{"stage0", "step"}, {"stage0", "step"}, {"stage1", "step"}]
+    assert find_holders(stages) == {"stage0": (0, 1), "stage1": (2,)}
+    # Who names less than another lacks something.
+    assert find_holders([{"model", "ema"}, {"model"}]) == {}
+    assert find_holders([{"stage0"}, {"stage1", "optimizer1"}, {"stage1"}]) == {
+        "stage0": (0,), "stage1": (1, 2), "optimizer1": (1, 2)
+    }  # fmt: skip
+    assert find_holders([{"a"}, {"b"}, set()]) == {"a": (0, 2), "b": (1, 2)}
 
 
 def test_what_one_worker_had_as_its_own_keeps_no_other_number_of_workers_out(tmp_path: Path) -> None:

@@ -289,3 +289,70 @@ def test_ddp_over_a_part_of_a_mesh_is_as_it_always_is() -> None:
         model = DistributedDataParallel(Net(), device_mesh=mesh["dp"])
         model(torch.ones(2, 4))
         capture_objects({"optimizer": torch.optim.AdamW(model.parameters()), "model": model}, worker=Worker(0, 4))
+
+
+# Wrappers that divide state in a form of their own.
+
+
+def wrap(kind: str) -> dict[str, Any]:
+    """Objects of real wrappers, and stand-ins with the names of those of packages that are not here."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if kind == "ZeroRedundancyOptimizer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return {"optimizer": ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW)}
+    if not kind.startswith("FSDP1"):
+        package, name = kind.split(" ")
+        base = nn.Module if name.endswith("Engine") else object
+        state = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+        wrapper = type(name, (base,), {"__module__": package} | (state if base is object else {}))
+        return {"wrapped": {"one": type("Derived", (wrapper,), {})()}}
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=kind.endswith("parameters"))
+    if "optimizer" in kind:
+        return {"optimizer": torch.optim.AdamW(sharded.parameters())}
+    return {"model": nn.Sequential(nn.ReLU(), sharded) if "within" in kind else sharded}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "path", "name", "hint"),
+    [
+        ("FSDP1", "model", "FullyShardedDataParallel", "fully_shard"),
+        ("FSDP1 within", "model/1", "FullyShardedDataParallel", "fully_shard"),
+        ("FSDP1 optimizer", "optimizer", "FullyShardedDataParallel", "fully_shard"),
+        ("FSDP1 optimizer of the original parameters", "optimizer", "FullyShardedDataParallel", "fully_shard"),
+        ("ZeroRedundancyOptimizer", "optimizer", "ZeroRedundancyOptimizer", "fully_shard"),
+        ("deepspeed.runtime.engine DeepSpeedEngine", "wrapped/one", "DeepSpeedEngine", "save_checkpoint"),
+        ("deepspeed.runtime.zero.stage3 DeepSpeedZeroOptimizer_Stage3", "wrapped/one", "DeepSpeedZero", "fully_shard"),
+        ("megatron.core.optimizer.optimizer ChainedOptimizer", "wrapped/one", "ChainedOptimizer", "save_checkpoint"),
+    ],
+)
+def test_wrappers_that_do_not_say_what_they_hold_are_refused_at_the_start(
+    kind: str, path: str, name: str, hint: str
+) -> None:
+    with being(Worker(1, 2)):
+        objects = wrap(kind)
+        with pytest.raises(errors.UnsupportedValueError) as caught:
+            hf.resumable(MemoryStorage(), cluster="alone", **objects)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert name in str(caught.value)
+        assert hint in caught.value.hint
+        # What comes later is refused when it is saved or restored.
+        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(), cluster="alone") as manager:
+            for added, value in objects.items():
+                manager.checkpoint[added] = value
+            with pytest.raises(errors.UnsupportedValueError, match=name):
+                manager.save(1)
+            with pytest.raises(errors.UnsupportedValueError, match=name):
+                manager.restore()
+
+
+def test_what_fully_shard_has_divided_is_no_such_wrapper() -> None:
+    with being(Worker(0, 2)):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        hf.CheckpointManager(
+            MemoryStorage(), hf.Checkpoint(net=net, optimizer=torch.optim.AdamW(net.parameters())), cluster="alone"
+        ).close()

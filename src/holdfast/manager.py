@@ -32,7 +32,7 @@ from holdfast.save.notes import check_notes
 from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports, raise_newest
-from holdfast.state import Captured
+from holdfast.state import Captured, check_objects, list_shared
 from holdfast.storage import Storage, open_storage
 
 
@@ -68,7 +68,7 @@ class CheckpointManager:
         reserve_bytes: int | Literal["auto"] | None = None,
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
-        check_replicas: bool = False,
+        check_replicas: bool | Literal["first"] = "first",
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
@@ -97,11 +97,13 @@ class CheckpointManager:
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
-            check_replicas: True to copy and compare at each save what workers hold alike; a difference is an event.
+            check_replicas: "first" to compare what several workers hold alike at the first save, and the first after a
+                restore: a difference fails it. True to compare at each save, where it is an event; False for never.
 
         Raises:
             UsageError: If an argument is wrong.
-            StorageError: If the directory cannot be looked at.
+            UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
+            StorageError: If the directory cannot be looked at, or is not that of the other workers.
             AbsentError: If other workers of the job do not come.
             ClusterError: If the job's store does not answer.
         """
@@ -109,8 +111,9 @@ class CheckpointManager:
         check_order("CheckpointManager", directory, checkpoint)
         arguments.check_policies(save_every, keep)
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
-        arguments.check_switches(check_replicas=check_replicas)
+        arguments.check_comparing(check_replicas)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
+        check_objects(checkpoint.objects)
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self._save_every, self._when_busy = save_every, when_busy
         self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
@@ -118,6 +121,8 @@ class CheckpointManager:
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
         self.worker = ALONE if self.company is None else self.company.worker
+        if self.company is not None:
+            self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
         self.emit = open_audience(self._storage, [self._totals, *sinks], keeps_journal=self.worker.is_leader)
         self._reports = SaveReports(failures_allowed)
@@ -246,6 +251,7 @@ class CheckpointManager:
         """
         arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
         self._settle(None)
+        check_objects(self.checkpoint.objects)
         restoration = restore_objects(
             self._storage,
             all_objects(self.checkpoint),
@@ -256,6 +262,7 @@ class CheckpointManager:
             threads=self._threads,
             emit=self.emit,
             worker=self.worker,
+            named=frozenset() if self.company is None else frozenset().union(*self.company.named),
             agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
         )
         if restoration is None:

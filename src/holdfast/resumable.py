@@ -44,7 +44,7 @@ def resumable(
     reserve_bytes: int | Literal["auto"] | None = None,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
     liveness_seconds: float = LIVENESS_SECONDS,
-    check_replicas: bool = False,
+    check_replicas: bool | Literal["first"] = "first",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     **objects: object,
 ) -> Run:
@@ -77,14 +77,15 @@ def resumable(
         reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
         liveness_seconds: After how long without a sign of life a worker is taken for dead.
-        check_replicas: True to compare, at each save, what several workers hold alike; a difference is an event.
+        check_replicas: At which saves to compare what several workers hold alike, as `CheckpointManager` says.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
             place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
         **objects: What is to be kept, by name. Names of arguments can be given to a `Checkpoint` only.
 
     Raises:
         UsageError: If an argument is wrong, or nothing is to be kept.
-        StorageError: If the directory cannot be looked at.
+        UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
+        StorageError: If the directory cannot be looked at, or is not that of the other workers.
         AbsentError: If other workers of the job do not come.
         ClusterError: If the job's store does not answer.
     """

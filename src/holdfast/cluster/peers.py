@@ -157,13 +157,20 @@ class Peers:
         self._accords += 1
         return self._accords
 
-    def confer(self, record: bytes, decide: Callable[[list[bytes]], bytes], purpose: str) -> bytes:
+    def confer(
+        self,
+        record: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        purpose: str,
+        timeout_seconds: float | None = None,
+    ) -> bytes:
         """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.rendezvous.confer`.
 
         Args:
             record: What this worker brings.
             decide: Makes the answer.
             purpose: What it is about, for the error: `the restore`, say.
+            timeout_seconds: The deadline, where it is not that of each wait.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
@@ -174,9 +181,10 @@ class Peers:
         self._meetings += 1
         name = self.key("meeting", self._meetings)
         check = self._heartbeat.check
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             with self._minding_farewell():
-                return confer(self.cluster, name, record, decide, self.timeout_seconds, check=check, purpose=purpose)
+                return confer(self.cluster, name, record, decide, timeout_seconds, check=check, purpose=purpose)
         except AbsentError as error:
             if (failure := self.find_explanation(error.ranks)) is not None:
                 raise self.make_error(failure) from error

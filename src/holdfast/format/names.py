@@ -22,6 +22,9 @@ RUN_CALLS: Final = OWN_PREFIX + "total_run_calls"
 OLD_RUN_CALLS: Final = "total_run_calls"
 """What that count was called before holdfast had names of its own."""
 
+START_NAME: Final = ".holdfast-start"
+"""In the run's root while a job of several workers begins: what the leader writes there, the others have to see."""
+
 MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
 MAX_ATTEMPT: Final = 10**6

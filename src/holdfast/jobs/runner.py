@@ -39,6 +39,7 @@ class _Epochs:
 
     def __init__(self, manager: MultiNodeCheckpointManager, emit: Sink) -> None:
         self.emit = emit
+        self.url = manager.url
         self.timeout_seconds = manager.timeout_seconds
         self._manager = manager
 

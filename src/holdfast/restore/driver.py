@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from holdfast.catalog import Catalog, find_lost, read_catalog
 from holdfast.errors import (
@@ -34,10 +34,10 @@ from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
 from holdfast.restore.resize import warn_if_apart
 from holdfast.restore.selection import Selection
 from holdfast.restore.sources import open_parts, read_parts
-from holdfast.restore.verify import open_step
-from holdfast.state import Differences, Matching, match_objects
+from holdfast.restore.verify import open_step, read_rank
+from holdfast.state import Differences, Matching, list_shared, match_objects
 from holdfast.state.collection import no_collection
-from holdfast.state.leaves import ArraySpec, Target, spec_of
+from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
 
 _MOST_LOOKS: Final = 30
@@ -88,6 +88,7 @@ def restore_objects(
     threads: int,
     emit: Sink,
     worker: Worker = ALONE,
+    named: Collection[str] = frozenset(),
     agreement: Agreement | None = None,
     begins_anew: bool = False,
 ) -> Restoration | None:
@@ -109,6 +110,7 @@ def restore_objects(
         threads: How many threads read.
         emit: Told of what happens.
         worker: Which worker this is. It reads what is its own, whoever wrote it.
+        named: The names of the objects of all workers: what another one has, this one need not have.
         agreement: How it keeps together with the others; None for a worker by itself.
         begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
 
@@ -147,7 +149,7 @@ def restore_objects(
     looks = 1
     while candidates:
         name, *candidates = candidates
-        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched)
+        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named)
         try:
             damage = trial.go(agreement)
             found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
@@ -239,8 +241,10 @@ class _Trial:
         threads: int,
         worker: Worker,
         touched: bool,
+        named: Collection[str],
     ) -> None:
         self._storage = storage
+        self._named = named
         self._name = name
         self._objects = objects
         self._select = select
@@ -270,8 +274,12 @@ class _Trial:
         self.opened = opened = open_step(storage, self._name.directory, self._name, self._worker)
         # The files are opened first: memory is taken for what really lies there, not for what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))
+        stored = self._find_objects()
+        opened = self.opened
         with _enough_memory(opened):
-            self.matching = _match(opened, self._objects, self._select, self._strict, self.touched, self._worker)
+            self.matching = _match(
+                opened, stored, self._objects, self._select, self._strict, self.touched, self._worker
+            )
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
                 self._seen = self._overlapping if len(parts) == 1 else None
@@ -292,6 +300,32 @@ class _Trial:
                     readers,
                     threads=self._threads,
                 )
+
+    def _find_objects(self) -> dict[str, Skeleton]:
+        """The stored state of each object: of those that the worker of this rank had, and of those that others had.
+
+        Stages of a pipeline have objects of their own. This worker may have another stage than the one of its rank had.
+        """
+        own = self.opened.indexes[0]
+        stored = {
+            name: state for name, state in own.objects.items() if name in self._objects or name not in self._named
+        }
+        missing = {name for name in list_shared(self._objects) if name not in stored}
+        if self._select is not None:
+            missing = set(filter(self._select.concerns, missing))
+        manifest = self.opened.manifest
+        # Stages mostly lie in the order of the ranks.
+        guess = self._worker.rank * manifest.world_size // self._worker.world_size
+        for rank in sorted(range(manifest.world_size), key=lambda rank: abs(rank - guess)):
+            if not missing:
+                break
+            if rank != own.rank:
+                index = read_rank(self._storage, self._name.directory, manifest, rank)
+                if found := missing & index.objects.keys():
+                    stored |= {name: index.objects[name] for name in found}
+                    missing -= found
+                    self.opened = replace(self.opened, indexes=(*self.opened.indexes, index))
+        return stored
 
     def _fill(self) -> None:
         """Reads into live arrays."""
@@ -318,16 +352,16 @@ class _Trial:
 
 def _match(
     opened: OpenedStep,
+    stored: Mapping[str, Skeleton],
     objects: Mapping[str, object],
     select: Selection | None,
     strict: bool,
     touched: bool,
     worker: Worker,
 ) -> Matching:
-    index = opened.indexes[0]
     matching = match_objects(
         objects,
-        index.objects,
+        stored,
         _list_specs(opened),
         select=select,
         worker=worker,
@@ -336,7 +370,7 @@ def _match(
     if select is not None and select.unmatched:
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, index.objects))}; a leaf is named like 'model/head.weight'.",
+            hint=f"Its objects are {', '.join(map(repr, stored))}; a leaf is named like 'model/head.weight'.",
         )
     if strict and matching.differences:
         state = "arrays hold what was read from a newer, damaged checkpoint" if touched else "nothing was changed"
@@ -354,18 +388,21 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
     Raises:
         DamageError: If all files together are too small for them.
     """
-    index = opened.indexes[0]
-    if index.is_shared:
-        specs = {name: spec_of(*leaf) for name, leaf in index.list_leaves().items()}
+    index, *others = opened.indexes
+    if not index.is_shared and not others:
+        specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
+    else:
+        specs = {}
+        for one in (*reversed(others), index):
+            specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
         manifest = opened.manifest
         # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
             path, step = opened.data_path(index.rank), manifest.step
             raise DamageError(f"{path}: its leaves are larger than all files of the step", step=step, path=path)
-    else:
-        specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    for record in index.strides:
-        specs[record.leaf] = msgspec.structs.replace(specs[record.leaf], strides=record.strides)
+    for one in (*reversed(others), index):
+        for record in one.strides:
+            specs[record.leaf] = replace(specs[record.leaf], strides=record.strides)
     return specs
 
 

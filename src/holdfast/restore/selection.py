@@ -21,6 +21,10 @@ class Selection:
         self._matched.update(matching)
         return bool(matching)
 
+    def concerns(self, name: str) -> bool:
+        """Whether something of the object of that name may be asked for."""
+        return any(set(pattern) & set("*?[") or pattern.partition("/")[0] == name for pattern in self._patterns)
+
     @property
     def unmatched(self) -> tuple[str, ...]:
         """The patterns that have matched nothing so far."""

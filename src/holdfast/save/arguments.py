@@ -69,6 +69,16 @@ def check_busy(when_busy: object) -> None:
         raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
 
 
+def check_comparing(check_replicas: object) -> None:
+    """**Pure.** At which saves workers compare what they hold alike.
+
+    Raises:
+        UsageError: If it is none of the three.
+    """
+    if check_replicas != "first" and not isinstance(check_replicas, bool):
+        raise UsageError(f"check_replicas={check_replicas!r} is neither True nor False", hint='Or it is "first".')
+
+
 def check_step(step: int, name: str = "a step") -> int:
     """**Pure.** The step as a plain number; the error calls it by that name.
 

@@ -6,7 +6,7 @@ Most programs have one worker. What several need is imported when there are seve
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from holdfast.cluster.opening import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
@@ -77,7 +77,12 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | Non
 
 
 def join_line(
-    line: Line, storage: Storage, company: Company | None, emit: Sink, *, checks_replicas: bool
+    line: Line,
+    storage: Storage,
+    company: Company | None,
+    emit: Sink,
+    *,
+    check_replicas: bool | Literal["first"],
 ) -> JointLine | None:
     """The line that all workers write together, if there are several.
 
@@ -86,10 +91,10 @@ def join_line(
         storage: Where the run lies.
         company: The others.
         emit: Told of what happens.
-        checks_replicas: Whether this worker was told to compare what workers hold alike.
+        check_replicas: At which saves the workers compare what they hold alike.
     """
     if company is None:
         return None
     from holdfast.save.joint import JointLine
 
-    return JointLine(line, storage, company, emit, checks_replicas=checks_replicas)
+    return JointLine(line, storage, company, emit, check_replicas=check_replicas)

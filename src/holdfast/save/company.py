@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
 
 from holdfast.cluster.courier import Courier
-from holdfast.cluster.peers import Peers
+from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import wait_read
+from holdfast.cluster.rendezvous import LEADER, wait_read
+from holdfast.deadlines import JOIN_SECONDS
+from holdfast.errors import HoldfastError
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.exchange import Exchange, try_end
 from holdfast.save.places import Places
+from holdfast.save.roster import find_holders
+from holdfast.save.sight import check_token, remove_token, try_put_token
+from holdfast.storage.protocol import Storage
 
 _LOOK_SECONDS: Final = 0.5
 """How often a worker looks what the leader has planned."""
@@ -44,6 +49,20 @@ class _Plan(msgspec.Struct, frozen=True):
     reason: str
 
 
+class _Start(msgspec.Struct, frozen=True):
+    """What a worker says when its manager is made, and what the leader makes of that.
+
+    Attributes:
+        url: Where the run lies for it.
+        token: What the file holds that the leader has made there; empty if it has made none.
+        names: The names of its objects; of those of all workers, or once if these are the same.
+    """
+
+    url: str
+    token: str
+    names: list[list[str]]
+
+
 class Company:
     """The others, as the training thread knows them.
 
@@ -55,6 +74,8 @@ class Company:
     Attributes:
         worker: Which worker this is.
         peers: What they do together.
+        named: What the objects of all workers were called at the start, in order of rank; once if that was the same.
+        holders: The ranks of the workers that hold an object, of those that not all of them hold.
         left_behind: Saves that ended for the leader before they began, and not yet for all others.
     """
 
@@ -71,6 +92,8 @@ class Company:
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
         self.left_behind: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
+        self.named: list[frozenset[str]] = []
+        self.holders: dict[str, tuple[int, ...]] = {}
         self._places = Places()
         # Guards the rest. Nobody does anything slow with it.
         self._lock = threading.Lock()
@@ -85,6 +108,65 @@ class Company:
     def saves(self) -> int:
         """How many saves this worker has come to."""
         return self._places.count
+
+    def start(self, storage: Storage, names: Collection[str], *, is_new: bool) -> None:
+        """**Collective.** **Blocks.** Begins the job: each hears what the others have, and all see one directory.
+
+        Args:
+            storage: Where the run lies.
+            names: The names of this worker's objects.
+            is_new: Whether there is nothing to go on from. What is there is compared when it is restored.
+
+        Raises:
+            AbsentError: If a worker does not come.
+            StorageError: If this worker does not see what the leader writes.
+            PeerError: If another one does not, or has failed.
+            ClusterError: If the store does not answer.
+        """
+        token = try_put_token(storage) if is_new and self.peers.is_leader else ""
+        try:
+            told = self._meet(names, _Start(make_sendable(storage.url), token, [sorted(map(make_sendable, names))]))
+            if told.token:
+                self._check_place(storage, told)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            if token:
+                remove_token(storage)
+
+    def _meet(self, names: Collection[str], start: _Start) -> _Start:
+        """Tells the others what there is to say here, and hears what the leader makes of it."""
+
+        def put_together(records: list[bytes]) -> bytes:
+            starts = [msgspec.json.decode(one, type=_Start) for one in records]
+            named = [one.names[0] for one in starts]
+            # Mostly all are the same.
+            if all(one == named[0] for one in named):
+                named = named[:1]
+            return msgspec.json.encode(msgspec.structs.replace(starts[LEADER], names=named))
+
+        timeout_seconds = min(self.peers.timeout_seconds, JOIN_SECONDS)
+        answer = self.peers.confer(msgspec.json.encode(start), put_together, "the start of the job", timeout_seconds)
+        told = msgspec.json.decode(answer, type=_Start)
+        self.named = list(map(frozenset, told.names))
+        holders = find_holders(self.named)
+        self.holders = {name: holders[sent] for name in names if (sent := make_sendable(name)) in holders}
+        return told
+
+    def _check_place(self, storage: Storage, told: _Start) -> None:
+        problem: HoldfastError | None = None
+        who = f"rank {self.peers.rank} on {self.peers.cluster.node}"
+        try:
+            check_token(storage, told.token, told.url, who, self.peers.timeout_seconds)
+        except HoldfastError as error:
+            problem = error
+        record = b"" if problem is None else msgspec.json.encode(self.peers.describe(problem))
+        failed = self.peers.confer(record, lambda records: next(filter(None, records), b""), "the start of the job")
+        if problem is not None:
+            raise problem
+        if failed:
+            raise self.peers.make_error(msgspec.json.decode(failed, type=Failure))
 
     def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
         """Whether to save at this step, as far as it is not for each worker to decide. It does not block.

@@ -58,7 +58,7 @@ class Saver:
         timeout_seconds: float,
         incremental: bool,
         reuse_space: bool,
-        check_replicas: bool = False,
+        check_replicas: bool | Literal["first"] = "first",
         company: Company | None = None,
     ) -> None:
         # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
@@ -66,7 +66,7 @@ class Saver:
         self._company = company
         if company is not None:
             company.peers.warn = lambda text: emit(Warned(text=text))
-        joint = join_line(line, storage, company, emit, checks_replicas=check_replicas)
+        joint = self._joint = join_line(line, storage, company, emit, check_replicas=check_replicas)
         self._background = Background(
             line, joint, company, storage.url, reports, emit, timeout_seconds if overlap_copy else None
         )
@@ -121,7 +121,10 @@ class Saver:
             UnsupportedValueError: If something cannot be stored.
         """
         hold = None if self._hold is None else self._hold.try_hold
-        captured = capture_objects(objects, self._captures, hold, self._worker, self._check_replicas)
+        is_first = self._joint is not None and not self._joint.has_compared
+        check_replicas = is_first if self._check_replicas == "first" else self._check_replicas
+        holders = {} if self._company is None else self._company.holders
+        captured = capture_objects(objects, self._captures, hold, self._worker, check_replicas, holders)
         return captured if self._hold is None else keep_steady(captured, self._hold)
 
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
@@ -144,6 +147,8 @@ class Saver:
             crew.start()
             is_handed_over = crew.try_hand_over(partial(self._background.serve, inbox))
             self._end_preparation()
+            if self._joint is not None:
+                captured = self._joint.digest(captured, crew)
             staging = self._try_stage(captured, order)
             # Where steps wait for a part of the copy, or other workers for this one, all goes in its turn.
             is_alone = self._company is None and not captured.has_held

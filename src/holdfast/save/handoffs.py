@@ -24,7 +24,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
-        witnesses: What this worker does not write of them, and nothing else; None if values are not to be compared.
+        digests: For each of these, what tells its values from others; nothing if they are not to be compared.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
         strides: The leaves that did not lie in row-major order.
@@ -38,7 +38,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
-    witnesses: Snapshot | None = None
+    digests: tuple[str, ...] = ()
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     strides: tuple[StridesRecord, ...] = ()

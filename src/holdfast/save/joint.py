@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
@@ -29,10 +30,19 @@ from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.line import Cleaning, Line
 from holdfast.save.order import Origin
 from holdfast.save.places import NameRecord, PartRecord
-from holdfast.save.replicas import Holding, make_holding
+from holdfast.save.replicas import (
+    VALUES_HINT,
+    Divergence,
+    Holding,
+    digest_values,
+    find_refused,
+    make_holding,
+    tell_apart,
+)
 from holdfast.save.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
 from holdfast.state.apart import PositionRecord, find_apart, list_positions
+from holdfast.state.leaves import Captured
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 
@@ -65,19 +75,32 @@ class _Ending(msgspec.Struct):
 class JointLine:
     """One worker's hold on the line of all. Not thread-safe: one save uses it at a time.
 
+    Attributes:
+        has_compared: Whether what workers hold alike was compared since the line began, and that save committed.
+
     Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
     answer, beside what `Line` raises.
     """
 
     def __init__(
-        self, line: Line, storage: Storage, company: Company, emit: Sink, *, checks_replicas: bool = False
+        self,
+        line: Line,
+        storage: Storage,
+        company: Company,
+        emit: Sink,
+        *,
+        check_replicas: bool | Literal["first"] = "first",
     ) -> None:
         self._line = line
         self._storage = storage
         self._company = company
         self._peers = company.peers
         self._emit = emit
-        self._checks_replicas = checks_replicas
+        self._check_replicas = check_replicas
+        # Whether the values of what workers hold alike were compared in the save that goes on; and in one that was
+        # committed since the run was entered or restored.
+        self._compares = False
+        self.has_compared = False
         self._exchange: Exchange | None = None
         self._holding = Holding((), ())
         self._shards = ""
@@ -100,6 +123,11 @@ class JointLine:
     def leave(self) -> None:
         """Ends the line: the next save opens a generation of its own."""
         self._line.leave()
+        self.has_compared = False
+
+    def digest(self, captured: Captured, crew: Crew) -> Captured:
+        """**Blocks.** What was captured, with what tells the values that are to be compared from others."""
+        return replace(captured, compared=(), digests=digest_values(captured, crew))
 
     def begin(self, exchange: Exchange) -> None:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
@@ -144,7 +172,8 @@ class JointLine:
             # Where it writes is gone: others may have taken this worker for dead, and swept the save away.
             heed(self._now)
             raise
-        self._holding = make_holding(snapshot, crew, self._holding)
+        self._holding = make_holding(snapshot, self._holding)
+        self._compares = bool(snapshot.digests)
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.objects)
         self._roster = make_roster(snapshot)
@@ -167,17 +196,20 @@ class JointLine:
                 holding.groups,
                 self._shards,
                 receipts.values,
-                self._checks_replicas,
+                self._check_replicas,
                 self._positions,
                 self._roster,
             )
             exchange.hand_in(part, holding)
             self._line.note_committed()
+            self.has_compared = self.has_compared or self._compares
             return
         parts = exchange.collect_parts()
         self._check_alike(parts)
         self._check_objects([self._roster, *(part.roster for part in parts)])
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
+        if not self.has_compared and (refused := find_refused(divergences)) is not None:
+            raise self._peers.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
@@ -191,13 +223,12 @@ class JointLine:
         self._line.commit(together, name, metrics, metadata)
         exchange.tell_committed()
         self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
-        for leaf, ranks in divergences[:_MOST_TOLD]:
-            self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
-        if len(divergences) > _MOST_TOLD:
-            more = len(divergences) - _MOST_TOLD
-            self._emit(
-                Warned(text=f"step {name.step}: {more} tensors more differ between workers that hold them alike")
-            )
+        if self._check_replicas == "first":
+            if text := tell_apart(divergences):
+                self._emit(Warned(step=name.step, text=text))
+        else:
+            self._tell_divergences(name, divergences)
+        self.has_compared = self.has_compared or self._compares
 
     def note_debris(self, name: StepName) -> None:
         """The attempt has failed; the others may still be writing there."""
@@ -272,10 +303,10 @@ class JointLine:
     def _check_alike(self, parts: Iterable[PartRecord]) -> None:
         """Makes sure that all workers, or none, compare what they hold: with few of them nothing is found."""
         for rank, part in enumerate(parts, start=1):
-            if part.checks_replicas != self._checks_replicas:
+            if part.check_replicas != self._check_replicas:
                 text = (
-                    f"it was given check_replicas={part.checks_replicas}, "
-                    f"and rank 0 check_replicas={self._checks_replicas}"
+                    f"it was given check_replicas={part.check_replicas!r}, "
+                    f"and rank 0 check_replicas={self._check_replicas!r}"
                 )
                 raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
 
@@ -292,6 +323,15 @@ class JointLine:
         if text and not self._are_apart:
             self._emit(Warned(step=name.step, text=text))
         self._are_apart = bool(text)
+
+    def _tell_divergences(self, name: StepName, divergences: Sequence[Divergence]) -> None:
+        for leaf, ranks, _ in divergences[:_MOST_TOLD]:
+            self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
+        if len(divergences) > _MOST_TOLD:
+            more = len(divergences) - _MOST_TOLD
+            self._emit(
+                Warned(text=f"step {name.step}: {more} tensors more differ between workers that hold them alike")
+            )
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""

@@ -49,7 +49,7 @@ class Mark(msgspec.Struct, frozen=True):
             HoldfastError: As the manager's `save`.
         """
         # What others write is not traced, so that it cannot be compared any more.
-        return self._save(step, replace_fields(self._captured, witnesses=None), replace)
+        return self._save(step, replace_fields(self._captured, compared=()), replace)
 
 
 _UNKNOWN: _Trace = (None, None, b"")

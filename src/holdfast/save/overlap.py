@@ -275,8 +275,7 @@ def keep_steady(captured: Captured, hold: StepHold) -> Captured:
         for place in captured.held
         if not hold.gives_up and captured.backends[place].version(captured.arrays[place]) is not None
     )
-    witnesses = None if captured.witnesses is None else keep_steady(captured.witnesses, hold)
-    return replace(captured, held=frozenset(steady), witnesses=witnesses)
+    return replace(captured, held=frozenset(steady))
 
 
 def _check_nothing() -> None:

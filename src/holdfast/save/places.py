@@ -17,7 +17,7 @@ restored, the step, and the how manieth try at that step it is.
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -139,7 +139,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         groups: What it says of what it holds together with others.
         shards: What it says of the boxes of its loose leaves; see `save/coverage.py`.
         values: What it says of their values.
-        checks_replicas: Whether it is to compare what workers hold alike.
+        check_replicas: At which saves it is to compare what workers hold alike.
         positions: How far it has got in its data.
         roster: Which objects it has.
     """
@@ -150,7 +150,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: list[Group]
     shards: str = ""
     values: str = ""
-    checks_replicas: bool = False
+    check_replicas: bool | Literal["first"] = "first"
     positions: list[PositionRecord] = []
     roster: Roster = Roster()
 

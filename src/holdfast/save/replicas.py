@@ -2,23 +2,29 @@
 
 Each worker says little: for each set of workers with which it holds something, how many boxes these are, and a digest
 of their names, types and shapes, and one of their values. Only of those that differ more is asked.
+
+Values are digested where they lie, while training waits for its copy: a copy of all that a worker holds would take as
+much host memory again for each worker of a machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.peers import make_sendable
-from holdfast.format.boxes import Box
+from holdfast.format.boxes import Box, split_box, whole_box
 from holdfast.format.digests import digest
+from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.save.handoffs import Snapshot
-from holdfast.state.leaves import ArraySpec, Replica
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
 from holdfast.storage.crew import Crew
+from holdfast.storage.parts import batches
 
 _DIGEST_CHARACTERS: Final = 16
 """How much of a digest is sent: enough to tell values apart that nobody has made equal on purpose."""
@@ -28,8 +34,19 @@ _NAMED_LEAVES: Final = 3
 MOST_CAMPS: Final = 16
 """So many different sides are looked at. Where more workers differ, they have nothing in common."""
 
+_PIECE_BYTES: Final = 8 << 20
+"""So much of an array that lies elsewhere than in host memory is digested at a time."""
+
 LEAVES_HINT: Final = (
-    "State that not all workers have, or that has a form of its own on each, is given as hf.PerWorker, or as hf.Shard."
+    "State that not all workers have, or that has a form of its own on each, is given as hf.PerWorker, as hf.Shard, or "
+    "under a name of its own: Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline."
+)
+
+VALUES_HINT: Final = (
+    "Of a plain tensor that all workers name, one copy is saved, and all get that back. If these are copies, they must "
+    "be equal: look whether DDP has the module, and whether all workers begin alike. If each worker has a tensor of "
+    "its own, give it a name of its own (Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline), or "
+    "hf.PerWorker. check_replicas=False saves one of them all the same."
 )
 
 
@@ -42,6 +59,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         boxes: How many boxes it has.
         names: The digest of what these are.
         values: The digest of what is in them; empty if that is not to be compared.
+        may_differ: Whether the values may differ between workers that train alike.
     """
 
     holders: str
@@ -49,6 +67,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     boxes: int
     names: str
     values: str
+    may_differ: bool = False
 
 
 class Suspect(NamedTuple):
@@ -58,11 +77,13 @@ class Suspect(NamedTuple):
         holders: The digest of their ranks.
         camps: Those of them that agree together; the most first. Who has nothing of it is in none.
         are_named_alike: True if only values differ.
+        may_differ: Whether these may.
     """
 
     holders: str
     camps: tuple[tuple[int, ...], ...]
     are_named_alike: bool
+    may_differ: bool = False
 
 
 Boxes: TypeAlias = dict[str, list[tuple[str, str]]]
@@ -87,10 +108,12 @@ class Divergence(NamedTuple):
     Attributes:
         leaf: Its name.
         ranks: The workers, those that agree together; the most first.
+        may_differ: Whether it may differ between workers that train alike.
     """
 
     leaf: str
     ranks: tuple[tuple[int, ...], ...]
+    may_differ: bool = False
 
 
 class Holding:
@@ -110,14 +133,18 @@ class Holding:
         """
         self.replicas = replicas
         self._details: dict[str, Detail] = {}
-        holders_by_id: dict[int, str] = {}
+        may_differ: set[str] = set()
+        holders_by_id: dict[tuple[int, bool], str] = {}
         kinds: dict[tuple[ArraySpec, Box], str] = {}
         for number, replica in enumerate(replicas):
             # Very many boxes have the very same holders.
-            holders = holders_by_id.get(id(replica.holders))
+            same = (id(replica.holders), replica.may_differ)
+            holders = holders_by_id.get(same)
             if holders is None:
-                holders = _digest(",".join(map(str, replica.holders)))
-                holders_by_id[id(replica.holders)] = holders
+                holders = _digest(",".join(map(str, replica.holders)) + (" may differ" if replica.may_differ else ""))
+                holders_by_id[same] = holders
+                if replica.may_differ:
+                    may_differ.add(holders)
                 self._details.setdefault(holders, Detail(tuple(replica.holders), {}))
             kind = f"the same array as {replica.same_as}" if replica.same_as else kinds.get((replica.spec, replica.box))
             if kind is None:
@@ -127,7 +154,7 @@ class Holding:
         for detail in self._details.values():
             for boxes in detail.boxes.values():
                 boxes.sort()
-        self.groups = [_sum_up(holders, detail) for holders, detail in self._details.items()]
+        self.groups = [_sum_up(holders, detail, holders in may_differ) for holders, detail in self._details.items()]
 
     def details(self, holders: Collection[str]) -> dict[str, Detail]:
         """All that there is to say of these groups, in words that can be sent."""
@@ -144,37 +171,82 @@ class Holding:
         }
 
 
-def make_holding(snapshot: Snapshot, crew: Crew, last: Holding) -> Holding:
-    """**Blocks.** What the worker of a snapshot holds together with others; behind training.
+def make_holding(snapshot: Snapshot, last: Holding) -> Holding:
+    """What the worker of a snapshot holds together with others.
 
     Args:
         snapshot: The snapshot.
-        crew: The threads that work.
         last: What it held at the save before: as a rule the same.
     """
     has_values = any(group.values for group in last.groups)
-    if snapshot.witnesses is None and not has_values and snapshot.replicas == last.replicas:
+    if not snapshot.digests and not has_values and snapshot.replicas == last.replicas:
         return last
-    return Holding(snapshot.replicas, _digest_values(snapshot, crew))
+    return Holding(snapshot.replicas, snapshot.digests)
 
 
-def _digest_values(snapshot: Snapshot, crew: Crew) -> list[str]:
-    """The digest of the values of each box, if they are to be compared."""
-    if snapshot.witnesses is None:
-        return []
-    sides = (snapshot.witnesses, snapshot)
-    places = [{place.name: place for place in side.layout.places} for side in sides]
-    found = [""] * len(snapshot.replicas)
+class _Piece(NamedTuple):
+    """A part of an array that is digested by itself: of which of the replicas, and where its bytes lie, if at all."""
 
-    def take(number: int, replica: Replica) -> None:
-        parts = []
-        for name, is_written in replica.parts:
-            place = places[is_written][name]
-            parts.append(digest(sides[is_written].image[place.begin : place.end]))
-        found[number] = _digest(" ".join(parts))
+    number: int
+    backend: ArrayBackend
+    array: Any
+    size_bytes: int
+    address: int | None
 
-    crew.run(partial(take, number, replica) for number, replica in enumerate(snapshot.replicas))
-    return found
+
+def digest_values(captured: Captured, crew: Crew) -> tuple[str, ...]:
+    """**Blocks.** What tells the values of each replica from others, as they are now; nothing if none are compared.
+
+    Args:
+        captured: The arrays.
+        crew: The threads that work.
+    """
+    pieces = list(_cut(captured))
+    moments = {
+        backend.name: backend.devices.moment([piece.array for piece in pieces if piece.backend is backend])
+        for backend in {id(piece.backend): piece.backend for piece in pieces}.values()
+        if backend.devices is not None
+    }
+    found = [""] * len(pieces)
+
+    def take(batch: Sequence[tuple[int, _Piece]]) -> None:
+        for place, piece in batch:
+            if piece.address is not None:
+                found[place] = digest(memoryview((ctypes.c_ubyte * piece.size_bytes).from_address(piece.address)))
+                continue
+            image = memoryview(bytearray(piece.size_bytes))
+            devices = piece.backend.devices
+            if devices is None:
+                piece.backend.copy_out([piece.array], image, [0])
+            elif transfer := devices.start([piece.array], image, [0], moments[piece.backend.name]):
+                transfer.wait()
+            found[place] = digest(image)
+
+    crew.run(partial(take, batch) for batch in batches(enumerate(pieces), lambda one: one[1].size_bytes, _PIECE_BYTES))
+    values: list[list[str]] = [[] for _ in captured.compared]
+    for piece, value in zip(pieces, found, strict=True):
+        values[piece.number].append(value)
+    return tuple(_digest(" ".join(parts)) for parts in values)
+
+
+def _cut(captured: Captured) -> Iterator[_Piece]:
+    """What is compared, in pieces: on all workers alike, wherever the arrays lie."""
+    for number, compared in enumerate(captured.compared):
+        if compared is None:
+            continue
+        backend, array = compared
+        replica = captured.replicas[number]
+        box, item_bytes = whole_box(replica.box.shape), ITEM_BYTES[replica.spec.dtype]
+        if not box.elements:
+            continue
+        address = backend.address(array)
+        count = 1 if backend.is_fixed else -(-box.elements * item_bytes // _PIECE_BYTES)
+        begin = 0
+        for part in [box] if count == 1 else split_box(box, count):
+            size_bytes = item_bytes * part.elements
+            own = array if part == box or address is not None else part_of(array, part)
+            yield _Piece(number, backend, own, size_bytes, None if address is None else address + begin)
+            begin += size_bytes
 
 
 def find_suspects(groups: Sequence[Sequence[Group]]) -> list[Suspect]:
@@ -197,7 +269,8 @@ def find_suspects(groups: Sequence[Sequence[Group]]) -> list[Suspect]:
             camps: dict[Group, list[int]] = {}
             for rank, group in by_rank.items():
                 camps.setdefault(group, []).append(rank)
-            suspects.append(Suspect(holders, _order(camps.values()), are_named_alike))
+            may_differ = all(group.may_differ for group in by_rank.values())
+            suspects.append(Suspect(holders, _order(camps.values()), are_named_alike, may_differ))
     return suspects
 
 
@@ -244,8 +317,37 @@ def name_divergences(suspect: Suspect, details: Mapping[int, Detail]) -> list[Di
             if all(found_there):
                 values.setdefault(found_there, []).extend(camp)
         if len(values) > 1:
-            found.append(Divergence(leaf, _order(values.values())))
+            found.append(Divergence(leaf, _order(values.values()), suspect.may_differ))
     return found
+
+
+def find_refused(divergences: Sequence[Divergence]) -> tuple[int, str] | None:
+    """**Pure.** A worker whose values are not those of the others and should be, and what there is to say of it.
+
+    None if all that differs may differ.
+    """
+    refused = [divergence for divergence in divergences if not divergence.may_differ]
+    if not refused:
+        return None
+    first = refused[0]
+    leaves = ", ".join(divergence.leaf for divergence in refused[:_NAMED_LEAVES])
+    more = f" and {len(refused) - _NAMED_LEAVES} leaves more" if len(refused) > _NAMED_LEAVES else ""
+    others = tuple(sorted(rank for ranks in first.ranks[1:] for rank in ranks))
+    who = f"{name_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from {name_ranks(first.ranks[0])}"
+    return first.ranks[-1][0], f"the values of {leaves}{more} are not the same on all workers: {who}"
+
+
+def tell_apart(divergences: Sequence[Divergence]) -> str:
+    """**Pure.** What to say of values that may differ, and do; empty if none do."""
+    found = [divergence for divergence in divergences if divergence.may_differ]
+    if not found:
+        return ""
+    more = f" and {len(found) - 1} buffers more" if len(found) > 1 else ""
+    return (
+        f"{found[0].leaf}{more} of modules differ between workers, as the statistics of batch norm do; those of the "
+        "first worker are saved, and a restore gives them to all, as DDP does before each forward unless it was told "
+        "broadcast_buffers=False"
+    )
 
 
 def _order(camps: Collection[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -270,12 +372,13 @@ def _describe(spec: ArraySpec, box: Box) -> str:
     return whole if box.is_whole(spec.shape) else f"{box} of {whole}"
 
 
-def _sum_up(holders: str, detail: Detail) -> Group:
+def _sum_up(holders: str, detail: Detail, may_differ: bool) -> Group:
     ordered = sorted(detail.boxes.items())
     names = "\n".join(f"{leaf}\t{kind}" for leaf, boxes in ordered for kind, _ in boxes)
     values = "".join(value for _, boxes in ordered for _, value in boxes)
     count = sum(len(boxes) for _, boxes in ordered)
-    return Group(holders, len(detail.holders), count, _digest(names), _digest(values) if values else "")
+    told = _digest(values) if values else ""
+    return Group(holders, len(detail.holders), count, _digest(names), told, may_differ)
 
 
 def _digest(words: str) -> str:

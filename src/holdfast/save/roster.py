@@ -1,13 +1,17 @@
-"""Whether all workers have the same objects, as far as no array says so. Pure.
+"""Which workers have which objects, and whether any lacks one. Pure.
+
+Workers tell each other the names of their objects when the managers are made. The stages of a
+pipeline have objects under names of their own: then each object is held by the workers that name it. A worker whose
+names are but a part of another's has no stage of its own, and lacks what the other has: it counts as one that should
+hold that, so that the save fails, and names it.
 
 Who holds an array is compared leaf by leaf; see `save/replicas.py`. An object without one, such as a counter, has no
-leaf. The stages of a pipeline have objects of their own, under names of their own. So those workers are compared that
-have the same objects with arrays.
+leaf. So those workers are compared that have the same objects with arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -53,6 +57,32 @@ def make_roster(snapshot: Snapshot) -> Roster:
     if len(told) > _MOST_NAMES:
         told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
     return Roster(_digest(sorted(map(make_sendable, full))), tuple(told))
+
+
+def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
+    """**Pure.** The workers that hold an object, or should, of those that not all of them do.
+
+    Args:
+        named: The names of each worker's objects, in order of rank.
+    """
+    ranks_by_names: dict[frozenset[str], list[int]] = {}
+    for rank, names in enumerate(named):
+        ranks_by_names.setdefault(frozenset(names), []).append(rank)
+    if len(ranks_by_names) == 1:
+        return {}
+    naming: dict[str, list[frozenset[str]]] = {}
+    for names in ranks_by_names:
+        for name in names:
+            naming.setdefault(name, []).append(names)
+    holders = {name: {rank for names in sets for rank in ranks_by_names[names]} for name, sets in naming.items()}
+    for names, ranks in ranks_by_names.items():
+        # All that could have them all name the rarest.
+        wider = min((naming[name] for name in names), key=len, default=list(ranks_by_names))
+        for others in wider:
+            if names < others:
+                for name in others - names:
+                    holders[name].update(ranks)
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items() if len(ranks) < len(named)}
 
 
 def find_unlike(rosters: Sequence[Roster]) -> tuple[int, str] | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from holdfast.cluster.peers import Failure, make_sendable
-from holdfast.errors import StorageError
+from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.digests import digest
 from holdfast.format.generation import MAX_GENERATION_BYTES
-from holdfast.format.names import StepName, data_name, generation_path, index_name
+from holdfast.format.names import START_NAME, StepName, data_name, generation_path, index_name
 from holdfast.save.handoffs import Receipts
 from holdfast.save.places import NameRecord
 from holdfast.storage.protocol import Storage
@@ -31,6 +33,62 @@ _ELSEWHERE_HINT: Final = (
     "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
     "choose it, and tell the others."
 )
+
+
+def try_put_token(storage: Storage) -> str:
+    """**Blocks.** The leader makes a file in the run's directory which the other workers have to see.
+
+    A crash before it is removed leaves it there; the next one takes its place.
+
+    Returns:
+        What it holds; empty where nothing can be written. A job that only restores needs no more than to read.
+    """
+    token = os.urandom(16).hex()
+    try:
+        storage.make_directory("")
+        storage.remove(START_NAME)
+        return token if storage.publish(START_NAME, token.encode()) else ""
+    except HoldfastError:
+        return ""
+
+
+def remove_token(storage: Storage) -> None:
+    """**Blocks.** Removes that file, if the place lets us."""
+    with suppress(HoldfastError):
+        storage.remove(START_NAME)
+
+
+def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
+    """**Blocks.** Makes sure that the file which the leader has made is seen here.
+
+    Args:
+        storage: Where the run lies for this worker.
+        token: What the file holds.
+        leader_url: Where the run lies for the leader.
+        who: This worker, for the error.
+        timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
+
+    Raises:
+        StorageError: If it is not seen, now or after a while.
+    """
+    url = make_sendable(storage.url)
+    is_elsewhere = url != leader_url
+
+    def look() -> str:
+        try:
+            seen = storage.read(START_NAME, len(token))
+        except (StorageError, DamageError) as error:
+            return error.message
+        return "" if seen.decode(errors="replace") == token else f"{START_NAME} is that of another job"
+
+    problem = _insist(look, min(timeout_seconds / 2, _ELSEWHERE_SECONDS if is_elsewhere else SIGHT_SECONDS))
+    if not problem:
+        return
+    if is_elsewhere:
+        text = f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: what rank 0 writes"
+        raise StorageError(f"{text} does not appear there ({problem})", path=START_NAME, hint=_ELSEWHERE_HINT)
+    text = f"{storage.url}: {who} does not see what rank 0 writes there: {problem}"
+    raise StorageError(text, path=START_NAME, hint=_HINT)
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:

@@ -17,7 +17,7 @@ from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
 from holdfast.save.moves import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.watermark import Watermark
-from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Transfer, alias_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Transfer, alias_of
 from holdfast.storage.crew import Crew
 from holdfast.storage.parts import batches
 
@@ -30,7 +30,6 @@ class Stager:
     def __init__(self, buffer: HostBuffer) -> None:
         self._buffer = buffer
         self._plan: _Plan | None = None
-        self._witness_plan: _Plan | None = None
 
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; nothing is copied yet.
@@ -39,18 +38,8 @@ class Stager:
             UsageError: If there are more arrays than a header can name.
         """
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
-        others = captured.witnesses
-        if others is None:
-            return self._lay_out(plan, captured, self._buffer.take(plan.layout.padded_bytes), None)
-        other_plan = self._witness_plan = _plan_for(others, {}, self._witness_plan)
-        # One memory for both, which begins and ends with the buffer.
-        middle = plan.layout.padded_bytes
-        memory = self._buffer.take(middle + other_plan.layout.padded_bytes)
-        witnesses = self._lay_out(other_plan, others, memory[middle:], None)
-        return self._lay_out(plan, captured, memory[:middle], witnesses)
-
-    def _lay_out(self, plan: _Plan, captured: Captured, image: memoryview, witnesses: Staging | None) -> Staging:
         layout = plan.layout
+        image = self._buffer.take(layout.padded_bytes)
         image[: len(layout.header)] = layout.header
         # The buffer may hold an older snapshot behind the end of this one.
         image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
@@ -66,7 +55,7 @@ class Stager:
             captured.elsewhere,
             captured.worker,
             captured.replicas,
-            None if witnesses is None else witnesses.snapshot,
+            captured.digests,
             captured.loose,
             captured.own,
             captured.strides,
@@ -74,7 +63,7 @@ class Stager:
                 [*(copy.begin - base for copy in moves.now), *(plan.begins[number] for number in moves.others_now)]
             ),
         )
-        staging = Staging(snapshot, captured, witnesses, moves.now, [copy.run for copy in moves.later])
+        staging = Staging(snapshot, captured, moves.now, [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
         staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
@@ -107,7 +96,6 @@ class Staging:
     Attributes:
         snapshot: What it becomes.
         captured: What is copied, kept until it is.
-        witnesses: The same for what other workers write, and is to be compared.
         now: Copies that have to be made before anything goes on.
         later: Copies of what is held: what nothing but a step changes, which waits for them.
         others_now: As `now`, of what is no plain memory of the host.
@@ -117,7 +105,6 @@ class Staging:
 
     snapshot: Snapshot
     captured: Captured
-    witnesses: Staging | None = None
     now: Sequence[Copy] = ()
     later: list[Job] = field(default_factory=list)
     others_now: list[Job] = field(default_factory=list)
@@ -133,17 +120,15 @@ class Staging:
             hand_over: Called as soon as they do, on some thread: lets those begin who write behind the copies, with the
                 threads that would be no help to these.
         """
-        jobs: list[Job] = []
-        for one in self._all:
-            jobs += [partial(one.snapshot.copied.make, number, copy.run) for number, copy in enumerate(one.now)]
-            jobs += one.others_now
+        copied = self.snapshot.copied
+        jobs: list[Job] = [partial(copied.make, number, copy.run) for number, copy in enumerate(self.now)]
+        jobs += self.others_now
         if hand_over is None:
             crew.run(jobs)
         else:
             crew.run([hand_over, *jobs], most_helpers=_count_processors() - 1)
         self._finish_transfers()
-        for one in self._all:
-            one.snapshot.copied.finish()
+        copied.finish()
 
     def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
         """**Blocks.** Makes the other copies.
@@ -155,17 +140,16 @@ class Staging:
         Raises:
             ChangedError: If something is seen to have changed under them.
         """
-        crew.run([job for one in self._all for job in one.later])
+        crew.run(self.later)
         self.check_unchanged()
-        started([transfer for one in self._all for transfer in one._transfers])
+        started(list(self._transfers))
         self._finish_transfers()
 
     def forget(self) -> None:
         """Lets go of the arrays: the save has ended."""
-        for one in self._all:
-            # New ones, since another thread may be looking through the old.
-            one.captured = msgspec.structs.replace(one.captured, arrays=[])
-            one.later, one.others_now, one.kept = [], [], {}
+        # New ones, since another thread may be looking through the old.
+        self.captured = msgspec.structs.replace(self.captured, arrays=[])
+        self.later, self.others_now, self.kept = [], [], {}
 
     def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
         """**Thread-safe.** Copies arrays by means of their library."""
@@ -183,15 +167,10 @@ class Staging:
         layout = self.snapshot.layout
         return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
-    @property
-    def _all(self) -> list[Staging]:
-        return [self] if self.witnesses is None else [self, self.witnesses]
-
     def _finish_transfers(self) -> None:
-        for one in self._all:
-            for transfer in one._transfers:
-                transfer.wait()
-            one._transfers.clear()
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Looks whether what is held has been changed since it was captured, or has lost its memory.
@@ -199,13 +178,13 @@ class Staging:
         Raises:
             ChangedError: If so.
         """
+        captured = self.captured
         changed = [
-            one.captured.names[place].partition(WITNESS)[0]
-            for one in self._all
+            captured.names[place]
             # None is kept once the save has ended.
-            for (place, kept), version in zip(one.kept.items(), one.versions, strict=False)
-            if one.captured.backends[place].version(kept) != version
-            or one.captured.backends[place].address(kept) != one.captured.addresses[place]
+            for (place, kept), version in zip(self.kept.items(), self.versions, strict=False)
+            if captured.backends[place].version(kept) != version
+            or captured.backends[place].address(kept) != captured.addresses[place]
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

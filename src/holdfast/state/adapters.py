@@ -11,10 +11,12 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from holdfast.errors import UnsupportedValueError
 from holdfast.format.codecs import type_named
 from holdfast.format.decoding import NAMED, find_tags
 from holdfast.format.workers import Worker
@@ -148,6 +150,65 @@ class Loading(Protocol):
         ...
 
 
+class _Refusal(NamedTuple):
+    """Why objects of a class cannot be saved, and what to use in their place."""
+
+    text: str
+    hint: str
+
+
+_FULLY_SHARD: Final = (
+    "Use fully_shard (FSDP2), from torch.distributed.fsdp: its shards say where they belong, and are restored on any "
+    "number of workers."
+)
+_OWN_FORM: Final = "divides state among the workers in a form of its own"
+_DEEPSPEED: Final = _Refusal(
+    _OWN_FORM, "Save it with the engine's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+)
+_MEGATRON: Final = _Refusal(
+    _OWN_FORM, "Save it with Megatron's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+)
+
+FSDP1: Final = _Refusal(
+    "(FSDP1) has a flat piece of the parameters on each worker, which does not say where it belongs", _FULLY_SHARD
+)
+
+_REFUSED: Final[Mapping[tuple[str, str], _Refusal]] = MappingProxyType(
+    {
+        ("torch", "FullyShardedDataParallel"): FSDP1,
+        ("torch", "ZeroRedundancyOptimizer"): _Refusal(
+            "has the state of other parameters on each worker",
+            "Use fully_shard (FSDP2), which divides the optimizer's state too, or the optimizer itself without it.",
+        ),
+        ("deepspeed", "DeepSpeedEngine"): _DEEPSPEED,
+        ("deepspeed", "DeepSpeedZeroOptimizer"): _DEEPSPEED,
+        ("deepspeed", "DeepSpeedZeroOptimizer_Stage3"): _DEEPSPEED,
+        ("deepspeed", "BF16_Optimizer"): _DEEPSPEED,
+        ("megatron", "DistributedOptimizer"): _MEGATRON,
+        ("megatron", "ChainedOptimizer"): _MEGATRON,
+    }
+)
+"""By package and class, wrappers whose state on each worker is another part, which nothing in it says. (By name: that
+of no framework is imported for it.)"""
+
+
+def refuse_type(cls: type, path: str) -> None:
+    """Refuses objects of a class whose state would be lost on all workers but one.
+
+    Raises:
+        UnsupportedValueError: If it is such a class.
+    """
+    for ancestor in cls.__mro__:
+        refusal = _REFUSED.get((str(ancestor.__module__).partition(".")[0], ancestor.__qualname__))
+        if refusal is not None:
+            raise make_refusal(refusal, ancestor.__qualname__, path)
+
+
+def make_refusal(refusal: _Refusal, name: str, path: str) -> UnsupportedValueError:
+    """The error for an object of that name."""
+    return UnsupportedValueError(f"{path}: {name} {refusal.text}, and cannot be saved", path=path, hint=refusal.hint)
+
+
 class Adapter:
     """Reads the state of one kind of object and puts it back. Adapters hold no state of their own.
 
@@ -160,6 +221,14 @@ class Adapter:
     kind: str = ""
     last: bool = False
     is_per_worker: bool = False
+
+    def check(self, obj: Any, path: str) -> None:
+        """Makes sure that an object is not of those whose state says less than it means.
+
+        Raises:
+            UnsupportedValueError: If it is, or holds such; `path` says where it stands.
+        """
+        refuse_type(type(obj), path)
 
     def prepare(self, obj: Any) -> None:
         """Called for every object before the state of any is read."""
@@ -185,6 +254,10 @@ class Adapter:
     def gives_batches(self, obj: Any) -> bool:
         """Whether the object's own state is a place in the data, which moves when a batch is taken from the object."""
         return False
+
+    def trained_arrays(self, obj: Any) -> Sequence[Any] | None:
+        """The live arrays of an object that training keeps equal on all workers; None if its whole state is so."""
+        return None
 
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
-
-from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
@@ -62,6 +61,7 @@ def capture_objects(
     hold: Callable[[object, Adapter], bool] | None = None,
     worker: Worker = ALONE,
     check_replicas: bool = False,
+    holders: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Captured:
     """Takes the state of all objects, as it is now; of a job of several workers, what this one writes of it.
 
@@ -75,24 +75,40 @@ def capture_objects(
         hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
             that step changes are noted as held.
         worker: Which worker this is.
-        check_replicas: Whether to take along what other workers hold too and write, so that it can be compared.
+        check_replicas: Whether to note the arrays that other workers hold too, so that they can be compared.
+        holders: The ranks of the workers that have an object, of those that not all have.
 
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
     """
     with no_collection():
+        check_objects(objects)
         for name, root in objects.items():
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
         scene = Cast(objects)
         sharing = Sharing(worker, check_replicas=check_replicas)
         capturing = _Capturing(scene, captures or Captures(), sharing)
-        skeletons = {name: capturing.encode(obj, escape(name)) for name, obj in objects.items()}
+        skeletons: dict[str, Node] = {}
+        for name, obj in objects.items():
+            sharing.holders = holders.get(name, range(worker.world_size))
+            skeletons[name] = capturing.encode(obj, escape(name))
         for _, obj in scene.members if hold is not None else ():
             adapter = adapter_of(obj)
             if hold is not None and adapter is not None and hold(obj, adapter):
                 capturing.note_held(adapter.stepped_arrays(obj))
         return capturing.captured(skeletons)
+
+
+def check_objects(objects: Mapping[str, object]) -> None:
+    """Makes sure that no object is a wrapper whose state on each worker is another part, which nothing in it says.
+
+    Raises:
+        UnsupportedValueError: If one is; it says what to use in its place.
+    """
+    for name, root in objects.items():
+        for path, obj, adapter in find_stateful(root, escape(name)):
+            (adapter or _ANY).check(obj, path)
 
 
 _ANY = Adapter()
@@ -103,7 +119,6 @@ class _Shared(NamedTuple):
 
     name: str
     written: range
-    witnesses: range
     replicas: range
 
 
@@ -115,9 +130,8 @@ class _Capturing(Encoder):
         self._sharing = sharing
         # By library and memory: a leaf that is not simply one array.
         self._shared: dict[Hashable, _Shared] = {}
-        # The places of what is held, among what is written and among the witnesses.
+        # The places of what is held.
         self._held: set[int] = set()
-        self._held_witnesses: set[int] = set()
         # What was looked at: another array might get the identity of one that is gone.
         self._kept: list[Sharding] = []
         self._scene = scene
@@ -138,9 +152,6 @@ class _Capturing(Encoder):
         """All that was taken."""
         columns = self._columns
         sharing = self._sharing
-        witnesses = None
-        if sharing.checks_replicas:
-            witnesses = replace(sharing.witnesses, held=frozenset(self._held_witnesses))
         return Captured(
             columns.names,
             columns.specs,
@@ -153,10 +164,10 @@ class _Capturing(Encoder):
             tuple(sharing.elsewhere),
             sharing.worker,
             tuple(sharing.replicas),
-            witnesses,
-            frozenset(sharing.loose),
-            frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
-            tuple(sharing.strides),
+            loose=frozenset(sharing.loose),
+            own=frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
+            compared=tuple(sharing.compared),
+            strides=tuple(sharing.strides),
         )
 
     def note_held(self, arrays: list[Any]) -> None:
@@ -180,7 +191,6 @@ class _Capturing(Encoder):
     def _hold(self, shared: _Shared | None) -> None:
         if shared is not None:
             self._held.update(shared.written)
-            self._held_witnesses.update(shared.witnesses)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """The node of a value; arrays are looked for first, since there may be very many."""
@@ -217,13 +227,11 @@ class _Capturing(Encoder):
             leaf = self._unique(path)
             self._names.add(leaf)
             self._kept.append(sharding)
-            first, witness = len(self._columns.names), len(self._sharing.witnesses.names)
-            replica = len(self._sharing.replicas)
+            first, replica = len(self._columns.names), len(self._sharing.replicas)
             for name, spec, array in self._sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, sharding.memory)
             written = range(first, len(self._columns.names))
-            witnesses = range(witness, len(self._sharing.witnesses.names))
-            known = _Shared(leaf, written, witnesses, range(replica, len(self._sharing.replicas)))
+            known = _Shared(leaf, written, range(replica, len(self._sharing.replicas)))
             self._shared[(backend.name, sharding.memory)] = known
         else:
             self._sharing.note_alias(path, known.replicas)
@@ -241,7 +249,7 @@ class _Capturing(Encoder):
         if adapter is None:
             return self._encode_subclass(value, path, depth) if is_made_of_tensors(type(value)) else None
         sharing = self._sharing
-        outer = (sharing.is_own, sharing.holders)
+        outer = (sharing.is_own, sharing.holders, sharing.trained)
         if not sharing.worker.is_alone:
             sharing.is_own = sharing.is_own or adapter.is_per_worker
         try:
@@ -249,9 +257,10 @@ class _Capturing(Encoder):
             if not sharing.worker.is_alone:
                 # Only now: to be asked for its state may change how an object holds it.
                 sharing.holders = adapter.holders_of(value) or sharing.holders
+                sharing.trained = sharing.find_trained(adapter, value)
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
-            sharing.is_own, sharing.holders = outer
+            sharing.is_own, sharing.holders, sharing.trained = outer
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
         """The node of what a codec has made of a value, with leaves for the arrays in it."""
@@ -399,6 +408,11 @@ class _Capturing(Encoder):
                 self._by_memory.setdefault(bank.backend.name, {}).update(zip(bank.memories, places, strict=True))
             self._banks.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
+
+
+def list_shared(objects: Mapping[str, object]) -> list[str]:
+    """The names of the objects that are not this worker's own, as random generators are, and what is `PerWorker`."""
+    return [name for name, obj in objects.items() if not _is_own(obj)]
 
 
 def _is_own(obj: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -209,10 +209,6 @@ class ArrayBackend(Protocol):
         ...
 
 
-WITNESS: Final = "\n"
-"""Stands behind a leaf's name in that of an array which is there to be compared, and which another worker writes."""
-
-
 class Replica(msgspec.Struct, frozen=True):
     """A box that several workers hold alike.
 
@@ -221,17 +217,16 @@ class Replica(msgspec.Struct, frozen=True):
         spec: What the whole leaf is.
         box: Which part of it.
         holders: The ranks of all that hold it.
-        parts: The arrays that have its values, in the same order with all of them; each with its name, and whether this
-            worker writes it, so that it is not one of the witnesses. Nothing if values are not to be compared.
         same_as: If the array has a leaf under another name already, that leaf's name: then this one is none itself.
+        may_differ: Whether workers that train alike may have other values there, as in the statistics of batch norm.
     """
 
     leaf: str
     spec: ArraySpec
     box: Box
     holders: Sequence[int]
-    parts: tuple[tuple[str, bool], ...] = ()
     same_as: str = ""
+    may_differ: bool = False
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -252,7 +247,9 @@ class Captured(msgspec.Struct, frozen=True):
         elsewhere: The leaves of which other workers write a part, or all.
         worker: Whose state it is.
         replicas: The boxes that other workers hold too.
-        witnesses: What this worker does not write of them, nothing but arrays; None if values are not to be compared.
+        compared: For each of these its array, with the library; None for a second name of one. Nothing if values are
+            not to be compared.
+        digests: For each of these, what tells its values from others, once they have been read; see `compared`.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
         strides: The leaves that do not lie in row-major order here.
@@ -269,7 +266,8 @@ class Captured(msgspec.Struct, frozen=True):
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE
     replicas: tuple[Replica, ...] = ()
-    witnesses: Captured | None = None
+    compared: tuple[tuple[ArrayBackend, Any] | None, ...] = ()
+    digests: tuple[str, ...] = ()
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     strides: tuple[StridesRecord, ...] = ()
@@ -281,8 +279,8 @@ class Captured(msgspec.Struct, frozen=True):
 
     @property
     def has_held(self) -> bool:
-        """Whether some of the arrays, or of the witnesses, stay as they are until a step that waits."""
-        return bool(self.held) or (self.witnesses is not None and self.witnesses.has_held)
+        """Whether some of the arrays stay as they are until a step that waits."""
+        return bool(self.held)
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ class Sharding(msgspec.Struct, frozen=True):
             place.
         is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
         place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
+        may_differ: Whether workers that train alike may have other values there.
     """
 
     spec: ArraySpec
@@ -55,6 +56,7 @@ class Sharding(msgspec.Struct, frozen=True):
     workers: int = 0
     is_by_hand: bool = False
     place: Hashable = None
+    may_differ: bool = False
 
 
 class Sharder(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,8 +13,10 @@ from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
-from holdfast.state.leaves import WITNESS, ArrayBackend, ArraySpec, Captured, Replica, part_of, spec_of
-from holdfast.state.owners import plan_parts
+from holdfast.state.adapters import Adapter
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Replica, part_of, spec_of
+from holdfast.state.owners import PART_BYTES, plan_parts
+from holdfast.state.registry import backend_of, sharder_of_type
 from holdfast.state.shards import LocalBox, Sharding
 
 
@@ -29,8 +31,10 @@ class Sharing:
         elsewhere: The leaves of which others write a part, or all.
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
-        witnesses: What this worker does not write of them, if their values are to be compared.
-        checks_replicas: Whether that is so.
+        compared: For each of these its array, with the library; None for a second name of one.
+        checks_replicas: Whether their values are to be compared.
+        trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
+            workers. None if that is all of its state.
         strides: The leaves that do not lie in row-major order here.
     """
 
@@ -44,13 +48,24 @@ class Sharing:
         self.loose: set[str] = set()
         self.replicas: list[Replica] = []
         self.strides: list[StridesRecord] = []
-        self.witnesses = Captured([], [], [], [], [], {}, worker=worker)
+        self.compared: list[tuple[ArrayBackend, Any] | None] = []
+        self.trained: frozenset[tuple[str, Hashable]] | None = None
+
+    def find_trained(self, adapter: Adapter, obj: Any) -> frozenset[tuple[str, Hashable]] | None:
+        """What `trained` is within an object."""
+        arrays = adapter.trained_arrays(obj)
+        if arrays is None:
+            return self.trained
+        plain = ((array, backend_of(array)) for array in arrays if sharder_of_type(type(array)) is None)
+        return frozenset((backend.name, backend.alias_key(array)) for array, backend in plain if backend is not None)
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
         """A plain array as one that each holder has whole."""
         spec = backend.spec(array, path)
         local = LocalBox(whole_box(spec.shape), array, None)
-        return Sharding(spec, backend, (local,), backend.alias_key(array))
+        memory = backend.alias_key(array)
+        may_differ = self.trained is not None and (backend.name, memory) not in self.trained
+        return Sharding(spec, backend, (local,), memory, may_differ=may_differ)
 
     def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
         """The arrays that this worker writes of a leaf, each with a name of its own.
@@ -71,30 +86,26 @@ class Sharing:
                 is_complete = False
                 continue
             holders = (self.worker.rank,) if self.is_own else local.holders or self.holders
-            is_checked = self.checks_replicas and len(holders) > 1
-            parts: list[tuple[str, bool]] = []
-            for owner, part in plan_parts(leaf, local.box, ITEM_BYTES[spec.dtype], holders):
+            item_bytes = ITEM_BYTES[spec.dtype]
+            # What is not the same with all comes from one of them, and not each array from another.
+            is_together = sharding.may_differ and local.box.elements * item_bytes < 2 * PART_BYTES
+            for owner, part in plan_parts(leaf, local.box, item_bytes, holders[:1] if is_together else holders):
                 name = f"{leaf}~b{written}" if written else leaf
                 if owner != self.worker.rank:
                     others.add(owner)
-                    if not is_checked:
-                        continue
-                    name = f"{leaf}{WITNESS}{part.offsets}"
+                    continue
                 array = local.array
                 if part != local.box:
                     array = part_of(array, shift(part, local.box.offsets))
-                if is_checked:
-                    parts.append((name, owner == self.worker.rank))
-                if owner != self.worker.rank:
-                    self._witness(name, spec_of(spec.dtype, part.shape), array, sharding.backend)
-                    continue
                 if not part.is_whole(spec.shape):
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
                 written += 1
                 written_elements += part.elements
                 yield name, spec_of(spec.dtype, part.shape), array
             if len(holders) > 1:
-                self.replicas.append(Replica(leaf, spec, local.box, holders, tuple(parts)))
+                self.replicas.append(Replica(leaf, spec, local.box, holders, may_differ=sharding.may_differ))
+                if self.checks_replicas:
+                    self.compared.append((sharding.backend, local.array))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
                 f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",
@@ -119,12 +130,6 @@ class Sharing:
         # What is in an object of this worker's own concerns nobody else.
         if not self.is_own:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
-            self.replicas += [replace(leaf, leaf=path, parts=(), same_as=leaf.leaf) for leaf in leaves.values()]
-
-    def _witness(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
-        columns = self.witnesses
-        columns.names.append(name)
-        columns.specs.append(spec)
-        columns.arrays.append(array)
-        columns.addresses.append(backend.address(array))
-        columns.backends.append(backend)
+            self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
+            if self.checks_replicas:
+                self.compared += [None] * len(leaves)

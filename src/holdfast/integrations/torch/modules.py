@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
+from holdfast.state.adapters import OWNED, Adapter, Loading, Scene, refuse_type
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import is_made_of_tensors
 
@@ -47,6 +47,11 @@ class ModuleAdapter(Adapter):
 
     kind = "torch.module"
 
+    def check(self, obj: Any, path: str) -> None:
+        """Looks at the modules within it too."""
+        for name, module in obj.named_modules():
+            refuse_type(type(module), f"{path}/{name}" if name else path)
+
     def prepare(self, obj: Any) -> None:
         """Calls `prepare_for_checkpoint` of the module and of those within it."""
         for module in obj.modules():
@@ -57,6 +62,10 @@ class ModuleAdapter(Adapter):
         """Those who have a part in the mesh of the module's parameters: others have other modules, perhaps."""
         settle(obj)
         return holders_of(list(obj.parameters()))
+
+    def trained_arrays(self, obj: Any) -> Sequence[Any] | None:
+        """The parameters. Each worker may have buffers of its own, such as the statistics of batch norm."""
+        return list(obj.parameters())
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """Values by name."""

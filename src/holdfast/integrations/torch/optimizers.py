@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
-from holdfast.state.adapters import REPLACED, Adapter, Loading, Scene
+from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Scene, make_refusal
 from holdfast.state.leaves import Skeleton
 
 
@@ -89,6 +89,13 @@ class OptimizerAdapter(Adapter):
     """
 
     kind = "torch.optimizer"
+
+    def check(self, obj: Any, path: str) -> None:
+        """Looks at the parameters too: those of FSDP1 have a mark."""
+        super().check(obj, path)
+        parameters = (parameter for group in obj.param_groups for parameter in group["params"])
+        if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+            raise make_refusal(FSDP1, "the optimizer of a FullyShardedDataParallel", path)
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """State by name."""
