@@ -14,7 +14,7 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.format.digests import digest
 from holdfast.format.index import encode_index
-from holdfast.format.manifest import WorkerRecord
+from holdfast.format.manifest import SHARDS, WorkerRecord
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.format.workers import Worker
 from holdfast.policies import All
@@ -37,7 +37,7 @@ ROWS = 4
 COLUMNS = 8
 
 
-_PART: Final = {"references": (), "has_boxes": True, "groups": []}
+_PART: Final = {"references": (), "features": (SHARDS,), "groups": []}
 """What a worker that refers to nothing and holds nothing that others hold says beside its own record."""
 
 
@@ -172,7 +172,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
                 store.values[peers.key(place.key(f"left/{rank}"))] = b""
         assert own is not None
         begun_at = time.perf_counter()
-        joint.commit(Receipts((own,), (), True), name, {}, {})
+        joint.commit(Receipts((own,), (), (SHARDS,)), name, {}, {})
         joint.clean(name, {})
         joint.finish()
         seconds += time.perf_counter() - begun_at

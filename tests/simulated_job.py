@@ -32,7 +32,7 @@ def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, w
 def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName) -> Manifest:
     """What the leader does."""
     workers = tuple(record for one in receipts for record in one.workers)
-    together = Receipts(workers, has_boxes=any(one.has_boxes for one in receipts))
+    together = Receipts(workers, features=tuple({name for one in receipts for name in one.features}))
     return commit(together, storage, name, metrics={}, metadata={})
 
 

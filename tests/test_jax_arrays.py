@@ -28,6 +28,7 @@ import holdfast as hf  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.format.workers import ALONE, Worker  # noqa: E402
+from holdfast.integrations.jax.arrays import DTYPES  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
@@ -58,7 +59,7 @@ PLACINGS: list[tuple[tuple[int, ...], tuple[str | None, ...]]] = [
 
 
 @pytest.mark.parametrize("before", PLACINGS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4])
 def test_any_placing_goes_into_any_other(before: Any, dtype: Any) -> None:
     values = np.arange(32).reshape(4, 8)
     storage = MemoryStorage()
@@ -74,7 +75,7 @@ def test_any_placing_goes_into_any_other(before: Any, dtype: Any) -> None:
         assert np.array_equal(np.asarray(found), np.asarray(array))
     plain = (
         {"x": np.zeros((4, 8), np.asarray(array).dtype)}
-        if dtype is not jnp.bfloat16
+        if dtype not in (jnp.bfloat16, jnp.int4)
         else {"x": jnp.zeros((4, 8), dtype)}
     )
     restore_part(storage, plain, ALONE)
@@ -143,8 +144,6 @@ def test_what_cannot_be_stored_is_said() -> None:
     with pytest.raises(errors.UnsupportedValueError, match="dtype key") as caught:
         capture_objects({"keys": hf.Shard(jax.random.split(jax.random.key(0), 2), (2,), (0,))})
     assert "key_data" in caught.value.hint
-    with pytest.raises(errors.UnsupportedValueError, match="dtype int4"):
-        capture_objects({"x": jnp.zeros(2, jnp.int4)})
 
 
 def assert_lies_as(found: Any, live: Any) -> None:
@@ -266,6 +265,38 @@ def test_types_of_64_bits_are_never_cut() -> None:
     host = {key: np.zeros(array.shape, array.dtype) for key, array in values.items()}
     restore_part(storage, {"state": host}, ALONE)
     assert host["n"].tolist() == [2**40 + 1, 3]
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if name not in ("bool", "complex128")])
+def test_every_type_comes_back(name: str) -> None:
+    bits = np.array([0, 1, 1, 0, 1, 0, 0, 1] * 4, np.uint8)
+    dtype = jnp.dtype(name)
+    with jax.enable_x64(True):
+        array = jnp.asarray(bits[: 4 * dtype.itemsize].view(dtype))
+        storage = MemoryStorage()
+        save_job(storage, [{"x": array}])
+        for live in (None, jnp.zeros(4, dtype)):
+            objects: dict[str, Any] = {"x": live}
+            restore_part(storage, objects, ALONE)
+            assert objects["x"].dtype == dtype
+            assert np.asarray(objects["x"]).tobytes() == np.asarray(array).tobytes()
+
+
+def test_complex_numbers_of_128_bits_go_from_one_library_to_the_other() -> None:
+    values = np.array([1.5 - 2j, complex(-0.0, 1e300)])
+    storage = MemoryStorage()
+    with jax.enable_x64(True):
+        save_job(storage, [{"x": jnp.asarray(values)}])
+        assert restored(storage, None).tobytes() == values.tobytes()
+    assert restored(storage, np.zeros(2, np.complex128)).tobytes() == values.tobytes()
+    with pytest.raises(errors.UnsupportedValueError, match="stored as complex128"):
+        restored(storage, None)
+
+
+def restored(storage: MemoryStorage, live: Any) -> Any:
+    objects = {"x": live}
+    restore_part(storage, objects, ALONE)
+    return np.asarray(objects["x"])
 
 
 def test_a_shard_by_hand_is_restored_into_shards_and_arrays() -> None:

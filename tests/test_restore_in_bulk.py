@@ -388,11 +388,12 @@ def test_plain_arrays_are_known_together_as_each_is(mixed: list[Any]) -> None:
         torch.zeros(2, 2).to_sparse(),
         torch.zeros(2, device="meta"),
         torch.nested.nested_tensor([torch.zeros(2)]),
-        torch.zeros(2, dtype=torch.complex128),
+        torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+        torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8),
         torch.zeros(()).expand(3),
         torch.nn.UninitializedParameter(),
     ],
-    ids=["sparse", "meta", "nested", "complex128", "expanded", "lazy"],
+    ids=["sparse", "meta", "nested", "bits8", "quantized", "expanded", "lazy"],
 )
 def test_what_cannot_be_stored_or_filled_is_not_plain(odd: torch.Tensor) -> None:
     assert TorchBackend().try_plain([torch.zeros(2), odd]) is None

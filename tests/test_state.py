@@ -487,7 +487,7 @@ def test_keys_with_the_same_path_have_leaves_of_their_own() -> None:
         np.array([object()]),
         np.array(["a"]),
         np.zeros(2, "M8[s]"),
-        np.zeros(2, np.complex128),
+        np.zeros(2, np.longdouble),
         np.zeros(2, [("a", "f4")]),
         np.ma.masked_array([1, 2], [True, False]),
     ],

@@ -15,6 +15,7 @@ from torch import nn
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError
 from holdfast.format import codecs
+from holdfast.integrations.torch.devices import INTEGERS
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
 from holdfast.state.capture import Captures, capture_objects
@@ -27,13 +28,13 @@ from torch_models import model, raw, same_state, train
 # Tensors
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in INTEGERS], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
 def test_tensors_of_all_types_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape))
     data = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
     tensor = data.view(dtype).reshape(shape)
-    live = torch.zeros(shape, dtype=dtype)
+    live = torch.zeros_like(data).view(dtype).reshape(shape)
     stored = store(live=tensor, new=tensor.clone())
     assert stored.specs["live"] == ArraySpec(DTYPES[dtype], shape)
     objects: dict[str, Any] = {"live": live, "new": None}
@@ -157,11 +158,19 @@ def shrunk(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.zeros(2, dtype=torch.complex128), "complex128"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "bits8"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(vars(torch)["int4"]), "int4"),
         (lambda: torch.eye(2).to_sparse(), "layout"),
         (lambda: torch.zeros(2, device="meta"), "meta"),
         (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
-        (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8), "quantized"),
+        (
+            lambda: torch.quantize_per_channel(torch.zeros(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2),
+            "quint4x2",
+        ),
+        (
+            lambda: torch.quantize_per_channel(torch.zeros(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+            "per_channel_affine_float_qparams",
+        ),
         (lambda: torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})), "Own"),
         (lambda: nn.LazyLinear(2), "lazy"),
         (lambda: shrunk(torch.zeros(3, 4), 0), "storage was freed"),

@@ -1,34 +1,133 @@
-"""Element types, named as in safetensors. Pure."""
+"""Element types: those of safetensors, and others that lie in a data file as raw bytes. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
-ITEM_BYTES: Final[dict[str, int]] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-}
-"""Bytes per element of each type that a data file may hold. Sub-byte types are left out: no framework that
-holdfast serves stores them as an element type of a plain tensor."""
+import msgspec
+
+
+class ElementType(NamedTuple):
+    """One type of an array's elements.
+
+    Attributes:
+        name: What the index calls it: the name that safetensors has for it, or else the libraries' own.
+        item_bytes: The bytes of one element.
+        library_name: What the libraries call it.
+        libraries: The libraries whose arrays may have it.
+    """
+
+    name: str
+    item_bytes: int
+    library_name: str
+    libraries: str
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether safetensors lacks the type, so that a data file shows bytes."""
+        return self.name == self.library_name
+
+
+ELEMENT_TYPES: Final = (
+    ElementType("BOOL", 1, "bool", "torch numpy jax"),
+    ElementType("U8", 1, "uint8", "torch numpy jax"),
+    ElementType("I8", 1, "int8", "torch numpy jax"),
+    ElementType("F8_E5M2", 1, "float8_e5m2", "torch jax"),
+    ElementType("F8_E4M3", 1, "float8_e4m3fn", "torch jax"),
+    ElementType("F8_E8M0", 1, "float8_e8m0fnu", "torch jax"),
+    ElementType("F8_E4M3FNUZ", 1, "float8_e4m3fnuz", "torch jax"),
+    ElementType("F8_E5M2FNUZ", 1, "float8_e5m2fnuz", "torch jax"),
+    ElementType("I16", 2, "int16", "torch numpy jax"),
+    ElementType("U16", 2, "uint16", "torch numpy jax"),
+    ElementType("F16", 2, "float16", "torch numpy jax"),
+    ElementType("BF16", 2, "bfloat16", "torch jax"),
+    ElementType("I32", 4, "int32", "torch numpy jax"),
+    ElementType("U32", 4, "uint32", "torch numpy jax"),
+    ElementType("F32", 4, "float32", "torch numpy jax"),
+    ElementType("F64", 8, "float64", "torch numpy jax"),
+    ElementType("I64", 8, "int64", "torch numpy jax"),
+    ElementType("U64", 8, "uint64", "torch numpy jax"),
+    ElementType("C64", 8, "complex64", "torch numpy jax"),
+    ElementType("complex32", 4, "complex32", "torch"),
+    ElementType("complex128", 16, "complex128", "torch numpy jax"),
+    # Two elements to a byte, which counts as one.
+    ElementType("float4_e2m1fn_x2", 1, "float4_e2m1fn_x2", "torch"),
+    ElementType("qint8", 1, "qint8", "torch"),
+    ElementType("quint8", 1, "quint8", "torch"),
+    ElementType("qint32", 4, "qint32", "torch"),
+    # A byte each, as in the memory of the host.
+    ElementType("int2", 1, "int2", "jax"),
+    ElementType("uint2", 1, "uint2", "jax"),
+    ElementType("int4", 1, "int4", "jax"),
+    ElementType("uint4", 1, "uint4", "jax"),
+    ElementType("float4_e2m1fn", 1, "float4_e2m1fn", "jax"),
+    ElementType("float8_e3m4", 1, "float8_e3m4", "jax"),
+    ElementType("float8_e4m3", 1, "float8_e4m3", "jax"),
+    ElementType("float8_e4m3b11fnuz", 1, "float8_e4m3b11fnuz", "jax"),
+)
+
+ITEM_BYTES: Final[dict[str, int]] = {one.name: one.item_bytes for one in ELEMENT_TYPES}
+"""Bytes per element of each type that an index may name."""
+
+RAW_TYPES: Final = frozenset(one.name for one in ELEMENT_TYPES if one.is_raw)
+"""The types that safetensors lacks."""
+
+QUANTIZED_TYPES: Final = {"qint8": (-(1 << 7), 1 << 7), "quint8": (0, 1 << 8), "qint32": (-(1 << 31), 1 << 31)}
+"""The types of torch's quantized tensors: the range of their integers, the last exclusive."""
+
+
+class Quantizer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What numbers the integers of a quantized array stand for: `(integer - zero point) * scale`.
+
+    Attributes:
+        axis: The dimension along which each place has a scale and a zero point of its own; None if all share one.
+        scales: The scales.
+        zero_points: The zero points.
+    """
+
+    axis: int | None
+    scales: tuple[float, ...]
+    zero_points: tuple[int, ...]
+
+
+class QuantizerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The quantizer of one leaf."""
+
+    leaf: str
+    quantizer: Quantizer
+
+
+def find_quantizer_problem(dtype: str, shape: tuple[int, ...], quantizer: Quantizer | None) -> str:
+    """**Pure.** Why an array cannot have that quantizer, or none; empty if it can."""
+    if dtype not in QUANTIZED_TYPES:
+        return f"an array of {dtype} has no quantizer" if quantizer is not None else ""
+    if quantizer is None:
+        return f"an array of {dtype} needs a quantizer"
+    axis, count = quantizer.axis, len(quantizer.scales)
+    if axis is not None and not 0 <= axis < len(shape):
+        return f"a quantizer along dimension {axis} of {len(shape)}"
+    if len(quantizer.zero_points) != count or count != (1 if axis is None else shape[axis]):
+        return f"a quantizer of {count} scales and {len(quantizer.zero_points)} zero points for {list(shape)}"
+    least, beyond = QUANTIZED_TYPES[dtype]
+    if not all(map(math.isfinite, quantizer.scales)) or any(not least <= z < beyond for z in quantizer.zero_points):
+        return f"a quantizer of {dtype} with scales or zero points that cannot be"
+    return ""
+
+
+def names_in(library: str) -> dict[str, str]:
+    """**Pure.** The types that the arrays of a library may have: by the library's name, that of the index."""
+    return {one.library_name: one.name for one in ELEMENT_TYPES if library in one.libraries.split()}
+
+
+def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """**Pure.** Element type and shape by which the header of a data file names an array.
+
+    What safetensors has no type for are bytes there, with one more dimension for those of an element.
+    """
+    return ("U8", (*shape, ITEM_BYTES[dtype])) if dtype in RAW_TYPES else (dtype, shape)
+
 
 MAX_ARRAY_BYTES: Final = 1 << 53
 """No array may be larger: sizes stay exact in JSON readers that hold numbers as doubles."""

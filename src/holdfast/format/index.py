@@ -9,7 +9,12 @@ import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.digests import is_digest, span_count
-from holdfast.format.dtypes import MAX_ARRAY_BYTES, array_bytes
+from holdfast.format.dtypes import (
+    QUANTIZED_TYPES,
+    QuantizerRecord,
+    array_bytes,
+    find_quantizer_problem,
+)
 from holdfast.format.envelope import seal, unseal
 from holdfast.format.layout import MAX_HEADER_BYTES
 from holdfast.format.names import MAX_WORKERS, StepName, data_name, find_order_problem
@@ -106,6 +111,7 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         boxes: What those arrays are that are no whole leaves; left out if all are.
         elsewhere: The leaves of which others have written a part, or all; left out if there are none.
         strides: The leaves that did not lie in row-major order in this worker's memory; left out if all did.
+        quantizers: Those of leaves that are quantized; left out if none is.
     """
 
     step: int
@@ -124,6 +130,7 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     strides: tuple[StridesRecord, ...] = ()
+    quantizers: tuple[QuantizerRecord, ...] = ()
 
     @property
     def name(self) -> StepName:
@@ -202,7 +209,11 @@ def _find_problem(index: Index) -> str:
         problem = find_part_problem(index) if index.is_shared else ""
     else:
         problem = find_leaf_problem(index) or find_part_problem(index)
-    return problem or (_find_strides_problem(index) if index.strides else "")
+    problem = problem or (_find_strides_problem(index) if index.strides else "")
+    is_quantized = index.quantizers or not QUANTIZED_TYPES.keys().isdisjoint(
+        {leaf.dtype for leaf in index.all_leaves()}
+    )
+    return problem or (_find_quantizers_problem(index) if is_quantized else "")
 
 
 def find_leaf_problem(index: Index) -> str:
@@ -272,8 +283,20 @@ def _find_strides_problem(index: Index) -> str:
         _, shape = leaves.pop(record.leaf, ("", None))
         if shape is None:
             return f"the strides of {record.leaf!r} are those of no leaf, or stand twice"
-        if not is_dense(shape, record.strides) or max(record.strides, default=0) > MAX_ARRAY_BYTES:
+        if not is_dense(shape, record.strides):
             return f"{record.leaf!r} of shape {list(shape)} cannot have the strides {list(record.strides)}"
+    return ""
+
+
+def _find_quantizers_problem(index: Index) -> str:
+    leaves = index.list_leaves()
+    quantizers = {record.leaf: record.quantizer for record in index.quantizers}
+    if len(quantizers) < len(index.quantizers) or not quantizers.keys() <= leaves.keys():
+        return "the quantizer of a leaf stands twice, or is that of none"
+    for leaf, (dtype, shape) in leaves.items():
+        problem = find_quantizer_problem(dtype, shape, quantizers.get(leaf))
+        if problem:
+            return f"{leaf!r} cannot be {problem}"
     return ""
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.format.dtypes import array_bytes
+from holdfast.format.dtypes import array_bytes, stored_form
 
 ALIGNMENT_BYTES: Final = 4096
 """What direct I/O asks of addresses, offsets and lengths on every device in use."""
@@ -83,7 +83,8 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
     offset = 0
     for name, dtype, shape in ordered:
         end = offset + array_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
+        stored_dtype, stored_shape = stored_form(dtype, shape)
+        header[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": (offset, end)}
         spans.append((offset, end))
         offset = end
     encoded = msgspec.json.encode(header)

@@ -9,8 +9,9 @@ import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.digests import is_digest
+from holdfast.format.dtypes import RAW_TYPES
 from holdfast.format.envelope import seal, unseal
-from holdfast.format.index import MAX_SOURCES
+from holdfast.format.index import MAX_SOURCES, Index
 from holdfast.format.names import MAX_WORKERS, StepName, find_order_problem
 
 KIND: Final = "manifest"
@@ -22,7 +23,16 @@ REFERENCES: Final = "references"
 SHARDS: Final = "shards"
 """The feature of a step whose leaves are put together from boxes, which may lie with several workers."""
 
-KNOWN_FEATURES: Final = frozenset({REFERENCES, SHARDS})
+RAW: Final = "raw_types"
+"""The feature of a step that has arrays of element types which safetensors lacks."""
+
+KNOWN_FEATURES: Final = frozenset({REFERENCES, SHARDS, RAW})
+
+
+def list_features(index: Index) -> tuple[str, ...]:
+    """**Pure.** The features that a step needs for what one of its indexes says of leaves."""
+    is_raw = not RAW_TYPES.isdisjoint({leaf.dtype for leaf in index.all_leaves()})
+    return (*((SHARDS,) if index.is_shared else ()), *((RAW,) if is_raw else ()))
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from functools import lru_cache
 import msgspec
 
 from holdfast.format.boxes import strides_of
+from holdfast.format.dtypes import MAX_ARRAY_BYTES
 
 
 class StridesRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,14 +65,14 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """**Pure.** True if an array's elements fill one run of memory: without gaps, and none in the place of another.
 
-    Strides of dimensions of length 1 may be anything that is not negative, and so may all strides of an array without
-    elements.
+    Strides of dimensions of length 1 may be anything from 0 to `MAX_ARRAY_BYTES`, and so may all strides of an array
+    without elements.
 
     Args:
         shape: The length of each dimension.
         strides: The distance from each element to the next, in elements.
     """
-    if len(strides) != len(shape) or min(strides, default=0) < 0:
+    if len(strides) != len(shape) or not all(0 <= stride <= MAX_ARRAY_BYTES for stride in strides):
         return False
     if 0 in shape:
         return True

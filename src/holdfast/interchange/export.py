@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
+from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
 from holdfast.format.names import StepName, is_own
 from holdfast.interchange.dcp_export import write_dcp
@@ -20,6 +21,7 @@ from holdfast.interchange.extents import LeafReader
 from holdfast.interchange.outline import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
 from holdfast.interchange.safetensors_export import write_safetensors
 from holdfast.interchange.torch_export import write_torch
+from holdfast.interchange.torch_pickles import DTYPES
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, open_storage
@@ -228,6 +230,7 @@ def export_step(
         leaves = {array.leaf for _, array in list_arrays(tree)}
         for leaf in leaves - reader.leaves.keys():
             raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=opened.manifest.step, tensor=leaf)
+        _check_types(reader, leaves, wanted.to)
         if wanted.to == "safetensors":
             names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=wanted.repeat_shared)
             left += notes
@@ -334,6 +337,19 @@ def _check(wanted: Wanted, threads: int) -> None:
         raise UsageError(f"files of {wanted.file_bytes} bytes cannot be", hint="Give a size in bytes.")
     if threads < 1:
         raise UsageError(f"{threads} threads cannot read", hint="Give at least 1.")
+
+
+def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
+    held = ITEM_BYTES.keys() - RAW_TYPES if to == "safetensors" else DTYPES.keys()
+    for leaf in sorted(leaves):
+        dtype = reader.leaves[leaf].dtype
+        if dtype not in held:
+            raise UsageError(
+                f"{leaf} is of type {dtype}, which a file of {to} cannot hold here",
+                hint="Export it --to torch, or name other objects."
+                if dtype in DTYPES
+                else "Name other objects; `holdfast show` lists the types of the arrays.",
+            )
 
 
 def _check_found(selection: Selection | None, objects: list[str], step: int) -> None:

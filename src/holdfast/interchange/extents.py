@@ -79,6 +79,7 @@ class LeafReader:
 
     Attributes:
         leaves: What each leaf is.
+        strides: For each leaf that did not lie in row-major order where it was saved, how it lay there.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class LeafReader:
         self._parts = list_parts(opened)
         self._lying: dict[str, list[_Lying]] = {}
         self.leaves: dict[str, StoredLeaf] = {}
+        self.strides = {one.leaf: one.strides for index in opened.indexes for one in index.strides}
         known: dict[str, set[Box]] = {}
         for place, part in enumerate(self._parts):
             for number, stored in enumerate(part.index.stored_boxes()):

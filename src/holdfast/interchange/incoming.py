@@ -14,7 +14,7 @@ from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.interchange.archive_reading import SourceFile
 
 _WINDOW_BYTES: Final = 32 << 20
-_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 class StoredTensor(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from holdfast.format.names import (
     generation_path,
 )
 from holdfast.format.scalars import Node, is_text, tagged
+from holdfast.format.strides import StridesRecord, find_layout
 from holdfast.interchange.export import Watcher
 from holdfast.interchange.incoming import IncomingArray, read_spans, whole_array
 from holdfast.interchange.outline import LeftOut
@@ -308,7 +309,7 @@ def _commit(
     try:
         leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)
         tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
-        receipts = conclude(_index(name, layout, leaves, objects), storage)
+        receipts = conclude(_index(name, layout, leaves, objects, _list_strides(arrays)), storage)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
         try:
@@ -380,7 +381,23 @@ def _write(
     return leaves
 
 
-def _index(name: StepName, layout: Layout, leaves: list[LeafRecord], objects: dict[str, Node]) -> Index:
+def _list_strides(arrays: Mapping[str, IncomingArray]) -> tuple[StridesRecord, ...]:
+    """How tensors lay in a foreign file, where each is one there and does not lie in row-major order."""
+    records = []
+    for name, array in arrays.items():
+        layout = find_layout(array.shape, array.chunks[0].tensor.strides) if len(array.chunks) == 1 else None
+        if layout is not None:
+            records.append(StridesRecord(name, layout))
+    return tuple(records)
+
+
+def _index(
+    name: StepName,
+    layout: Layout,
+    leaves: list[LeafRecord],
+    objects: dict[str, Node],
+    strides: tuple[StridesRecord, ...],
+) -> Index:
     return Index(
         step=name.step,
         generation=name.generation,
@@ -393,6 +410,7 @@ def _index(name: StepName, layout: Layout, leaves: list[LeafRecord], objects: di
         span_bytes=SPAN_BYTES,
         leaves=tuple(leaves),
         objects=objects,
+        strides=strides,
     )
 
 

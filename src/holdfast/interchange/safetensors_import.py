@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.boxes import strides_of
-from holdfast.format.dtypes import array_bytes
+from holdfast.format.dtypes import RAW_TYPES, array_bytes
 from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY
 from holdfast.format.scalars import is_text
 from holdfast.format.soundness import MAX_DIMENSIONS
@@ -54,6 +54,8 @@ def read_header(file: SourceFile) -> dict[str, IncomingArray]:
 
 def _array(file: SourceFile, begin: int, entry: _Entry) -> IncomingArray:
     first, last = entry.data_offsets
+    if entry.dtype in RAW_TYPES:
+        raise ValueError(f"{entry.dtype} is no type of such a file")
     if len(entry.shape) > MAX_DIMENSIONS or last - first != array_bytes(entry.dtype, entry.shape):
         raise ValueError(f"{entry.dtype} {list(entry.shape)} at {first} to {last} cannot be")
     if not 0 <= first <= last <= file.size_bytes - begin:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import escape
+from holdfast.format.strides import order_dimensions
 from holdfast.interchange.archive_writing import ArchiveWriter, take
 from holdfast.interchange.delivery import deliver_file
-from holdfast.interchange.extents import LeafReader
+from holdfast.interchange.extents import LeafReader, StoredLeaf
 from holdfast.interchange.optimizer_forms import number_parameters
 from holdfast.interchange.outline import ArrayRef, LeftOut, ObjectState, Special
 from holdfast.interchange.pickle_writing import Call, write_pickle
@@ -33,7 +35,7 @@ class TensorTable:
     def call(self, array: ArrayRef) -> Call:
         """**Pure.** The tensor of a leaf."""
         key = self.keys.setdefault(array.leaf, str(len(self.keys)))
-        return tensor_call(key, self._reader.leaves[array.leaf])
+        return tensor_call(key, self._reader.leaves[array.leaf], self._reader.strides.get(array.leaf))
 
 
 def torch_value(value: Any, path: str, array: Callable[[ArrayRef], Any], left: list[LeftOut]) -> Any:
@@ -104,8 +106,24 @@ def write_torch(
             pieces = reader.stream(map(reader.whole, table.keys))
             for leaf, key in table.keys.items():
                 leaf_bytes = reader.leaves[leaf].size_bytes
-                archive.add(f"data/{key}", leaf_bytes, take(pieces, leaf_bytes))
+                own: Iterable[memoryview] = take(pieces, leaf_bytes)
+                if leaf in reader.strides:
+                    own = [_reorder(own, reader.leaves[leaf], reader.strides[leaf])]
+                archive.add(f"data/{key}", leaf_bytes, own)
                 advance(leaf_bytes)
             archive.finish()
         delivery.place_file("archive", overwrite=overwrite)
     return [out.name]
+
+
+def _reorder(pieces: Iterable[memoryview], leaf: StoredLeaf, strides: tuple[int, ...]) -> memoryview:
+    """The bytes of a leaf, which come in row-major order, in the order in which it lies in memory. All are held."""
+    import numpy as np
+
+    data = bytearray(leaf.size_bytes)
+    place = 0
+    for piece in pieces:
+        data[place : place + len(piece)] = piece
+        place += len(piece)
+    values = np.frombuffer(data, f"V{ITEM_BYTES[leaf.dtype]}").reshape(leaf.shape)
+    return memoryview(values.transpose(order_dimensions(leaf.shape, strides)).tobytes())

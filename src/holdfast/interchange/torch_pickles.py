@@ -5,33 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from holdfast.format.boxes import strides_of
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, names_in
+from holdfast.format.strides import row_major
 from holdfast.interchange.extents import StoredLeaf
 from holdfast.interchange.outline import Special
 from holdfast.interchange.pickle_writing import Call, Global, Persistent
 
-DTYPES: Final = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+DTYPES: Final = {name: torch_name for torch_name, name in names_in("torch").items() if name not in QUANTIZED_TYPES}
 """Torch's names of the element types."""
 
 STORAGES: Final = {
@@ -46,6 +26,7 @@ STORAGES: Final = {
     "F32": "FloatStorage",
     "F64": "DoubleStorage",
     "C64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
 }
 """The classes of storages of older element types; the newer ones lie in storages of bytes, and name their type."""
 
@@ -61,16 +42,16 @@ def dtype_global(dtype: str) -> Global:
     return Global("torch", DTYPES[dtype])
 
 
-def tensor_call(key: str, leaf: StoredLeaf) -> Call:
-    """**Pure.** A contiguous tensor that is all of a storage.
+def tensor_call(key: str, leaf: StoredLeaf, strides: tuple[int, ...] | None = None) -> Call:
+    """**Pure.** A dense tensor that is all of a storage.
 
     Args:
         key: The storage's name in the archive.
         leaf: What the tensor is.
+        strides: How it lies there; None for row-major order.
     """
     elements = math.prod(leaf.shape)
-    # As torch has them: a dimension of no length counts as one.
-    strides = strides_of(tuple(max(length, 1) for length in leaf.shape), 1)
+    strides = strides or row_major(leaf.shape)
     hooks = Call(ORDERED, ())
     storage = STORAGES.get(leaf.dtype)
     if storage is not None:

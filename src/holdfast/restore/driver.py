@@ -403,6 +403,8 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
     for one in (*reversed(others), index):
         for record in one.strides:
             specs[record.leaf] = replace(specs[record.leaf], strides=record.strides)
+        for quantized in one.quantizers:
+            specs[quantized.leaf] = replace(specs[quantized.leaf], quantizer=quantized.quantizer)
     return specs
 
 

@@ -23,7 +23,7 @@ from holdfast.storage.scratch import take_pages
 _MEMORY: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
 """All memory there may be, of which only what arrays have may be touched."""
 
-_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 def plan_spans(record: LeafRecord, span_bytes: int, boxes: Sequence[Box]) -> Iterator[range]:

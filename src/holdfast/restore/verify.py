@@ -10,7 +10,7 @@ from holdfast.catalog import read_index
 from holdfast.errors import DamageError, FormatError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord, find_name_problem
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decode_manifest
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decode_manifest, list_features
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
 from holdfast.format.shards import find_cover_problem
 from holdfast.format.workers import Worker
@@ -71,9 +71,11 @@ def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -
         index = read_index(storage, directory, manifest, rank)
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=manifest.step, path=error.path) from error
-    if index.is_shared and SHARDS not in manifest.features:
+    missing = set(list_features(index)).difference(manifest.features)
+    if missing:
         path = join(directory, index_name(rank, manifest.world_size))
-        raise FormatError(f"{path}: it has boxes without the feature {SHARDS!r}", path=path, step=manifest.step)
+        text = f"{path}: it needs the feature {min(missing)!r}, which its manifest does not list"
+        raise FormatError(text, path=path, step=manifest.step)
     if not {reference.name for reference in manifest.references}.issuperset(index.refers_to()):
         raise _other_references(manifest, join(directory, MANIFEST_NAME))
     return index

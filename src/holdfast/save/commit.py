@@ -63,8 +63,10 @@ def commit(
 
 
 def _list_features(receipts: Receipts) -> tuple[str, ...]:
-    has_shards = receipts.has_boxes or len(receipts.workers) > 1
-    return (*((REFERENCES,) if receipts.references else ()), *((SHARDS,) if has_shards else ()))
+    features = set(receipts.features)
+    features |= {REFERENCES} if receipts.references else set()
+    features |= {SHARDS} if len(receipts.workers) > 1 else set()
+    return tuple(sorted(features))
 
 
 def _check_references(storage: Storage, manifest: Manifest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.format.dtypes import QuantizerRecord
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
@@ -28,6 +29,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
         strides: The leaves that did not lie in row-major order.
+        quantizers: Those of leaves that are quantized.
         copied: Up to where the image is complete.
     """
 
@@ -42,6 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     strides: tuple[StridesRecord, ...] = ()
+    quantizers: tuple[QuantizerRecord, ...] = ()
     copied: Watermark = msgspec.field(default_factory=Watermark)
 
 
@@ -51,13 +54,13 @@ class Receipts(msgspec.Struct, frozen=True):
     Attributes:
         workers: What each worker wrote, in order of rank.
         references: The earlier steps whose bytes were not written again, in order.
-        has_boxes: Whether leaves are put together from boxes.
+        features: What a reader has to understand to read the indexes.
         values: What one worker says of the values of its loose leaves; see `save/coverage.py`.
     """
 
     workers: tuple[WorkerRecord, ...]
     references: tuple[Reference, ...] = ()
-    has_boxes: bool = False
+    features: tuple[str, ...] = ()
     values: str = ""
 
     @property

@@ -192,7 +192,7 @@ class JointLine:
             part = PartRecord(
                 own,
                 receipts.references,
-                receipts.has_boxes,
+                receipts.features,
                 holding.groups,
                 self._shards,
                 receipts.values,
@@ -341,7 +341,7 @@ class JointLine:
 
 
 def _receipts_of(part: PartRecord) -> Receipts:
-    return Receipts((part.worker,), part.references, part.has_boxes)
+    return Receipts((part.worker,), part.references, part.features)
 
 
 def _put_together(each: Iterable[Receipts]) -> Receipts:
@@ -357,4 +357,4 @@ def _put_together(each: Iterable[Receipts]) -> Receipts:
         for name, (leaves, size_bytes) in sorted(sums.items())
     )
     workers = tuple(worker for part in parts for worker in part.workers)
-    return Receipts(workers, references, any(part.has_boxes for part in parts))
+    return Receipts(workers, references, tuple({feature for part in parts for feature in part.features}))

@@ -135,7 +135,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         worker: Its record for the manifest.
         references: The earlier steps that it refers to.
-        has_boxes: Whether leaves are put together from boxes.
+        features: What a reader has to understand to read its index.
         groups: What it says of what it holds together with others.
         shards: What it says of the boxes of its loose leaves; see `save/coverage.py`.
         values: What it says of their values.
@@ -146,7 +146,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
-    has_boxes: bool
+    features: tuple[str, ...]
     groups: list[Group]
     shards: str = ""
     values: str = ""

@@ -59,6 +59,7 @@ class Stager:
             captured.loose,
             captured.own,
             captured.strides,
+            captured.quantizers,
             Watermark(
                 [*(copy.begin - base for copy in moves.now), *(plan.begins[number] for number in moves.others_now)]
             ),

@@ -9,7 +9,7 @@ from typing import Final
 from holdfast.format.digests import SPAN_BYTES, digest, span_count
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.layout import Layout
-from holdfast.format.manifest import Reference, WorkerRecord
+from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.coverage import digest_values
 from holdfast.save.handoffs import Receipts, Snapshot
@@ -58,7 +58,9 @@ def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Rec
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
     )
     values = digest_values(index, loose)
-    return Receipts((WorkerRecord(len(data), digest(data), index.data_bytes),), references, index.is_shared, values)
+    return Receipts(
+        (WorkerRecord(len(data), digest(data), index.data_bytes),), references, list_features(index), values
+    )
 
 
 def take_digests(snapshot: Snapshot, crew: Crew) -> list[str]:
@@ -170,4 +172,5 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
         boxes=snapshot.boxes,
         elsewhere=snapshot.elsewhere,
         strides=snapshot.strides,
+        quantizers=snapshot.quantizers,
     )

@@ -168,6 +168,7 @@ class _Capturing(Encoder):
             own=frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
             compared=tuple(sharing.compared),
             strides=tuple(sharing.strides),
+            quantizers=tuple(sharing.quantizers),
         )
 
     def note_held(self, arrays: list[Any]) -> None:
@@ -340,8 +341,8 @@ class _Capturing(Encoder):
         backends = columns.backends[first:]
         if any(map(_differ, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
             return
-        if any(spec.strides for spec in columns.specs[first:]):
-            return  # How an array lies is noted where it is looked at by itself.
+        if any(spec.strides or spec.quantizer for spec in columns.specs[first:]):
+            return  # What an index says of such a leaf is noted where it is looked at by itself.
         glance = try_glance(backends[0], arrays)
         if glance is not None:
             self._captures.banks[path] = Bank(
@@ -369,7 +370,7 @@ class _Capturing(Encoder):
             name = self._unique(path)
             self._by_memory.setdefault(backend.name, {})[memory] = len(self._columns.names)
             self._add(name, spec, array, address, backend, memory)
-            self._sharing.note_strides(name, spec)
+            self._sharing.note_form(name, spec)
             return name
         return self._columns.names[place]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from holdfast.format.boxes import Box
-from holdfast.format.dtypes import array_bytes
+from holdfast.format.dtypes import Quantizer, QuantizerRecord, array_bytes
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord, fit_layout
 from holdfast.format.workers import ALONE, Worker
@@ -27,11 +27,13 @@ class ArraySpec(msgspec.Struct, frozen=True):
         shape: The length of each dimension; empty for a scalar.
         strides: How an array that is made anew lies in memory, in elements; None for row-major order. A checkpoint's
             data file holds the values in row-major order whatever the strides.
+        quantizer: What the integers of a quantized array stand for; None for any other.
     """
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
+    quantizer: Quantizer | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -101,7 +103,7 @@ def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
 
 
 def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
-    """**Pure.** An array of another shape whose dimensions lie in memory in the same order."""
+    """**Pure.** An array of another shape whose dimensions lie in memory in the same order; it has no quantizer."""
     if spec.strides is None:
         return spec_of(spec.dtype, shape)
     return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))
@@ -253,6 +255,7 @@ class Captured(msgspec.Struct, frozen=True):
         loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
         own: The names of the objects that are this worker's own.
         strides: The leaves that do not lie in row-major order here.
+        quantizers: Those of leaves that are quantized.
     """
 
     names: list[str]
@@ -271,6 +274,7 @@ class Captured(msgspec.Struct, frozen=True):
     loose: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     strides: tuple[StridesRecord, ...] = ()
+    quantizers: tuple[QuantizerRecord, ...] = ()
 
     @property
     def size_bytes(self) -> int:

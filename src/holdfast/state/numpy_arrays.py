@@ -9,25 +9,12 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UnsupportedValueError
+from holdfast.format.dtypes import names_in
 from holdfast.format.strides import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend
 
-_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "complex64": "C64",
-}
+_DTYPES = names_in("numpy")
 _NUMPY_DTYPES = {name: np.dtype(numpy_name).newbyteorder("<") for numpy_name, name in _DTYPES.items()}
 
 
@@ -51,7 +38,7 @@ class NumpyBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Convert it to a type of numbers of at most 64 bits, or to a list.",
+                hint="Convert it to one of numpy's types of numbers that are alike on all machines, or to a list.",
             )
         if array.flags.c_contiguous:
             return spec_of(dtype, array.shape)

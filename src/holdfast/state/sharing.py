@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import shift, whole_box
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, QuantizerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
@@ -36,6 +36,7 @@ class Sharing:
         trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
             workers. None if that is all of its state.
         strides: The leaves that do not lie in row-major order here.
+        quantizers: Those of leaves that are quantized.
     """
 
     def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
@@ -48,6 +49,7 @@ class Sharing:
         self.loose: set[str] = set()
         self.replicas: list[Replica] = []
         self.strides: list[StridesRecord] = []
+        self.quantizers: list[QuantizerRecord] = []
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
 
@@ -74,7 +76,13 @@ class Sharing:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
         """
         spec = sharding.spec
-        self.note_strides(leaf, spec)
+        if spec.dtype in QUANTIZED_TYPES and spec.quantizer is None:
+            raise UnsupportedValueError(
+                f"{path}: a part of a quantized tensor cannot be stored",
+                path=path,
+                hint="Store its int_repr() as the part, and scale and zero point beside it.",
+            )
+        self.note_form(leaf, spec)
         workers = sharding.workers or len(self.holders)
         if sharding.is_by_hand or (not self.is_own and workers < self.worker.world_size):
             self.loose.add(leaf)
@@ -115,10 +123,12 @@ class Sharing:
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
 
-    def note_strides(self, leaf: str, spec: ArraySpec) -> None:
-        """Notes how a leaf lies in memory, if not in row-major order."""
+    def note_form(self, leaf: str, spec: ArraySpec) -> None:
+        """Notes how a leaf lies in memory, if not in row-major order, and its quantizer, if it has one."""
         if spec.strides is not None:
             self.strides.append(StridesRecord(leaf, spec.strides))
+        if spec.quantizer is not None:
+            self.quantizers.append(QuantizerRecord(leaf, spec.quantizer))
 
     def note_alias(self, path: str, replicas: range) -> None:
         """Notes that an array stands in one more place: with the others it has to stand there as well.

@@ -12,34 +12,14 @@ import numpy as np
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import names_in
 from holdfast.format.workers import Worker
 from holdfast.integrations.jax.making import MadeArray, Place, box_of, is_key, numbers_of, place_of
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend, register_sharder
 from holdfast.state.shards import LocalBox, Sharding
 
-DTYPES: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-    "complex64": "C64",
-}
+DTYPES: Final = names_in("jax")
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -62,7 +42,7 @@ class JaxBackend:
                 path=path,
                 hint="Store jax.random.key_data(...) of it."
                 if is_key(array)
-                else "Convert it to a type of whole bytes.",
+                else "Convert it to a type that numpy or ml_dtypes has and XLA computes with.",
             )
         return spec_of(dtype, tuple(array.shape))
 
@@ -217,7 +197,6 @@ def _local_boxes(placing: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 _BACKEND: Final = JaxBackend()
 
-assert set(DTYPES.values()) == set(ITEM_BYTES)
 register_backend(jax.Array, _BACKEND)
 register_backend(MadeArray, _BACKEND)
 register_sharder(jax.Array, JaxSharder())

@@ -17,6 +17,9 @@ Items: TypeAlias = list[tuple[torch.Tensor, int]]
 GATHERED_BYTES: Final = 1 << 16
 """Tensors on an accelerator that are smaller are put together there, so that one transfer brings many."""
 
+INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+"""For each type of quantized tensors, that of their integers."""
+
 _PORTABLE: Final = 1
 """The flag by which memory is pinned for all devices of the process."""
 
@@ -62,7 +65,7 @@ class TorchDevices:
         synchronous: set[torch.device] = set()
         with torch.no_grad():
             for tensor, offset in zip(arrays, offsets_bytes, strict=True):
-                tensor = tensor.detach()
+                tensor = integers_of(tensor) if tensor.dtype in INTEGERS else tensor.detach()
                 if tensor.is_cuda:
                     on_cuda.setdefault(tensor.device, []).append((tensor, offset))
                 elif tensor.numel():
@@ -107,6 +110,12 @@ class TorchDevices:
                 runtime.cudaHostUnregister(address)
 
         return unpin
+
+
+def integers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The integers of a quantized tensor: a tensor of the same memory."""
+    integers = torch.empty(0, dtype=INTEGERS[tensor.dtype], device=tensor.device)
+    return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:

@@ -11,31 +11,17 @@ from typing import Any, Final
 import torch
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.strides import extent_of, find_layout, may_share_elements
-from holdfast.integrations.torch.devices import TorchDevices, tensor_over
+from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
+from holdfast.format.strides import extent_of, find_layout, may_share_elements, row_major
+from holdfast.integrations.torch.devices import INTEGERS, TorchDevices, integers_of, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 
+# An older torch may lack the newest ones.
 DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
+    getattr(torch, torch_name): name for torch_name, name in names_in("torch").items() if hasattr(torch, torch_name)
 }
+# Those that can be filled without a word to anything but their memory.
+_PLAIN_DTYPES: Final = {dtype: name for dtype, name in DTYPES.items() if dtype not in INTEGERS}
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -52,6 +38,8 @@ _offset = torch.Tensor.storage_offset
 _stride = torch.Tensor.stride
 _storage = torch.Tensor.untyped_storage
 _storage_bytes = torch.UntypedStorage.nbytes
+
+_QUANTIZED_HINT: Final = "Store its int_repr() with scales and zero points."
 
 _LOOKED_AT: Final = 256
 """So many tensors are looked at property by property, for speed, and stay in the processor's cache meanwhile."""
@@ -77,6 +65,8 @@ class TorchBackend:
         ):
             what, hint = _why_not(array)
             raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
+        if array.is_quantized:
+            return _quantized_spec(name, array, path)
         shape = array.shape
         # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
         if array.is_contiguous() and 1 not in shape and 0 not in shape:
@@ -175,14 +165,17 @@ class TorchBackend:
             # This may be any thread, whose stream is not that of the program: what that has asked for comes first.
             torch.cuda.synchronize(array.device)
         with torch.no_grad():
-            array.detach().copy_(tensor_over(data, array.dtype, array.shape))
+            live = integers_of(array) if array.is_quantized else array.detach()
+            live.copy_(tensor_over(data, live.dtype, live.shape))
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
 
     def fillable(self, array: Any) -> bool:
-        """Whether each element is memory of its own."""
+        """Whether each element is memory of its own. A quantized tensor keeps the quantizer that it was made with."""
+        if array.is_quantized:
+            return False
         return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
 
 
@@ -197,8 +190,43 @@ def _spec_of_layout(name: str, shape: torch.Size, strides: tuple[int, ...]) -> A
     return _spec(name, shape) if layout is None else ArraySpec(name, tuple(shape), layout)
 
 
+def _quantized_spec(name: str, array: torch.Tensor, path: str) -> ArraySpec:
+    shape = tuple(array.shape)
+    if array.qscheme() is torch.per_tensor_affine:
+        quantizer = Quantizer(None, (array.q_scale(),), (array.q_zero_point(),))
+    elif array.qscheme() is torch.per_channel_affine:
+        scales, zero_points = array.q_per_channel_scales(), array.q_per_channel_zero_points()
+        quantizer = Quantizer(array.q_per_channel_axis(), tuple(scales.tolist()), tuple(zero_points.tolist()))
+    else:
+        what = f"a quantized tensor of the scheme {array.qscheme()}"
+        raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=_QUANTIZED_HINT)
+    problem = find_quantizer_problem(name, shape, quantizer)
+    if problem:
+        raise UnsupportedValueError(f"{path}: {problem} cannot be stored", path=path, hint=_QUANTIZED_HINT)
+    return ArraySpec(name, shape, find_layout(shape, array.stride()), quantizer)
+
+
+def _empty_quantized(spec: ArraySpec, quantizer: Quantizer, device: torch.device) -> torch.Tensor:
+    dtype = _TORCH_DTYPES[spec.dtype]
+    memory = torch.empty_strided(
+        spec.shape, spec.strides or row_major(spec.shape), dtype=INTEGERS[dtype], device=device
+    )
+    if quantizer.axis is None:
+        (scale,), (zero_point,) = quantizer.scales, quantizer.zero_points
+        made = torch._empty_affine_quantized((0,), scale=scale, zero_point=zero_point, dtype=dtype, device=device)
+    else:
+        scales = torch.tensor(quantizer.scales, dtype=torch.float64, device=device)
+        zero_points = torch.tensor(quantizer.zero_points, dtype=torch.int64, device=device)
+        made = torch._empty_per_channel_affine_quantized(
+            spec.shape, scales=scales, zero_points=zero_points, axis=quantizer.axis, dtype=dtype, device=device
+        )
+    return made.set_(memory.untyped_storage(), 0, memory.shape, memory.stride())
+
+
 def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
     try:
+        if spec.quantizer is not None:
+            return _empty_quantized(spec, spec.quantizer, device)
         if spec.strides is not None:
             return torch.empty_strided(spec.shape, spec.strides, dtype=_TORCH_DTYPES[spec.dtype], device=device)
         return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
@@ -217,7 +245,7 @@ def _why_not(array: Any) -> tuple[str, str]:
     if array.layout is not torch.strided:
         return f"a tensor of layout {array.layout}", "Store its indices and values, or its dense form (to_dense)."
     if array.is_quantized:
-        return "a quantized tensor", "Store its int_repr() with scale and zero point."
+        return f"a quantized tensor of dtype {array.dtype}", _QUANTIZED_HINT
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
         hint = (
@@ -238,9 +266,7 @@ def _why_not(array: Any) -> tuple[str, str]:
             "a tensor whose storage was freed, or is too short for it,",
             "Let the engine that manages its memory put its values back first, or leave it out.",
         )
-    if array.dtype is torch.complex128:
-        return "a tensor of dtype torch.complex128", "Store torch.view_as_real(...) of it."
-    return f"a tensor of dtype {array.dtype}", "Convert it to a type that safetensors has."
+    return f"a tensor of dtype {array.dtype}", "Convert it to another type, such as torch.uint8 (tensor.view)."
 
 
 def _lacks_memory(array: torch.Tensor) -> bool:
@@ -276,5 +302,5 @@ def _try_columns(
     if any(map(_offset, arrays)) and any(map(_lacks_memory, arrays)):
         return None
     addresses, dtypes, shapes = list(map(_address, arrays)), list(map(_dtype, arrays)), list(map(_shape, arrays))
-    names = [DTYPES.get(dtype, "") for dtype in dtypes]
+    names = [_PLAIN_DTYPES.get(dtype, "") for dtype in dtypes]
     return None if 0 in addresses or "" in names else (addresses, names, dtypes, shapes)
