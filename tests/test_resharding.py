@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,17 @@ from numpy.typing import NDArray
 
 import holdfast as hf
 from holdfast import errors
-from holdfast.catalog import open_generation
+from holdfast.catalog import open_generation, read_index
+from holdfast.cluster.protocol import Cluster
 from holdfast.format.boxes import Box
 from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
 from holdfast.restore.driver import restore_objects
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.state import capture_objects
+from holdfast.storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
+from holdfast.testing.memory_engine import run_workers
 from simulated_job import commit_parts, restore_part, save_job, save_part
 
 Array = NDArray[Any]
@@ -181,6 +185,46 @@ def test_with_another_number_of_workers_it_stays_as_it_is(workers: int) -> None:
         (event,) = (event for event in events if isinstance(event, hf.events.Resized))
         assert (event.stored_workers, event.workers, event.left, event.reseeded) == (3, workers, ("own",), ())
         assert "was saved by 3 workers" in str(event)
+
+
+@pytest.mark.parametrize("way", ["manager", "resumable", "WorkerTrainingState"])
+def test_another_number_of_workers_may_be_refused(tmp_path: Path, way: str) -> None:
+    x = np.ones(2)
+
+    def save(cluster: Cluster) -> None:
+        if way == "WorkerTrainingState":
+            with hf.WorkerTrainingState(hf.Checkpoint(x=x), tmp_path, cluster=cluster, on_resize="refuse") as state:
+                state.back_up(3)
+            return
+        with hf.CheckpointManager(tmp_path, hf.Checkpoint(x=x), cluster=cluster, on_resize="refuse") as manager:
+            manager.save(30).wait_committed()
+            restored = manager.restore()
+            assert restored is not None
+            assert restored.workers == 2
+            assert restored.path == str(tmp_path / "step-000000030.g0001")
+            assert read_index(LocalStorage(restored.path), "", restored.manifest, 1).rank == 1
+
+    def restore(on_resize: Any) -> None:
+        if way == "manager":
+            with hf.CheckpointManager(tmp_path, hf.Checkpoint(x=x), cluster="alone", on_resize=on_resize) as manager:
+                manager.restore()
+        elif way == "resumable":
+            with hf.resumable(tmp_path, x=x, cluster="alone", on_resize=on_resize):
+                pass
+        else:
+            with hf.WorkerTrainingState(hf.Checkpoint(x=x), tmp_path, cluster="alone", on_resize=on_resize) as state:
+                state.restore()
+
+    run_workers(2, save)
+    x[:] = 0
+    with pytest.raises(errors.MismatchError, match="was saved by 2 workers, and this job has 1") as caught:
+        restore("refuse")
+    assert "as many workers as before" in caught.value.hint
+    assert x.tolist() == [0, 0]
+    with pytest.raises(errors.UsageError, match="on_resize is 'never'"):
+        restore("never")
+    restore("allow")
+    assert x.tolist() == [1, 1]
 
 
 def test_random_generators_are_each_workers_own() -> None:

@@ -69,6 +69,7 @@ class CheckpointManager:
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
         check_replicas: bool | Literal["first"] = "first",
+        on_resize: Literal["allow", "refuse"] = "allow",
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first save.
 
@@ -99,6 +100,7 @@ class CheckpointManager:
             liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
             check_replicas: "first" to compare what several workers hold alike at the first save, and the first after a
                 restore: a difference fails it. True to compare at each save, where it is an event; False for never.
+            on_resize: "refuse" to restore only what as many workers have saved; "allow" for any number.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -112,10 +114,11 @@ class CheckpointManager:
         arguments.check_policies(save_every, keep)
         arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
         arguments.check_comparing(check_replicas)
+        arguments.check_resizing(on_resize)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         check_objects(checkpoint.objects)
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
-        self._save_every, self._when_busy = save_every, when_busy
+        self._save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
         self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
@@ -244,7 +247,8 @@ class CheckpointManager:
             What was done, or None if the run has no checkpoint yet.
 
         Raises:
-            MismatchError: If checkpoint and objects differ; it lists how, and nothing has been changed.
+            MismatchError: If checkpoint and objects differ, or the number of workers does and that is refused; it says
+                how, and nothing has been changed.
             NoCheckpointError: If there is no such step.
             NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
             StorageError: If the place fails.
@@ -257,6 +261,7 @@ class CheckpointManager:
             all_objects(self.checkpoint),
             step=None if step is None else arguments.check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
+            on_resize=self._on_resize,
             select=make_selection(only),
             strict=strict,
             threads=self._threads,

@@ -45,6 +45,7 @@ def resumable(
     cluster: Cluster | Literal["auto", "alone"] = "auto",
     liveness_seconds: float = LIVENESS_SECONDS,
     check_replicas: bool | Literal["first"] = "first",
+    on_resize: Literal["allow", "refuse"] = "allow",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     **objects: object,
 ) -> Run:
@@ -78,6 +79,7 @@ def resumable(
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
         liveness_seconds: After how long without a sign of life a worker is taken for dead.
         check_replicas: At which saves to compare what several workers hold alike, as `CheckpointManager` says.
+        on_resize: "refuse" to go on only with as many workers as have saved; "allow" for any number.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
             place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
         **objects: What is to be kept, by name. Names of arguments can be given to a `Checkpoint` only.
@@ -121,6 +123,7 @@ def resumable(
             cluster=cluster,
             liveness_seconds=liveness_seconds,
             check_replicas=check_replicas,
+            on_resize=on_resize,
         )
         run = Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
         early.hand_over(run._guard.hearing.hear)

@@ -32,7 +32,7 @@ from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
-from holdfast.save.arguments import check_count, check_numbers
+from holdfast.save.arguments import check_count, check_numbers, check_resizing
 from holdfast.save.handle import SaveHandle
 from holdfast.save.together import Together
 from holdfast.storage import Storage, open_storage
@@ -83,6 +83,7 @@ class WorkerTrainingState:
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+        on_resize: Literal["allow", "refuse"] = "allow",
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first backup.
 
@@ -108,10 +109,12 @@ class WorkerTrainingState:
                 the place where it runs, "off" for nothing, or a `TerminationConfig`. It is listened to from the first
                 backup or `maybe_load_initial_...` on, until the backup is deleted or this is closed. Where a run or a
                 `PreemptionCheckpointHandler` listens in the same thread, that one leaves.
+            on_resize: "refuse" to restore only what as many workers have backed up; "allow" for any number.
 
         Raises:
             UsageError: If an argument is wrong.
-            StorageError: If the directory cannot be looked at.
+            UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
+            StorageError: If the directory cannot be looked at, or is not that of the other workers.
             AbsentError: If other workers of the job do not come.
             ClusterError: If the job's store does not answer.
         """
@@ -131,7 +134,9 @@ class WorkerTrainingState:
             "timeout_seconds": timeout_seconds,
             "threads": threads,
             "liveness_seconds": liveness_seconds,
+            "on_resize": on_resize,
         }
+        check_resizing(on_resize)
         check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
         self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._manager: CheckpointManager | None = None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
@@ -57,6 +57,7 @@ class Restoration:
         differences: What did not fit and was left as it was; empty unless `strict=False`.
         replaced: New values of named objects that could not be changed in place, such as numbers.
         passed_over: Newer checkpoints that were found damaged.
+        path: Where the checkpoint lies: its directory, or what stands for that in another storage.
         size_bytes: What was read and checked.
         seconds: How long it took.
     """
@@ -68,8 +69,14 @@ class Restoration:
     differences: Differences
     replaced: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[DamageError, ...] = ()
+    path: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def workers(self) -> int:
+        """How many workers had saved it."""
+        return self.manifest.world_size
 
     def __str__(self) -> str:
         notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
@@ -91,6 +98,7 @@ def restore_objects(
     named: Collection[str] = frozenset(),
     agreement: Agreement | None = None,
     begins_anew: bool = False,
+    on_resize: Literal["allow", "refuse"] = "allow",
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -113,12 +121,14 @@ def restore_objects(
         named: The names of the objects of all workers: what another one has, this one need not have.
         agreement: How it keeps together with the others; None for a worker by itself.
         begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
+        on_resize: What to do with a checkpoint of another number of workers.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
 
     Raises:
-        MismatchError: If the checkpoint does not fit; nothing has been changed.
+        MismatchError: If the checkpoint does not fit, or was saved by a number of workers that is refused; nothing has
+            been changed.
         ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
         PeerError: If another worker has failed.
         AbsentError: If another worker does not come, or dies.
@@ -149,7 +159,7 @@ def restore_objects(
     looks = 1
     while candidates:
         name, *candidates = candidates
-        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named)
+        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named, on_resize)
         try:
             damage = trial.go(agreement)
             found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
@@ -199,6 +209,7 @@ def restore_objects(
             differences=matching.differences,
             replaced=trial.replaced,
             passed_over=tuple(damages.values()),
+            path=f"{storage.url.rstrip('/')}/{name.directory}",
             size_bytes=trial.size_bytes,
             seconds=seconds,
         )
@@ -242,9 +253,11 @@ class _Trial:
         worker: Worker,
         touched: bool,
         named: Collection[str],
+        on_resize: Literal["allow", "refuse"],
     ) -> None:
         self._storage = storage
         self._named = named
+        self._on_resize = on_resize
         self._name = name
         self._objects = objects
         self._select = select
@@ -272,6 +285,14 @@ class _Trial:
         """Nothing live is touched: finds out whether the checkpoint is there, and fits."""
         storage = self._storage
         self.opened = opened = open_step(storage, self._name.directory, self._name, self._worker)
+        workers, stored_workers = self._worker.world_size, opened.manifest.world_size
+        if self._on_resize == "refuse" and stored_workers != workers:
+            savers = "1 worker" if stored_workers == 1 else f"{stored_workers} workers"
+            raise MismatchError(
+                f"step {self._name.step} was saved by {savers}, and this job has {workers}; on_resize is 'refuse'",
+                differences=Differences(),
+                hint="Start the job with as many workers as before, or take on_resize='allow'.",
+            )
         # The files are opened first: memory is taken for what really lies there, not for what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))
         stored = self._find_objects()

@@ -69,6 +69,16 @@ def check_busy(when_busy: object) -> None:
         raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
 
 
+def check_resizing(on_resize: object) -> None:
+    """**Pure.** What to do with a checkpoint of another number of workers.
+
+    Raises:
+        UsageError: If it is none of both.
+    """
+    if on_resize not in ("allow", "refuse"):
+        raise UsageError(f"on_resize is {on_resize!r}", hint='It is "allow" or "refuse".')
+
+
 def check_comparing(check_replicas: object) -> None:
     """**Pure.** At which saves workers compare what they hold alike.
 
