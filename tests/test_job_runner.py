@@ -189,7 +189,7 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="failures_allowed"):
         hf.JobRunner(job, manager, failures_allowed=-1)
     for number in (-1, "2", 2.0, True):
-        with pytest.raises(UsageError, match="resume_from_epoch is a whole number"):
+        with pytest.raises(UsageError, match="resume_from_epoch must be a whole number"):
             hf.JobRunner(job, manager, resume_from_epoch=number)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no Job"):
         hf.JobRunner(make_job, manager)  # type: ignore[arg-type]

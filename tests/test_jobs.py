@@ -218,7 +218,7 @@ def test_counters_count_from_many_threads() -> None:
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_limit_below_one_is_an_error_when_it_is_made(number: int) -> None:
-    with pytest.raises(ValueError, match="at least one epoch") as raised:
+    with pytest.raises(ValueError, match="must be a whole number from 1 on") as raised:
         hf.epoch_limiter(hf.Job(), number)
     assert isinstance(raised.value, OutOfRangeError)
 

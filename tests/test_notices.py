@@ -657,16 +657,16 @@ class Faulty(PolledSource):
 
 
 def test_a_notice_whose_time_is_not_a_number_is_refused() -> None:
-    with pytest.raises(UsageError, match="left_seconds=nan is no time"):
+    with pytest.raises(UsageError, match="left_seconds must be a number of seconds, got nan"):
         Notice(source="mine", text="go", demand=Demand.LEAVE_BY, left_seconds=float("nan"))
 
 
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"left_seconds": "30"}, "left_seconds='30' is no time"),
-        ({"left_seconds": True}, "left_seconds=True is no time"),
-        ({"left_seconds": 3j}, "left_seconds=3j is no time"),
+        ({"left_seconds": "30"}, "left_seconds must be a number of seconds, got '30'"),
+        ({"left_seconds": True}, "left_seconds must be a number of seconds, got True"),
+        ({"left_seconds": 3j}, "left_seconds must be a number of seconds, got 3j"),
         ({"demand": "leave"}, "demand='leave' is no Demand"),
         ({"demand": 3}, "demand=3 is no Demand"),
         ({"text": None}, "text=None is no text"),

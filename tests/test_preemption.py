@@ -917,7 +917,7 @@ def test_a_watcher_whose_notice_is_none_is_told_of_and_asked_again(tmp_path: Pat
     assert leaving.value.code == 42
     assert len(steps_of(tmp_path)) == 1
     warned = [event.text for event in events_of(tmp_path) if isinstance(event, Warned)]
-    assert any("UsageError: left_seconds='30' is no time" in text for text in warned), warned
+    assert any("UsageError: left_seconds must be a number of seconds, got '30'" in text for text in warned), warned
 
 
 def test_a_deadline_of_the_source_is_kept_by_itself(tmp_path: Path) -> None:

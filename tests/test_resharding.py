@@ -193,7 +193,7 @@ def test_another_number_of_workers_may_be_refused(tmp_path: Path, way: str) -> N
 
     def save(cluster: Cluster) -> None:
         if way == "WorkerTrainingState":
-            with hf.WorkerTrainingState(hf.Checkpoint(x=x), tmp_path, cluster=cluster, on_resize="refuse") as state:
+            with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(x=x), cluster=cluster, on_resize="refuse") as state:
                 state.back_up(3)
             return
         with hf.CheckpointManager(tmp_path, hf.Checkpoint(x=x), cluster=cluster, on_resize="refuse") as manager:
@@ -212,7 +212,7 @@ def test_another_number_of_workers_may_be_refused(tmp_path: Path, way: str) -> N
             with hf.resumable(tmp_path, x=x, cluster="alone", on_resize=on_resize):
                 pass
         else:
-            with hf.WorkerTrainingState(hf.Checkpoint(x=x), tmp_path, cluster="alone", on_resize=on_resize) as state:
+            with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(x=x), cluster="alone", on_resize=on_resize) as state:
                 state.restore()
 
     run_workers(2, save)

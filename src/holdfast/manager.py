@@ -224,6 +224,7 @@ class CheckpointManager:
             SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
         """
         self._saver.give_sign()
+        step = arguments.check_step(step)
         if self._save_every is None:
             return None
         reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self.company)
@@ -406,6 +407,8 @@ class CheckpointManager:
         wait: Callable[[SaveHandle, float | None], None] = SaveHandle.wait_ended,
     ) -> None:
         """Waits for the save in flight, and takes note of what came of it."""
+        if timeout_seconds is not None:
+            arguments.check_wait(timeout_seconds)
         if (handle := self._in_flight) is None:
             return
         wait(handle, timeout_seconds)

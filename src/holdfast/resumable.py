@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ class Run:
             PeerError: If another worker of the job has failed.
         """
         self._check_entered()
-        if not hasattr(total, "__index__"):
-            raise UsageError(f"the steps of a run are a whole number, not {total!r}")
-        return iter(partial(self._next_step, operator.index(total)), None)
+        return iter(partial(self._next_step, check_whole("total", total)), None)
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.

@@ -27,12 +27,13 @@ from holdfast.errors import (
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.manager import CheckpointManager
+from holdfast.numbers import check_whole
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
-from holdfast.save.arguments import check_count, check_numbers, check_resizing
+from holdfast.save.arguments import check_numbers, check_resizing
 from holdfast.save.handle import SaveHandle
 from holdfast.save.together import Together
 from holdfast.storage import Storage, open_storage
@@ -120,7 +121,7 @@ class WorkerTrainingState:
         """
         check_order("WorkerTrainingState", directory, checkpoint)
         self.checkpoint = checkpoint
-        self._save_freq = save_freq if save_freq == "epoch" else check_count("save_freq", save_freq)
+        self._save_freq = save_freq if save_freq == "epoch" else check_whole("save_freq", save_freq, 1)
         if self._save_freq == 0:
             raise OutOfRangeError('save_freq=0: a backup is made after one batch or more, or give "epoch"')
         self._termination = None if preemption == "off" else make_termination(preemption)
@@ -348,8 +349,8 @@ class WorkerTrainingState:
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.
         """
-        first = check_count("initial_epoch", initial_epoch)
-        total = None if epochs is None else check_count("epochs", epochs)
+        first = check_whole("initial_epoch", initial_epoch)
+        total = None if epochs is None else check_whole("epochs", epochs)
         if mode not in _MODES:
             raise UsageError(f"mode={mode!r} is not known", hint=f"It is one of {', '.join(map(repr, _MODES))}.")
         if mode != "train":
@@ -385,7 +386,7 @@ class WorkerTrainingState:
         Raises:
             UsageError: As there.
         """
-        steps = self._steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch)
+        steps = self._steps_per_epoch = check_whole("steps_per_epoch", steps_per_epoch)
         first = self.maybe_load_initial_epoch_from_ckpt(initial_epoch, mode, epochs=epochs)
         backup = self.saved if mode == "train" else None
         if backup is None or backup.batch is None:
@@ -433,7 +434,7 @@ class WorkerTrainingState:
         self._leave()
 
     def _check_backup(self, epoch: int, batch: int | None) -> Backup:
-        backup = Backup(check_count("epoch", epoch), None if batch is None else check_count("batch", batch))
+        backup = Backup(check_whole("epoch", epoch), None if batch is None else check_whole("batch", batch))
         if self._unseen:
             raise UsageError(
                 f"{self._storage.url} has a backup that was not restored; this one would take its place",

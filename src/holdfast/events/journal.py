@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import FormatError
 from holdfast.events.event import Event
 from holdfast.events.kinds import (
     AnyEvent,
@@ -19,6 +19,7 @@ from holdfast.events.kinds import (
     decode_event,
     encode_event,
 )
+from holdfast.numbers import check_whole
 
 DEFAULT_LIMIT_BYTES: Final = 8 << 20
 """How large the file may become before it is put aside: some tens of thousands of events."""
@@ -48,8 +49,7 @@ class JsonLinesSink:
         Raises:
             UsageError: If the limit is too small for a line.
         """
-        if limit_bytes < _MIN_LIMIT_BYTES:
-            raise UsageError(f"limit_bytes={limit_bytes} is below {_MIN_LIMIT_BYTES}")
+        check_whole("limit_bytes", limit_bytes, _MIN_LIMIT_BYTES)
         self.path = Path(path)
         self._limit_bytes = limit_bytes
         # Without O_NONBLOCK a FIFO could hold up whoever has an event to tell.

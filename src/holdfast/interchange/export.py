@@ -15,13 +15,14 @@ from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
-from holdfast.format.names import StepName, is_own
+from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.interchange.dcp_export import write_dcp
 from holdfast.interchange.extents import LeafReader
 from holdfast.interchange.outline import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
 from holdfast.interchange.safetensors_export import write_safetensors
 from holdfast.interchange.torch_export import write_torch
 from holdfast.interchange.torch_pickles import DTYPES
+from holdfast.numbers import check_whole
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, open_storage
@@ -130,6 +131,8 @@ def export_checkpoint(
         StorageError: If a place fails.
     """
     storage = open_storage(run)
+    if step is not None:
+        check_whole("step", step, 0, MAX_STEP)
 
     def choose(catalog: Catalog) -> StepName:
         name = catalog.newest if step is None else catalog.find(step)
@@ -168,6 +171,7 @@ def export_chosen(
         DamageError: If the checkpoint is damaged.
         StorageError: If a place fails.
     """
+    _check(wanted, threads)
     looks, gone = 0, None
     while True:
         try:
@@ -333,10 +337,8 @@ def _path(keys: Keys) -> str:
 def _check(wanted: Wanted, threads: int) -> None:
     if wanted.to not in FORMATS:
         raise UsageError(f"{wanted.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
-    if wanted.file_bytes < 1:
-        raise UsageError(f"files of {wanted.file_bytes} bytes cannot be", hint="Give a size in bytes.")
-    if threads < 1:
-        raise UsageError(f"{threads} threads cannot read", hint="Give at least 1.")
+    check_whole("file_bytes", wanted.file_bytes, 1)
+    check_whole("threads", threads, 1)
 
 
 def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:

@@ -35,6 +35,7 @@ from holdfast.interchange.pickle_writing import Global, Persistent
 from holdfast.interchange.sources import Source, Tree
 from holdfast.interchange.ties import KEPT_APART, tie_equal
 from holdfast.interchange.torch_import import TorchArchive, special_of
+from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.save.line import Line
@@ -110,8 +111,7 @@ def import_checkpoint(
         StorageError: If a place fails.
     """
     begun_at = time.monotonic()
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"{step!r} is no step", hint="A step is a number from 0 on.")
+    step = check_whole("step", step, 0, MAX_STEP)
     if not is_text(name):
         raise UsageError(f"{name!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
     storage = open_storage(run)

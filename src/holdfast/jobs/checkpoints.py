@@ -26,8 +26,9 @@ from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.session import Session
 from holdfast.jobs.tidying import tidy_run
+from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
-from holdfast.save.arguments import check_policies, check_step, check_switches
+from holdfast.save.arguments import check_policies, check_step, check_switches, check_timeout
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
 
@@ -97,6 +98,8 @@ class MultiNodeCheckpointManager:
             UsageError: If an argument is wrong.
         """
         check_policies(None, keep)
+        check_timeout(timeout_seconds)
+        check_whole("threads", threads, 1)
         check_switches(begin_anew=begin_anew, take_over_nodes=take_over_nodes, strict=strict, background=background)
         if metadata_handler is not None and not isinstance(metadata_handler, MetadataHandler):
             raise UsageError(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.errors import OutOfRangeError, UsageError
+from holdfast.errors import UsageError
 from holdfast.jobs.task import Place, Task, TaskFunction, TaskGroup, TaskOutput, check_place
 from holdfast.jobs.workspace import Workspace, check_name
+from holdfast.numbers import check_whole
 
 _jobs: ContextVar[Job | None] = ContextVar("holdfast_job", default=None)
 
@@ -241,12 +241,7 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
     """
     if not isinstance(job, Job):
         raise UsageError(f"{job!r} is no Job", hint="Write: epoch_limiter(job, num_epochs).")
-    if isinstance(num_epochs, bool) or not hasattr(num_epochs, "__index__"):
-        raise UsageError(f"num_epochs={num_epochs!r} is not a whole number")
-    limit = operator.index(num_epochs)
-    if limit <= 0:
-        raise OutOfRangeError(f"num_epochs={limit}, and a job has at least one epoch")
-    job.add_stop_condition(_Limit(limit))
+    job.add_stop_condition(_Limit(check_whole("num_epochs", num_epochs, 1)))
 
 
 @dataclass(frozen=True, slots=True)

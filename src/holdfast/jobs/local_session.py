@@ -12,6 +12,7 @@ from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.workspace import Workspace
+from holdfast.numbers import check_seconds
 
 
 class LocalSession(Session):
@@ -38,7 +39,7 @@ class LocalSession(Session):
             UsageError: If a name cannot be one, or is there twice.
         """
         super().__init__(nodes)
-        self._grace_seconds = grace_seconds
+        self._grace_seconds = check_seconds("grace_seconds", grace_seconds, least=0)
         self._workspaces: dict[str, Workspace] = {}
 
     def workspace(self, node: str | None = None) -> Workspace:

@@ -20,6 +20,7 @@ from holdfast.jobs.result import JobResult
 from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
+from holdfast.numbers import check_whole
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.save.arguments import check_step
@@ -113,8 +114,7 @@ class JobRunner:
                 f"{upload_task_group_builder!r} makes no tasks",
                 hint="Derive from UploadTaskGroupBuilder, or use UploadTo.",
             )
-        if isinstance(failures_allowed, bool) or not isinstance(failures_allowed, int) or failures_allowed < 0:
-            raise UsageError(f"failures_allowed={failures_allowed!r} is not a whole number from 0 on")
+        check_whole("failures_allowed", failures_allowed)
         if resume_from_epoch is not None:
             check_step(resume_from_epoch, "resume_from_epoch")
         for name, value in (

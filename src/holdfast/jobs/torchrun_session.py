@@ -29,6 +29,7 @@ from holdfast.jobs.session import Placed, Session, telling_behind
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.worker_keeper import WorkerKeeper
 from holdfast.jobs.workspace import Workspace
+from holdfast.numbers import check_seconds
 from holdfast.save.arguments import check_liveness
 
 _MOST_BYTES: Final = 1 << 16
@@ -117,6 +118,7 @@ class TorchrunSession(Session):
             ClusterError: If the store through which they agree does not answer.
         """
         check_liveness(liveness_seconds)
+        check_seconds("grace_seconds", grace_seconds, least=0)
         self._cluster: Cluster = open_cluster(cluster)
         self._owns_cluster = self._cluster is not cluster
         world_size = self._cluster.world_size

@@ -9,7 +9,7 @@ from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.policies.arguments import check_count, check_seconds
+from holdfast.numbers import check_seconds, check_whole
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -89,7 +89,7 @@ class Latest(_Combinable, msgspec.Struct, frozen=True):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("Latest", self.n)
+        check_whole("Latest(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** The `n` newest."""
@@ -105,7 +105,7 @@ class EveryN(_Combinable, msgspec.Struct, frozen=True):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("EveryN", self.n)
+        check_whole("EveryN(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** The steps that `n` divides."""
@@ -130,7 +130,7 @@ class Best(_Combinable, msgspec.Struct, frozen=True):
             raise UsageError(f"Best({self.metric!r}): the metric must be named")
         if self.mode not in ("min", "max"):
             raise UsageError(f"Best(mode={self.mode!r}): the mode must be 'min' or 'max'")
-        check_count("Best(n=)", self.n)
+        check_whole("Best(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** The `n` with the best value."""
@@ -161,7 +161,7 @@ class Newer(_Combinable, msgspec.Struct, frozen=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("Newer", self.seconds)
+        check_seconds("Newer(seconds)", self.seconds)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** What was committed less than so many seconds ago."""

@@ -8,7 +8,7 @@ from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.policies.arguments import check_count, check_seconds, is_number
+from holdfast.numbers import check_seconds, check_share, check_whole
 
 DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
 """The time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
@@ -123,7 +123,7 @@ class Steps(_Combinable, msgspec.Struct, frozen=True):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("Steps", self.n)
+        check_whole("Steps(n)", self.n, 1)
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         multiple = moment.step // self.n * self.n
@@ -141,7 +141,7 @@ class Seconds(_Combinable, msgspec.Struct, frozen=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        check_seconds("Seconds", self.seconds)
+        check_seconds("Seconds(seconds)", self.seconds)
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         passed = moment.seconds_since_last_save
@@ -180,12 +180,9 @@ class Auto(_Combinable, msgspec.Struct, frozen=True):
     mtbf_seconds: float = DEFAULT_MTBF_SECONDS
 
     def __post_init__(self) -> None:
-        if not is_number(self.overhead) or not 0 < self.overhead < 1:
-            raise UsageError(
-                f"Auto(overhead={self.overhead!r}): the share of time must lie between 0 and 1",
-                hint="0.01 lets saves block training for at most one percent of the time.",
-            )
-        check_seconds("Auto(mtbf_seconds=)", self.mtbf_seconds)
+        hint = "0.01 lets saves block training for at most one percent of the time."
+        check_share("Auto(overhead)", self.overhead, hint=hint)
+        check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         if moment.save_blocked_seconds is None and not _has_saved(moment):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, Final
 
-from holdfast.policies.arguments import check_seconds
+from holdfast.numbers import check_seconds
 from holdfast.preemption.metadata import Answer, MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.policies.arguments import check_seconds
+from holdfast.numbers import check_seconds
 from holdfast.preemption.metadata import MetadataSource, parse_record, unexpected
 from holdfast.preemption.notices import Demand, Notice
 

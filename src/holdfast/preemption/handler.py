@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from holdfast.checkpoint import own_objects
 from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
 from holdfast.format.names import RUN_CALLS
+from holdfast.numbers import check_whole
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
 from holdfast.preemption.run_calls import Manager, check_places, note_places, restore_calls
@@ -163,9 +163,7 @@ class PreemptionCheckpointHandler:
             UsageError: If this is within a step of `run` or of another loop.
             SaveFailedError: If saves by policy have failed.
         """
-        if not hasattr(total, "__index__"):
-            raise UsageError(f"the steps of a job are a whole number, not {total!r}")
-        return self._steps(operator.index(total))
+        return self._steps(check_whole("total", total))
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 from holdfast.preemption.signals import Signals
 
 DEFAULT_GRACE_SECONDS: Final = 30.0
@@ -28,6 +28,5 @@ class Kubernetes(Signals):
         Raises:
             UsageError: If that is no time.
         """
-        if not grace_seconds > 0:
-            raise UsageError(f"grace_seconds={grace_seconds!r} is no time that could be left after SIGTERM")
+        check_seconds("grace_seconds", grace_seconds)
         super().__init__(left_seconds=grace_seconds)

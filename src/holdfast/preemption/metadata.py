@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -204,8 +205,7 @@ class MetadataSource:
     """What sources have in common that ask such a server."""
 
     def __init__(self, base_url: str, timeout_seconds: float) -> None:
-        if not timeout_seconds > 0:
-            raise UsageError(f"timeout_seconds={timeout_seconds!r} is no time to wait for an answer")
+        check_seconds("timeout_seconds", timeout_seconds)
         self._server = MetadataServer(base_url, timeout_seconds)
 
     def open(self, hear: object) -> None:

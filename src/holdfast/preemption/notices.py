@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 
 
 class Demand(enum.IntEnum):
@@ -60,11 +61,10 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
         if left is None:
             return
         # Compared with anything NaN is false: such a notice would be heard, and nothing done.
-        if isinstance(left, bool) or not isinstance(left, Real) or math.isnan(left):
-            raise UsageError(
-                f"left_seconds={left!r} is no time", hint="Give a number of seconds, or None if it is not known."
-            )
-        force_setattr(self, "left_seconds", max(float(left), 0.0))
+        hint = "Give a number of seconds, or None if it is not known."
+        number = left if isinstance(left, bool) or not isinstance(left, Real) else float(left)
+        left_seconds = check_seconds("left_seconds", number, least=-math.inf, most=math.inf, hint=hint)
+        force_setattr(self, "left_seconds", max(left_seconds, 0.0))
 
     def __str__(self) -> str:
         left = "" if self.left_seconds is None else f", {self.left_seconds:.3g} s left"

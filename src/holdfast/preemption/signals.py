@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Final
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 from holdfast.preemption.notices import Demand, Hear, Notice
 
 _WAY_OUT_SECONDS: Final = 60.0
@@ -50,7 +51,7 @@ class Signals:
         for number in self.numbers:
             if number in (signal.SIGKILL, signal.SIGSTOP):
                 raise UsageError(f"{number.name} cannot be handled", hint="No process can do so; name another signal.")
-        self._left_seconds = left_seconds
+        self._left_seconds = None if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
         self._hear: Hear | None = None
         self._before: dict[int, Any] = {}
         self._process = 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 from holdfast.preemption.notices import Demand, Notice, PolledSource
 
 DEFAULT_AHEAD_SECONDS: Final = 120.0
@@ -34,8 +34,7 @@ class Slurm(PolledSource):
         Raises:
             UsageError: If `ahead_seconds` is no time.
         """
-        if not ahead_seconds > 0:
-            raise UsageError(f"ahead_seconds={ahead_seconds!r} is no time before the end of a job")
+        check_seconds("ahead_seconds", ahead_seconds)
         variables = os.environ if environment is None else environment
         self._ahead_seconds = ahead_seconds
         self._end_at_unix_seconds = _read_seconds(variables.get("SLURM_JOB_END_TIME", ""))

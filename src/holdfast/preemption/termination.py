@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds, check_whole
 from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.preemption.notices import NoticeSource
 from holdfast.preemption.signals import Signals
@@ -52,16 +53,10 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 check_function(name, value)
-        grace = self.grace_period
-        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0):
-            raise UsageError(f"grace_period={grace!r} is no time in seconds")
-        if isinstance(self.exit_code, bool) or not isinstance(self.exit_code, int):
-            raise UsageError(f"exit_code={self.exit_code!r} is no whole number")
-        if not 1 <= self.exit_code <= _MAX_EXIT_CODE:
-            raise UsageError(
-                f"exit_code={self.exit_code} cannot ask for a restart",
-                hint=f"Take one from 1 to {_MAX_EXIT_CODE}: 0 says that the job is done, and shells use those above.",
-            )
+        if self.grace_period is not None:
+            check_seconds("grace_period", self.grace_period, least=0)
+        hint = f"0 says that the job is done, and shells use those above {_MAX_EXIT_CODE}."
+        check_whole("exit_code", self.exit_code, 1, _MAX_EXIT_CODE, hint=hint)
         if self.sources != "auto":
             hint = 'It is "auto", or a list of sources of holdfast.preemption, such as [Signals()].'
             if not isinstance(self.sources, Iterable):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from holdfast.errors import UsageError
-from holdfast.policies.arguments import check_seconds
+from holdfast.numbers import check_seconds
 from holdfast.preemption.notices import Demand, Notice, PolledSource
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.format.names import MAX_STEP
+from holdfast.numbers import check_seconds, check_whole
 from holdfast.save.within import is_within
 from holdfast.storage import LocalStorage, Storage
 
@@ -93,24 +94,10 @@ def check_step(step: int, name: str = "a step") -> int:
     """**Pure.** The step as a plain number; the error calls it by that name.
 
     Raises:
-        UsageError: If it is none.
+        OutOfRangeError: If it is below 0, or too large.
+        UsageError: If it is not a whole number.
     """
-    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
-    if not 0 <= number <= MAX_STEP:
-        raise UsageError(f"{name} is a whole number from 0 to {MAX_STEP}, not {step!r}")
-    return number
-
-
-def check_count(name: str, value: int) -> int:
-    """**Pure.** A count as a plain number; the error calls it by that name.
-
-    Raises:
-        UsageError: If it is none.
-    """
-    number = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
-    if number < 0:
-        raise UsageError(f"{name}={value!r} is not a whole number from 0 on")
-    return number
+    return check_whole(name, step, 0, MAX_STEP)
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
@@ -175,37 +162,47 @@ def check_numbers(
     """**Pure.** Counts and times.
 
     Raises:
-        UsageError: If one is wrong.
+        OutOfRangeError: If one cannot be meant.
+        UsageError: If one is not a number.
     """
-    for name, value, least in (("failures_allowed", failures_allowed, 0), ("threads", threads, 1)):
-        if not isinstance(value, int) or value < least:
-            raise UsageError(f"{name}={value!r} is not a whole number from {least} on")
-    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(f"timeout_seconds={timeout_seconds!r} is not a number of seconds that can be waited")
+    check_whole("failures_allowed", failures_allowed)
+    check_timeout(timeout_seconds)
+    check_whole("threads", threads, 1)
     check_liveness(liveness_seconds)
-    is_word = reserve_bytes is None or (isinstance(reserve_bytes, str) and reserve_bytes == "auto")
-    if not is_word and not _is_size(reserve_bytes):
-        raise UsageError(f"reserve_bytes={reserve_bytes!r} is no number of bytes", hint='Or it is "auto", or None.')
+    if reserve_bytes is not None and not (isinstance(reserve_bytes, str) and reserve_bytes == "auto"):
+        check_whole("reserve_bytes", reserve_bytes, hint='Or it is "auto", or None.')
 
 
-def _is_size(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= 0
-    except TypeError:
-        return False
+def check_timeout(seconds: object) -> None:
+    """**Pure.** The deadline of every wait.
+
+    Raises:
+        OutOfRangeError: If nothing can be waited for that long, or that short.
+        UsageError: If it is not a number.
+    """
+    check_seconds("timeout_seconds", seconds, most=threading.TIMEOUT_MAX)
+
+
+def check_wait(seconds: object) -> float:
+    """**Pure.** For how long to wait; 0 to look only, and infinity for as long as it takes.
+
+    Raises:
+        OutOfRangeError: If it is below 0, or NaN.
+        UsageError: If it is not a number.
+    """
+    return check_seconds("timeout_seconds", seconds, least=0, most=math.inf)
 
 
 def check_liveness(seconds: object) -> None:
     """**Pure.** After how long without a sign of life a worker is taken for dead.
 
     Raises:
-        UsageError: If it is no such time.
+        OutOfRangeError: If that is too short or too long.
+        UsageError: If it is not a number.
     """
-    if not isinstance(seconds, int | float) or not LEAST_LIVENESS_SECONDS <= seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"liveness_seconds={seconds!r} is not a number of seconds from {LEAST_LIVENESS_SECONDS:g} on",
-            hint="A worker gives fifteen signs of life in that time.",
-        )
+    hint = "A worker gives fifteen signs of life in that time."
+    most = threading.TIMEOUT_MAX
+    check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
 def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:

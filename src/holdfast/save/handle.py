@@ -11,6 +11,7 @@ from holdfast.errors import DeadlineError, HoldfastError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
 from holdfast.gate import Gate
+from holdfast.save.arguments import check_wait
 from holdfast.save.progress import Sign
 from holdfast.save.say import say
 
@@ -292,7 +293,9 @@ class SaveHandle:
         self, gate: Gate, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
     ) -> None:
         self._give_sign()
-        limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        limit_seconds = self._timeout_seconds
+        if timeout_seconds is not None:
+            limit_seconds = check_wait(timeout_seconds)
         if os.getpid() != self._process and not gate.is_open:
             raise UsageError(
                 f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "

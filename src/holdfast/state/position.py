@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_whole
 from holdfast.state.permutation import MAX_LENGTH, VERSION
 
 
@@ -123,6 +124,4 @@ def count_samples(length_or_dataset: Any) -> int:
             f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
             hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
         )
-    if not is_count(length) or length > MAX_LENGTH:
-        raise UsageError(f"{length!r} is not a number of samples")
-    return int(length)
+    return check_whole("the number of samples", length, 0, MAX_LENGTH)

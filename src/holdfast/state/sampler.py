@@ -11,12 +11,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from holdfast.errors import MismatchError, UsageError
+from holdfast.errors import MismatchError, OutOfRangeError, UsageError
+from holdfast.numbers import check_whole
 from holdfast.state import permutation
 from holdfast.state.adapters import Adapter, Loading, Scene
 from holdfast.state.batches import Batches
 from holdfast.state.leaves import Differences, Skeleton
-from holdfast.state.position import Position, count_samples, is_count, step_break
+from holdfast.state.position import Position, count_samples, step_break
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
 
@@ -94,12 +95,12 @@ class ResumableSampler:
             UsageError: If an argument is not of that form.
         """
         self._length = count_samples(length_or_dataset)
-        if not is_count(batch_size) or batch_size < 1:
-            raise UsageError(f"batch_size={batch_size!r} is not a whole number from 1 on")
-        if not is_count(seed) or seed >= 1 << 64:
-            raise UsageError(f"seed={seed!r} is not a whole number from 0 up to 2**64")
-        if not (is_count(rank) and is_count(world_size) and rank < world_size <= batch_size):
-            raise UsageError(
+        batch_size = check_whole("batch_size", batch_size, 1)
+        seed = check_whole("seed", seed, 0, (1 << 64) - 1)
+        world_size = check_whole("world_size", world_size, 1)
+        rank = check_whole("rank", rank, 0, world_size - 1)
+        if world_size > batch_size:
+            raise OutOfRangeError(
                 f"rank={rank!r} of world_size={world_size!r} workers cannot share a batch of {batch_size} samples",
                 hint="The batch is that of the whole job: at least a sample for each worker.",
             )
@@ -177,6 +178,7 @@ class ResumableSampler:
 
         Each is followed by the next even if the loop's body has not gone through all of its batches.
         """
+        total = check_whole("total", total)
         while self._epoch < total:
             epoch, moves = self._epoch, self._moves
             yield epoch
@@ -189,8 +191,7 @@ class ResumableSampler:
         Raises:
             UsageError: If the number is below 0.
         """
-        if not is_count(epoch):
-            raise UsageError(f"the epoch {epoch!r} is not a whole number from 0 on")
+        epoch = check_whole("epoch", epoch)
         if epoch != self._epoch:
             self._move(epoch, 0)
 

@@ -18,6 +18,7 @@ from holdfast.integrations.ray.store import StoreActor
 from holdfast.jobs.keeper import Keeper, KeeperOptions
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.threads import GRACE_SECONDS
+from holdfast.numbers import check_seconds, check_whole
 
 _LOOK_SECONDS: Final = 1.0
 _STORE_SECONDS: Final = 10.0
@@ -71,8 +72,9 @@ class RaySession(Session):
         names = self.nodes
         if not isinstance(actor_options, Mapping | None):
             raise UsageError(f"actor_options={actor_options!r} is no mapping", hint='Write {"num_cpus": 2}, say.')
-        if isinstance(replacements_allowed, bool) or not isinstance(replacements_allowed, int):
-            raise UsageError(f"replacements_allowed={replacements_allowed!r} is no whole number")
+        check_whole("replacements_allowed", replacements_allowed)
+        check_seconds("grace_seconds", grace_seconds, least=0)
+        check_seconds("start_seconds", start_seconds)
         options = dict(actor_options or {})
         by_node = bool(options) and set(options) <= set(names)
         self._options = {node: dict(options.get(node, {}) if by_node else options) for node in names}

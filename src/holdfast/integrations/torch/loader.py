@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
+from holdfast.numbers import check_whole
 from holdfast.state.adapters import Loading, Scene
 from holdfast.state.leaves import Skeleton
 from holdfast.state.permutation import derive
@@ -98,6 +99,7 @@ class ResumableDataLoader:
         for name, reason in _OWN_OPTIONS.items():
             if name in options:
                 raise UsageError(f"{name}= cannot be given to ResumableDataLoader: {reason}")
+        num_workers = check_whole("num_workers", num_workers)
         self._dataset = dataset
         self._sampler = ResumableSampler(
             dataset,

@@ -1,0 +1,78 @@
+"""Checks of numeric arguments. Pure.
+
+A value of a wrong type is a `UsageError`, and a number that cannot be meant is an `OutOfRangeError`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Final
+
+from holdfast.errors import OutOfRangeError, UsageError
+
+_MOST_SECONDS: Final = 1e300
+"""To compute with larger numbers overflows at once."""
+
+
+def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, *, hint: str = "") -> int:
+    """**Pure.** A whole number within a range, as a plain int.
+
+    Args:
+        name: What the error calls it.
+        value: The argument.
+        least: The least that it may be.
+        most: The most that it may be; None for any.
+        hint: What to do, for the error.
+
+    Raises:
+        OutOfRangeError: If it is not in that range.
+        UsageError: If it is not a whole number.
+    """
+    wanted = f"from {least} on" if most is None else f"from {least} to {most}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(f"{name} must be a whole number {wanted}, got {value!r}", hint=hint)
+    number = operator.index(value)
+    if number < least or (most is not None and number > most):
+        raise OutOfRangeError(f"{name} must be a whole number {wanted}, got {number}", hint=hint)
+    return number
+
+
+def check_seconds(
+    name: str, value: Any, *, least: float | None = None, most: float = _MOST_SECONDS, hint: str = ""
+) -> float:
+    """**Pure.** A length of time.
+
+    Args:
+        name: What the error calls it.
+        value: The argument.
+        least: The least that it may be; None for anything above 0.
+        most: The most that it may be.
+        hint: What to do, for the error.
+
+    Raises:
+        OutOfRangeError: If it is not in that range, or not a number (NaN).
+        UsageError: If it is neither an int nor a float.
+    """
+    wanted = " above 0" if least is None else "" if least == -math.inf else f" from {least:g} on"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
+    if value > most:
+        raise OutOfRangeError(f"{name} must be a number of seconds of at most {most:g}, got {value!r}", hint=hint)
+    if math.isnan(value) or (value <= 0 if least is None else value < least):
+        raise OutOfRangeError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
+    return value
+
+
+def check_share(name: str, value: Any, *, hint: str = "") -> float:
+    """**Pure.** A share of a whole, which is neither nothing nor all of it.
+
+    Raises:
+        OutOfRangeError: If it is not between 0 and 1.
+        UsageError: If it is neither an int nor a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name} must be a number between 0 and 1, got {value!r}", hint=hint)
+    if not 0 < value < 1:
+        raise OutOfRangeError(f"{name} must be a number between 0 and 1, got {value!r}", hint=hint)
+    return value
