@@ -354,6 +354,10 @@ class TestLoadersIteratedDirectly:
         assert sampler.position_samples == 2
 
 
+def sampler_of_nine() -> ResumableSampler:
+    return ResumableSampler(9, batch_size=2, seed=4)
+
+
 class TestPasses:
     def test_leaving_early_and_coming_back_goes_on(self) -> None:
         sampler = ResumableSampler(9, batch_size=2)
@@ -381,6 +385,66 @@ class TestPasses:
             next(older)
         assert next(newer) not in (first, second)
         assert sampler.position_samples == 6
+
+    def test_a_loop_that_asks_for_exactly_the_batches_of_each_epoch_gets_them(self) -> None:
+        """It never asks for one more, so it never hears that an epoch has ended."""
+
+        def loop(sampler: ResumableSampler) -> Iterator[list[int]]:
+            while True:
+                batches = iter(sampler.batches(sampler))
+                for _ in range(len(sampler)):
+                    yield next(batches)
+
+        sampler = sampler_of_nine()
+        whole = list(itertools.islice(sampler.stream(sampler), 13))
+        assert list(itertools.islice(loop(sampler_of_nine()), 13)) == whole
+        # Of three workers the last batch goes on into the next epoch where fewer were there before.
+        odd = ResumableSampler(10, batch_size=3, world_size=3)
+        odd.load_state_dict({**odd.state_dict(), "position_samples": 9})
+        next(odd.batches(odd))
+        assert (odd.epoch, odd.position_samples) == (1, 2)
+        next(odd.batches(odd))
+        assert (odd.epoch, odd.position_samples) == (1, 5)
+
+    def test_a_loop_of_that_kind_takes_a_stream_over_a_restart(self) -> None:
+        whole_of = sampler_of_nine()
+        whole = list(itertools.islice(whole_of.stream(whole_of), 13))
+        for taken in range(13):
+            before, after = sampler_of_nine(), sampler_of_nine()
+            head = list(itertools.islice(before.stream(before), taken))
+            after.load_state_dict(before.state_dict())
+            stream = after.stream(after)
+            tail: list[list[int]] = []
+            while len(tail) < 13 - taken:
+                again = iter(stream)
+                tail += [next(again) for _ in range(len(stream))]
+            assert head + tail[: 13 - taken] == whole
+
+    def test_a_loop_that_counts_from_0_again_does_not_rewind_what_was_restored(self) -> None:
+        whole_of = sampler_of_nine()
+        whole = list(itertools.islice(whole_of.stream(whole_of), 20))
+        for taken in range(6, 15):
+            before, after = sampler_of_nine(), sampler_of_nine()
+            head = list(itertools.islice(before.stream(before), taken))
+            after.load_state_dict(before.state_dict())
+            tail: list[list[int]] = []
+            for epoch in range(2):
+                after.set_epoch(epoch)
+                tail += list(after.batches(after))
+            assert head + tail == whole[: taken + len(tail)]
+            assert len(tail) > 5
+        fresh = sampler_of_nine()
+        fresh.set_epoch(3)
+        fresh.set_epoch(1)
+        assert fresh.epoch == 1, "what was not restored goes wherever it is told to"
+
+    def test_what_was_restored_at_the_end_of_an_epoch_gives_nothing_of_it_to_a_loop_over_epochs(self) -> None:
+        before, after = sampler_of_nine(), sampler_of_nine()
+        following = iter(before.batches(before))
+        for _ in range(len(before)):
+            next(following)
+        after.load_state_dict(before.state_dict())
+        assert [(epoch, len(list(after.batches(after)))) for epoch in after.epochs(3)] == [(0, 0), (1, 5), (2, 5)]
 
     def test_loading_ends_a_pass_and_moves_a_stream(self) -> None:
         sampler = ResumableSampler(9, batch_size=2)

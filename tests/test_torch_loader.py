@@ -286,6 +286,45 @@ class TestPlainDataLoader:
             sampler.batches(loader)
 
 
+class Prepared:
+    """What accelerate makes of a loader: it says that it is one, and has a state that may not be there."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    @property
+    def __class__(self) -> type:
+        return type(self._loader)
+
+    @__class__.setter
+    def __class__(self, _: type) -> None:
+        raise AssertionError("it stays what it is")
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("dl_state_dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+class TestPreparedLoaders:
+    def test_what_wraps_a_loader_is_refused_with_a_way_out(self) -> None:
+        loader = DataLoader(Augmented(), batch_sampler=ResumableSampler(LENGTH, batch_size=BATCH))
+        with pytest.raises(UnsupportedValueError, match="data/train: Prepared wraps a DataLoader") as refused:
+            capture_objects({"data": {"train": Prepared(loader)}})
+        assert "ResumableDataLoader" in refused.value.hint
+
+    @pytest.mark.parametrize("is_stateful", [False, True])
+    def test_those_of_accelerate(self, is_stateful: bool) -> None:
+        accelerate = pytest.importorskip("accelerate")
+        configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+        with pytest.raises(UnsupportedValueError, match="DataLoaderShard wraps a DataLoader"):
+            capture_objects({"data": accelerator.prepare(DataLoader(Augmented(), shuffle=True))})
+        own = ResumableDataLoader(Augmented(), batch_size=BATCH)
+        assert accelerator.prepare(own) is own
+
+
 class TestStatefulDataLoader:
     """torchdata's loader, which keeps its own position."""
 

@@ -216,11 +216,13 @@ class Adapter:
         kind: A name that is stored; state goes back only to an object whose adapter has the same.
         last: True for objects that the loading of others may disturb, such as random generators.
         is_per_worker: True for objects whose state is each worker's own.
+        knows_wrappers: True to serve also what only says that it is of a class which the adapter serves.
     """
 
     kind: str = ""
     last: bool = False
     is_per_worker: bool = False
+    knows_wrappers: bool = False
 
     def check(self, obj: Any, path: str) -> None:
         """Makes sure that an object is not of those whose state says less than it means.

@@ -107,7 +107,9 @@ def adapter_of(obj: object) -> Adapter | None:
     if found is not None or isinstance(obj, type):
         return None
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
-        return _STATE_DICT
+        # What accelerate makes of a loader says that it is of the loader's class.
+        claimed = _handler(obj.__class__) if obj.__class__ is not type(obj) else None
+        return claimed if isinstance(claimed, Adapter) and claimed.knows_wrappers else _STATE_DICT
     return None
 
 

@@ -113,6 +113,9 @@ class ResumableSampler:
         # The position before the first batch that was taken for a step to come, and in which break between steps.
         self._untrained: tuple[int, int, int] | None = None
         self._unfollowed_batches = 0
+        # The epoch of which a loop has taken the last batch, and maybe asks for no more.
+        self._taken_epoch: int | None = None
+        self._is_restored = False
         self._moves = 0
 
     @property
@@ -143,8 +146,10 @@ class ResumableSampler:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """What is left of this epoch; the position moves just before each batch is handed over.
 
-        Once the loop asks for a batch after the last one, the next epoch begins. If the loop leaves early, the epoch
-        goes on where it was left at the next call. Beginning a pass does not disturb the global random generators.
+        Once the loop asks for a batch after the last one, or takes the last one and comes here again, the next epoch
+        begins. If the loop leaves early, the epoch goes on where it was left at the next call. Where a restored
+        position leaves nothing of its epoch, the first call gives nothing: the loop does what ends an epoch next.
+        Beginning a pass does not disturb the global random generators.
 
         Args:
             loader: Something that can be iterated and makes a batch of each list of indices of this sampler, such as
@@ -157,10 +162,11 @@ class ResumableSampler:
         self.check_loader(loader)
         return self._follow(loader)
 
-    def stream(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def stream(self, loader: Iterable[Batch]) -> BatchStream[Batch]:
         """The same as `batches`, over one epoch after the other without an end.
 
-        When another position is loaded or set in between, it goes on there.
+        When another position is loaded or set in between, it goes on there. Its `len` is the batches of an epoch: a
+        loop of another library that asks for so many in each of its epochs gets all of them, also after a restart.
 
         Raises:
             UsageError: As `batches`; and if an epoch has no batch.
@@ -171,7 +177,7 @@ class ResumableSampler:
                 f"{self!r} has no batch to give",
                 hint="Check the dataset's length; with drop_last=True it must have a whole batch.",
             )
-        return self._follow_for_ever(loader)
+        return BatchStream(self._follow_for_ever(loader), len(self))
 
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies.
@@ -188,12 +194,17 @@ class ResumableSampler:
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
 
+        It also stays if a position was restored and lies in a later epoch, since loops of other libraries count their
+        epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one.
+
         Raises:
             UsageError: If the number is below 0.
         """
         epoch = check_whole("epoch", epoch)
-        if epoch != self._epoch:
+        if epoch > self._epoch or (epoch < self._epoch and not self._is_restored):
             self._move(epoch, 0)
+        elif epoch < self._epoch and not self._cut.count_from(self._position_samples):
+            self._move(self._epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Order and position, as plain values; between two steps of `handler.run`, that of the last complete step.
@@ -231,6 +242,7 @@ class ResumableSampler:
             )
         self._seed = stored.seed
         self._shuffle = stored.shuffle
+        self._is_restored = True
         self._move(stored.epoch, stored.position_samples)
 
     def difference_from(self, stored: Position) -> str:
@@ -250,7 +262,7 @@ class ResumableSampler:
         if hasattr(loader, "state_dict"):
             raise UsageError(
                 f"{type(loader).__name__} keeps a position of its own, which would be the wrong one",
-                hint="Iterate it directly, without a ResumableSampler, or use a plain loader.",
+                hint="Use a ResumableDataLoader or a plain loader, or iterate it directly, without a ResumableSampler.",
             )
         if getattr(loader, "in_order", True) is False:
             raise UsageError(
@@ -284,6 +296,10 @@ class ResumableSampler:
                 first += len(batch)
 
     def _follow(self, loader: Iterable[Batch]) -> Generator[Batch]:
+        if self._taken_epoch == self._epoch:
+            # The loop before has counted its batches, and did not ask whether there was another one.
+            self._epoch, self._position_samples = self._epoch + 1, 0
+        self._taken_epoch = None
         current = self._pass = _Pass(self._epoch, self._cut.count_from(self._position_samples))
         self._unfollowed_batches = 0
         try:
@@ -327,6 +343,7 @@ class ResumableSampler:
             self._untrained = (step_break.number, self._epoch, self._position_samples)
         further, self._position_samples = self._cut.end_of(self._position_samples)
         self._epoch += further
+        self._taken_epoch = current.epoch if current.taken == current.batches else None
 
     def _end_epoch(self, current: _Pass) -> None:
         self._check_current(current)
@@ -350,9 +367,25 @@ class ResumableSampler:
     def _move(self, epoch: int, position_samples: int) -> None:
         self._epoch = epoch
         self._position_samples = position_samples
-        self._pass = self._untrained = None
+        self._pass = self._untrained = self._taken_epoch = None
         self._unfollowed_batches = 0
         self._moves += 1
+
+
+class BatchStream(Iterator[Batch]):
+    """Batches without an end. To iterate it again goes on with it."""
+
+    def __init__(self, batches: Iterator[Batch], epoch_batches: int) -> None:
+        """Takes the batches, and how many of them an epoch has."""
+        self._batches = batches
+        self._epoch_batches = epoch_batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch, for loops that ask for so many at a time."""
+        return self._epoch_batches
 
 
 class SamplerAdapter(Adapter):

@@ -20,7 +20,7 @@ from holdfast.state.permutation import derive
 from holdfast.state.position import is_position
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
-from holdfast.state.sampler import ResumableSampler, SamplerAdapter, leave_alone
+from holdfast.state.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
 _FOR_SAMPLES: Final = 1
@@ -43,8 +43,8 @@ class ResumableDataLoader:
                 ...
 
     Iterating it gives what is left of the epoch, and each batch that the loop takes moves the position, whatever
-    the workers have fetched ahead. When the loop has asked for a batch after the last one, the next epoch begins; when
-    it leaves early, the epoch goes on where it was left.
+    the workers have fetched ahead. When the loop has asked for a batch after the last one, or has taken the last one
+    and iterates again, the next epoch begins; when it leaves early, the epoch goes on where it was left.
 
     Python's, NumPy's and torch's (CPU) random generators are seeded for every sample from seed, epoch and index, and
     for every batch before it is collated, in workers or without them. So an augmentation is the same after a
@@ -147,8 +147,11 @@ class ResumableDataLoader:
         """What is left of this epoch; the position moves just before each batch is handed over."""
         return self._sampler.batches(self._loader)
 
-    def stream(self) -> Iterator[Any]:
+    def stream(self) -> BatchStream[Any]:
         """Batches without an end, over one epoch after the other.
+
+        Its `len` is the batches of an epoch. Give this to a loop of another library that asks for so many in each of
+        its epochs, as the `Trainer` of transformers does: it gets all of them, also after a restart.
 
         Raises:
             UsageError: If an epoch has no batch.
@@ -161,6 +164,9 @@ class ResumableDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
+
+        It also stays if a position was restored and lies in a later epoch, since loops of other libraries count their
+        epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one.
 
         Raises:
             UsageError: If the number is below 0.
@@ -271,8 +277,11 @@ class LoaderAdapter(SamplerAdapter):
     """Serves torch's `DataLoader` and what derives from it.
 
     A loader over a `ResumableSampler` is saved as that sampler is, and one that has a state of its own, as
-    torchdata's `StatefulDataLoader`, by that state. Any other has no position that could be kept.
+    torchdata's `StatefulDataLoader`, by that state. Any other has no position that could be kept, nor has what
+    accelerate makes of a loader: the state of that, where it has one, does not say in which order the epoch is.
     """
+
+    knows_wrappers = True
 
     def __init__(self) -> None:
         super().__init__(_sampler_of)
@@ -324,6 +333,13 @@ def _begin_at(loader: Any, state: Any) -> None:
 
 
 def _has_state(loader: Any, path: str) -> bool:
+    if not issubclass(type(loader), DataLoader):
+        raise UnsupportedValueError(
+            f"{path}: {type(loader).__name__} wraps a DataLoader and does not keep its place over a restart",
+            path=path,
+            hint="With accelerate, keep a ResumableDataLoader(..., rank=accelerator.process_index, "
+            "world_size=accelerator.num_processes) and iterate that; accelerator.prepare leaves it as it is.",
+        )
     if not callable(getattr(loader, "state_dict", None)) or not callable(getattr(loader, "load_state_dict", None)):
         return False
     if isinstance(loader.batch_sampler, ResumableSampler):
