@@ -9,6 +9,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -23,7 +24,7 @@ Everything that `import holdfast as hf` gives, made of the docstrings. The guide
 what each part takes, does and raises. **Collective** is what all workers of a job have to call; what **blocks** may
 wait for a disk or for other workers. What is not on this page is no part of the interface, and may change.
 
-[`hf.errors`](errors.md) and [`hf.events`](events.md) have pages of their own.
+[`hf.errors`](errors.md) and [`hf.events`](events.md) have pages of their own. What begins with `jobs.` is in `hf.jobs`.
 """
 
 _GROUPS: Final = {
@@ -52,17 +53,19 @@ _GROUPS: Final = {
         "LocalSession",
         "TorchrunSession",
         "RaySession",
+        "jobs.Session",
         "jobs.Task",
         "jobs.TaskGroup",
         "jobs.TaskOutput",
+        "jobs.RemoteOutput",
         "jobs.Workspace",
         "jobs.Counter",
-        "jobs.JobResult",
-        "jobs.UploadTo",
+        "jobs.NodeCheckpointManager",
         "jobs.MetadataHandler",
         "jobs.ManifestMetadataHandler",
-        "jobs.NodeCheckpointManager",
         "jobs.NodeDurations",
+        "jobs.UploadTo",
+        "jobs.JobResult",
     ],
     "A storage of your own": [
         "storage.open_storage",
@@ -73,15 +76,24 @@ _GROUPS: Final = {
     ],
 }
 
+_MADE_BY_HOLDFAST: Final = {"Run", "SaveHandle", "Restoration", "Session", "TaskOutput", "RemoteOutput", "Workspace"}
+"""Classes whose objects users get, and never make: how they are made is not shown."""
+
+_SESSION: Final = {
+    *("bind", "check_open", "make_keeper", "make_objects", "note_end", "open_keeper", "run_making", "run_placed"),
+    *("share", "try_replace"),
+}
+_INTERNAL: Final = {
+    "SaveHandle": {"begun", "called_off", "is_beginning", "placed", "stands", "try_begin", "try_cancel"},
+    **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
+    "Task": {"nodes_in", "note_results"},
+    "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},
+    "Workspace": {"begin_epoch", "note_made", "replace", "was_made"},
+}
+"""Methods by which holdfast's own parts speak with each other; those that begin with `mark_` are left out as well."""
+
 _SECTION: Final = re.compile(r"^(Example|Args|Attributes|Returns|Raises|Yields):$", re.MULTILINE)
 _WIDTH: Final = 100
-
-_CONSTANTS: Final = {
-    ast.unparse(node.target): node.value
-    for file in (ROOT / "src" / "holdfast").rglob("*.py")
-    for node in ast.parse(file.read_text()).body
-    if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target).isupper()
-}
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -90,7 +102,8 @@ def make_page() -> str:
     """The page, as Markdown."""
     named = {name for names in _GROUPS.values() for name in names}
     modules = {"errors", "events", "jobs", "preemption", "__version__"}
-    missing = set(hf.__all__) - named - modules
+    wanted = {*hf.__all__, *(f"jobs.{name}" for name in hf.jobs.__all__ if name not in hf.__all__)}
+    missing = wanted - named - modules
     assert not missing, f"in no group of the page: {missing}"
     return "\n".join([_INTRODUCTION, *(line for group in _GROUPS for line in _group(group))])
 
@@ -98,61 +111,100 @@ def make_page() -> str:
 def _group(title: str) -> Iterator[str]:
     yield f"## {title}\n"
     for name in _GROUPS[title]:
-        node = _find(name)
+        node, module = _find(name)
         yield f"### {name}\n"
         if isinstance(node, ast.ClassDef):
-            yield from _class(node)
+            yield from _class(node, name, module)
         else:
-            yield from _described(node, node.name)
+            yield from _described(node, name, module)
 
 
-def _class(node: ast.ClassDef) -> Iterator[str]:
+def _class(node: ast.ClassDef, name: str, module: str) -> Iterator[str]:
     methods = [part for part in node.body if isinstance(part, _Function)]
     begin = next((part for part in methods if part.name == "__init__"), None)
-    if begin is not None:
-        yield from _fenced(_signature(begin, node.name))
-    elif fields := [part for part in node.body if isinstance(part, ast.AnnAssign) and not _is_private(part)]:
-        yield from _fenced(_call(node.name, [_parameter(part, part.value) for part in fields], ""))
+    if node.name not in _MADE_BY_HOLDFAST:
+        if begin is not None:
+            yield from _fenced(_signature(begin, name, module))
+        elif fields := [part for part in node.body if isinstance(part, ast.AnnAssign) and not _is_private(part)]:
+            first = ["*"] if _is_keyword_only(node) else []
+            yield from _fenced(_call(name, [*first, *(_parameter(part, part.value, module) for part in fields)], ""))
     yield from _text(ast.get_docstring(node))
-    if begin is not None:
+    if begin is not None and node.name not in _MADE_BY_HOLDFAST:
         yield from _text(ast.get_docstring(begin), without_first=True)
     for method in methods:
-        if not method.name.startswith("_") and ast.get_docstring(method):
+        if _is_for_users(node.name, method.name) and ast.get_docstring(method):
             yield f"#### {node.name}.{method.name}\n"
-            yield from _described(method, f".{method.name}")
+            yield from _described(method, f".{method.name}", module)
 
 
-def _described(node: _Function, name: str) -> Iterator[str]:
+def _is_for_users(class_name: str, name: str) -> bool:
+    return not name.startswith(("_", "mark_")) and name not in _INTERNAL.get(class_name, ())
+
+
+def _is_keyword_only(node: ast.ClassDef) -> bool:
+    """Whether the fields of a dataclass or a msgspec struct can be given by name only."""
+    calls = [one for one in node.decorator_list if isinstance(one, ast.Call)]
+    keywords = [*node.keywords, *(keyword for call in calls for keyword in call.keywords)]
+    return any(one.arg == "kw_only" and ast.unparse(one.value) == "True" for one in keywords)
+
+
+def _described(node: _Function, name: str, module: str) -> Iterator[str]:
     if not any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list):
-        yield from _fenced(_signature(node, name))
+        yield from _fenced(_signature(node, name, module))
     yield from _text(ast.get_docstring(node))
 
 
-def _signature(node: _Function, name: str) -> str:
+def _signature(node: _Function, name: str, module: str) -> str:
     given = node.args
-    begin = 1 if given.args and given.args[0].arg in ("self", "cls") else 0
     plain = [*given.posonlyargs, *given.args]
+    # A function's first argument may be called `cls` too; it is a method's alone that callers do not give.
+    begin = 1 if plain and plain[0].arg in ("self", "cls") and node not in _parse(module).body else 0
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + [*given.defaults]
-    parts = [_parameter(one, default) for one, default in zip(plain, defaults, strict=True)][begin:]
+    parts = [_parameter(one, default, module) for one, default in zip(plain, defaults, strict=True)]
+    if len(given.posonlyargs) > begin:
+        parts.insert(len(given.posonlyargs), "/")
+    parts = parts[begin:]
     if given.vararg:
         parts.append(f"*{ast.unparse(given.vararg)}")
     elif given.kwonlyargs:
         parts.append("*")
-    parts += [_parameter(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    parts += [
+        _parameter(one, default, module) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
     if given.kwarg:
         parts.append(f"**{ast.unparse(given.kwarg)}")
-    ends = f" -> {ast.unparse(node.returns)}" if node.returns and name != "__init__" else ""
-    return _call(name, parts, "" if node.name == "__init__" else ends)
+    ends = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
+    return _call(name, parts, ends)
 
 
-def _parameter(one: ast.arg | ast.AnnAssign, default: ast.expr | None) -> str:
+def _parameter(one: ast.arg | ast.AnnAssign, default: ast.expr | None, module: str) -> str:
     name = one.arg if isinstance(one, ast.arg) else ast.unparse(one.target)
     kind = f": {ast.unparse(one.annotation)}" if one.annotation else ""
     if default is None:
         return name + kind
-    # Whoever reads the page wants to know how long that is.
-    shown = ast.unparse(_CONSTANTS.get(ast.unparse(default), default))
+    if isinstance(default, ast.Call) and ast.unparse(default.func).endswith("field"):
+        (keyword,) = default.keywords
+        shown = f"{ast.unparse(keyword.value)}()" if keyword.arg == "default_factory" else ast.unparse(keyword.value)
+    else:
+        # Whoever reads the page wants to know how long that is.
+        shown = ast.unparse(_resolve(default, module))
     return f"{name}{kind} = {shown}" if kind else f"{name}={shown}"
+
+
+def _resolve(value: ast.expr, module: str) -> ast.expr:
+    """The value of a constant as the module knows it that uses it; any other value as it is."""
+    if not isinstance(value, ast.Name):
+        return value
+    for node in _parse(module).body:
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == value.id:
+            return _resolve(node.value, module)
+        if isinstance(node, ast.Assign) and value.id in map(ast.unparse, node.targets):
+            return _resolve(node.value, module)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if value.id == (alias.asname or alias.name) and node.module.startswith("holdfast"):
+                    return _resolve(ast.Name(alias.name), node.module)
+    return value
 
 
 def _call(name: str, parts: list[str], ends: str) -> str:
@@ -185,7 +237,8 @@ def _text(docstring: str | None, *, without_first: bool = False) -> Iterator[str
         yield ""
 
 
-def _find(name: str) -> ast.ClassDef | _Function:
+def _find(name: str) -> tuple[ast.ClassDef | _Function, str]:
+    """A definition, and the module that it is in."""
     module, _, part = name.rpartition(".")
     if module:
         return _find_in(f"holdfast.{module}", part)
@@ -195,17 +248,21 @@ def _find(name: str) -> ast.ClassDef | _Function:
     return _find_in(home, name)
 
 
-def _find_in(module: str, name: str) -> ast.ClassDef | _Function:
-    """A definition, also where a package only hands it on."""
-    path = ROOT / "src" / Path(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
+def _find_in(module: str, name: str) -> tuple[ast.ClassDef | _Function, str]:
+    """As `_find`, also where a package only hands it on."""
+    for node in ast.walk(_parse(module)):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-            return node
+            return node, module
         if isinstance(node, ast.ImportFrom) and node.module and any(one.name == name for one in node.names):
             return _find_in(node.module, name)
     raise AssertionError(f"{module} has no {name}")
+
+
+@cache
+def _parse(module: str) -> ast.Module:
+    path = ROOT / "src" / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
 
 
 def _is_private(part: ast.AnnAssign) -> bool:

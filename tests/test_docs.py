@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -163,6 +166,47 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 def test_the_page_of_the_interface_is_made_of_its_docstrings() -> None:
     assert PAGE.read_text() == make_page(), "write it anew: python tests/reference_page.py"
+
+
+def shown_signatures() -> Iterator[tuple[str, ast.arguments]]:
+    """The signatures on the page of the interface, each with the name of what is called."""
+    for title, body in re.findall(r"^###+ (\S+)\n\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        if fenced := re.match(r"```text\n\.?[\w.]+(\(.*?)\n?```", body, re.DOTALL):
+            (function,) = ast.parse(f"def shown{fenced[1].rstrip()}: ...").body
+            assert isinstance(function, ast.FunctionDef)
+            yield title, function.args
+
+
+def test_each_signature_on_the_page_of_the_interface_is_the_true_one() -> None:
+    compared = 0
+    for title, shown in shown_signatures():
+        owner, _, method = title.removeprefix("jobs.").partition(".")
+        if owner == "RaySession" and importlib.util.find_spec("ray") is None:
+            continue
+        thing = getattr(hf, owner, None) or getattr(hf.jobs, owner)
+        called = getattr(thing, method) if method else thing
+        module = vars(sys.modules[inspect.unwrap(called).__module__])
+        parameters = {name: one for name, one in inspect.signature(called).parameters.items() if name != "self"}
+        kinds = {
+            **dict.fromkeys((one.arg for one in shown.posonlyargs), "POSITIONAL_ONLY"),
+            **dict.fromkeys((one.arg for one in shown.args), "POSITIONAL_OR_KEYWORD"),
+            **({shown.vararg.arg: "VAR_POSITIONAL"} if shown.vararg else {}),
+            **dict.fromkeys((one.arg for one in shown.kwonlyargs), "KEYWORD_ONLY"),
+            **({shown.kwarg.arg: "VAR_KEYWORD"} if shown.kwarg else {}),
+        }
+        assert kinds == {name: one.kind.name for name, one in parameters.items()}, title
+        plain = [one.arg for one in (*shown.posonlyargs, *shown.args)]
+        texts: dict[str, ast.expr | None] = {
+            **dict(zip(plain[len(plain) - len(shown.defaults) :], shown.defaults, strict=True)),
+            **dict(zip((one.arg for one in shown.kwonlyargs), shown.kw_defaults, strict=True)),
+        }
+        for name, one in parameters.items():
+            text = texts.get(name)
+            assert (text is None) == (one.default is inspect.Parameter.empty), f"{title}: {name}"
+            if text is not None and "factory" not in repr(one.default):
+                assert eval(ast.unparse(text), module) == one.default, f"{title}: {name}"
+                compared += 1
+    assert compared > 100
 
 
 def test_the_readme_fits_a_screen() -> None:
