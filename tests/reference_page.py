@@ -122,7 +122,8 @@ def _group(title: str) -> Iterator[str]:
 def _class(node: ast.ClassDef, name: str, module: str) -> Iterator[str]:
     methods = [part for part in node.body if isinstance(part, _Function)]
     begin = next((part for part in methods if part.name == "__init__"), None)
-    if node.name not in _MADE_BY_HOLDFAST:
+    is_protocol = any(ast.unparse(one) == "Protocol" for one in node.bases)
+    if node.name not in _MADE_BY_HOLDFAST and not is_protocol:
         if begin is not None:
             yield from _fenced(_signature(begin, name, module))
         elif fields := [part for part in node.body if isinstance(part, ast.AnnAssign) and not _is_private(part)]:

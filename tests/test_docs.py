@@ -180,10 +180,11 @@ def shown_signatures() -> Iterator[tuple[str, ast.arguments]]:
 def test_each_signature_on_the_page_of_the_interface_is_the_true_one() -> None:
     compared = 0
     for title, shown in shown_signatures():
-        owner, _, method = title.removeprefix("jobs.").partition(".")
+        owner, _, method = title.removeprefix("jobs.").removeprefix("storage.").partition(".")
         if owner == "RaySession" and importlib.util.find_spec("ray") is None:
             continue
-        thing = getattr(hf, owner, None) or getattr(hf.jobs, owner)
+        homes = (hf, hf.jobs, importlib.import_module("holdfast.storage"))
+        thing = next(getattr(home, owner) for home in homes if hasattr(home, owner))
         called = getattr(thing, method) if method else thing
         module = vars(sys.modules[inspect.unwrap(called).__module__])
         parameters = {name: one for name, one in inspect.signature(called).parameters.items() if name != "self"}

@@ -201,10 +201,6 @@ class Company:
             watched, self._watched = self._watched, ""
         return Exchange(self.peers, self._places.take(step), watched)
 
-    def is_wanted_next(self, exchange: Exchange) -> bool:
-        """Whether this worker's training has come to another save since, and may wait for the end of that one."""
-        return self._places.count > exchange.count
-
     def send(self, errand: Callable[[], object]) -> None:
         """Has something said to the others soon, by a thread that may wait for the store."""
         self._courier.send(errand)

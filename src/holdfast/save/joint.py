@@ -281,7 +281,8 @@ class JointLine:
         with suppress(HoldfastError):
             while self._look_at(newest):
                 # Who has missed the plan for a save will not come to it.
-                is_brief = exchange.was_missed or self._company.is_wanted_next(exchange)
+                # Training that has come to another save since may wait for the end of this one.
+                is_brief = exchange.was_missed or self._company.saves > exchange.count
                 if time.monotonic() >= begun_at + (_COURTESY_SECONDS if is_brief else ANSWER_SECONDS):
                     break
                 # Each worker has a key of its own, and one may die instead of writing it.
