@@ -68,6 +68,24 @@ def test_verify_names_a_flipped_bit(run: Path) -> None:
     assert (document["is_whole"], document["newest_whole_step"], step["outcome"]) == (False, None, "damaged")
 
 
+def test_verify_says_of_a_damaged_header_what_a_restore_makes_of_it(run: Path) -> None:
+    flip_bit(run / NEWEST / DATA, 100)
+    restored = hf.CheckpointManager(run, hf.Checkpoint(**make_objects(2))).restore()
+    assert restored is not None
+    assert (restored.step, restored.passed_over) == (300, ())
+    result = call("verify", run)
+    assert result.exit_code == ExitCode.DAMAGED
+    assert "restorable  step 300" in result.stdout
+    assert "the header does not match its digest; a restore does not need it" in result.stdout
+    assert "A restore takes step 300" in result.stdout
+    assert "passes over" not in result.stdout
+    (step,) = call_json("verify", run, exit_code=1)["steps"]
+    assert (step["outcome"], step["problems"][0]["tensor"]) == ("restorable", None)
+    # What a restore does need is another verdict.
+    flip_bit(run / NEWEST / DATA, call_json("show", run)["leaves"][0]["offset_bytes"])
+    assert "A restore passes over it" in call("verify", run).stdout
+
+
 def test_verify_all_says_what_a_restore_takes(run: Path) -> None:
     os.truncate(run / NEWEST / DATA, 5000)
     (run / "step-000000250.g0002" / INDEX).unlink()

@@ -14,7 +14,7 @@ from typing import Final, TextIO
 from holdfast.catalog import read_catalog
 from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.names import StepName
-from holdfast.restore.verify import Checked, count_unread, open_step, verify_data
+from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
 from holdfast.storage import Storage
 
 _THREADS: Final = max(2, min(4, os.cpu_count() or 1))
@@ -25,6 +25,8 @@ class Outcome(enum.StrEnum):
 
     WHOLE = "whole"
     """Every byte is as it was written."""
+    RESTORABLE = "restorable"
+    """Headers of data files are damaged, which other programs need and a restore does not; all else is whole."""
     DAMAGED = "damaged"
     """Something is not as it was written."""
     UNREADABLE = "unreadable"
@@ -99,7 +101,8 @@ def judge_step(
         problems.append(error)
     if problems:
         is_failure = isinstance(problems[-1], StorageError)
-        outcome = Outcome.UNREADABLE if is_failure else Outcome.DAMAGED
+        damaged = Outcome.RESTORABLE if spares_restore(problems) else Outcome.DAMAGED
+        outcome = Outcome.UNREADABLE if is_failure else damaged
         # A job that runs removes old steps, manifest first: what is missing then was not damaged.
         if directory and name not in read_catalog(storage).committed:
             outcome = Outcome.REMOVED

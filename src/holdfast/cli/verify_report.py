@@ -18,6 +18,7 @@ from holdfast.format.names import StepName
 _SHOWN_PROBLEMS: Final = 20
 _STYLES: Final = {
     Outcome.WHOLE: ("✓ ", GOOD),
+    Outcome.RESTORABLE: ("! ", NOTABLE),
     Outcome.DAMAGED: ("✗ ", BAD),
     Outcome.UNREADABLE: ("✗ ", BAD),
     Outcome.REMOVED: ("- ", FAINT),
@@ -52,7 +53,7 @@ class VerifyReport:
     def exit_code(self) -> ExitCode:
         """What the verb ends with."""
         outcomes = self._count()
-        if self._records or outcomes[Outcome.DAMAGED]:
+        if self._records or outcomes[Outcome.DAMAGED] or outcomes[Outcome.RESTORABLE]:
             return ExitCode.DAMAGED
         if outcomes[Outcome.UNREADABLE]:
             return ExitCode.FAILED
@@ -61,10 +62,13 @@ class VerifyReport:
     @property
     def newest_whole(self) -> StepName | None:
         """The newest checkpoint of the living line that was found whole, or None."""
+        return self._find_newest(Outcome.WHOLE)
+
+    def _find_newest(self, *outcomes: Outcome) -> StepName | None:
         if self._catalog is None:
             return None
-        whole = {verdict.name for verdict in self._verdicts if verdict.outcome is Outcome.WHOLE}
-        return next((name for name in reversed(self._catalog.living) if name in whole), None)
+        names = {verdict.name for verdict in self._verdicts if verdict.outcome in outcomes}
+        return next((name for name in reversed(self._catalog.living) if name in names), None)
 
     def show_records(self, screen: Screen) -> None:
         """Names the damaged records of the run."""
@@ -102,10 +106,12 @@ class VerifyReport:
         newest = self._catalog.newest if self._catalog else None
         if newest is None or newest == self.newest_whole or newest not in {verdict.name for verdict in self._verdicts}:
             return
-        if self.newest_whole is not None:
-            screen.say(
-                Styled(f"A restore passes over what is damaged and takes step {self.newest_whole.step}.", NOTABLE)
-            )
+        taken = self._find_newest(Outcome.WHOLE, Outcome.RESTORABLE)
+        if taken == newest:
+            text = f"A restore takes step {taken.step}; programs that read its data file without holdfast may fail."
+            screen.say(Styled(text, NOTABLE))
+        elif taken is not None:
+            screen.say(Styled(f"A restore passes over what is damaged and takes step {taken.step}.", NOTABLE))
         elif len(self._verdicts) == 1 and len(self._catalog.living if self._catalog else ()) > 1:
             screen.say(Styled("A restore passes over it and takes an older step; --all says which are whole.", NOTABLE))
         else:

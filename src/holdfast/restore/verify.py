@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TypeAlias
 
 from holdfast.catalog import read_index
-from holdfast.errors import DamageError, FormatError, NotFoundError
+from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord, find_name_problem
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decode_manifest, list_features
@@ -178,6 +178,14 @@ def verify_data(
     return damages
 
 
+def spares_restore(damages: Sequence[HoldfastError]) -> bool:
+    """**Pure.** Whether a restore takes a step in spite of the damages found in it: it reads no header of a data file.
+
+    Arrays begin behind the header, so that what is damaged at the beginning of a file is the header.
+    """
+    return all(isinstance(damage, DamageError) and damage.offset_bytes == 0 and not damage.tensor for damage in damages)
+
+
 def _verify_part(
     part: Part, reader: FileReader, threads: int, progress: Callable[[int], None], checked: Checked
 ) -> list[DamageError]:
@@ -209,5 +217,5 @@ def _verify_header(part: Part, reader: FileReader, progress: Callable[[int], Non
     progress(len(header))
     if digest(header) == part.index.header_digest:
         return []
-    text = f"{part.path}: the header does not match its digest; restoring does not need it, other readers do"
+    text = f"{part.path}: the header does not match its digest; a restore does not need it, other readers do"
     return [DamageError(text, step=part.index.step, path=part.path, offset_bytes=0)]
