@@ -272,3 +272,20 @@ def test_a_backup_is_restored_without_the_newer_one_that_lost_its_manifest_and_b
     assert files_in(tmp_path) == []
     with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         assert state.restore() is None
+
+
+def test_all_workers_pass_over_the_same_one_and_it_stays(tmp_path: Path) -> None:
+    def go_on(cluster: Cluster) -> tuple[int, ...]:
+        with open_manager(tmp_path, cluster=cluster, keep=hf.Latest(2)) as manager:
+            restored = manager.restore()
+            begun = 0 if restored is None else restored.step
+            for step in range(begun + 1, 4):
+                manager.save(step)
+            return begun, *([] if restored is None else [len(restored.passed_over)])
+
+    assert run_workers(2, go_on) == [(0,)] * 2
+    remove_manifests(tmp_path, "*3.g0001")
+    kept = sorted((tmp_path / THREE).iterdir())
+    assert run_workers(2, go_on) == [(2, 1)] * 2
+    assert sorted((tmp_path / THREE).iterdir()) == kept
+    assert (tmp_path / "step-000000003.g0002" / "manifest.json").exists()
