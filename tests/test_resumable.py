@@ -303,6 +303,10 @@ def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> 
         hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))
     with pytest.raises(UsageError, match="strict"):
         hf.resumable(tmp_path, a=np.zeros(3), strict="no")  # type: ignore[arg-type]
+    for unnamed in (lambda: hf.resumable(tmp_path, np.zeros(3), 5), lambda: hf.Checkpoint(np.zeros(3), 5)):
+        with pytest.raises(TypeError, match="ndarray, int has none") as refused:
+            unnamed()
+        assert "model=model" in str(refused.value)
     run = hf.resumable(tmp_path, a=np.zeros(3))
     with pytest.raises(UsageError, match="entered"):
         run.steps(3)
@@ -344,3 +348,38 @@ def test_a_step_that_the_user_has_saved_by_the_manager_is_saved(
     assert "Traceback" not in done.stderr
     assert (f"step {last} is saved; leaving" in done.stderr) == (code == 42)
     assert steps_of(tmp_path) == [*range(1, last + 1)]
+
+
+def test_a_loop_of_steps_within_another_one_is_warned_of_once(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with hf.resumable(tmp_path, state=[0], save_every=hf.Steps(100), sinks=[events.append]) as run:
+        for _ in run.steps(3):
+            break
+        for _ in run.steps(5):
+            pass
+        assert not any(isinstance(event, Warned) for event in events), "one after the other is no fault"
+        for _ in run.steps(20):
+            for step in run.steps(9):
+                if step % 2:
+                    break
+            if run.step > 14:
+                break
+    assert [event.text[:36] for event in events if isinstance(event, Warned)] == [
+        "a loop of run.steps runs within anot"
+    ]
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_an_epoch_that_is_kept_as_a_number_and_never_set_is_warned_of_at_the_end(tmp_path: Path, is_set: bool) -> None:
+    events: list[Event] = []
+    with hf.resumable(tmp_path, epoch=0, save_every=hf.Steps(2), sinks=[events.append]) as run:
+        for epoch in range(run.checkpoint.epoch, 1):
+            for _ in range(5):
+                run.finish_step()
+            if is_set:
+                run.checkpoint.epoch = epoch
+    told = [event.text for event in events if isinstance(event, Warned)]
+    assert [text[:28] for text in told] == [] if is_set else ["epoch is kept as the number "]
+    with hf.resumable(tmp_path / "other", epoch=0, num_epochs=3, sinks=[events.append]) as run:
+        run.finish_step()
+    assert len([event for event in events if isinstance(event, Warned)]) == len(told)

@@ -162,3 +162,10 @@ def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
         """
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_that_lives_until_the_interpreters_end_says_nothing_there() -> None:
+    """Its module's names are gone by then."""
+    keep = "import threading\nfrom holdfast.storage import crew\nthreading.kept = [crew, crew.Crew(2, 'kept')]"
+    done = run_python(keep)
+    assert (done.returncode, done.stderr) == (0, "")

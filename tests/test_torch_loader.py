@@ -11,13 +11,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 import holdfast as hf  # noqa: E402
 from holdfast.errors import MismatchError, UnsupportedValueError, UsageError  # noqa: E402
 from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.matching import match_objects  # noqa: E402
+from holdfast.state.oversights import find_oversights  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
 from holdfast.state.sampler import ResumableSampler  # noqa: E402
 
@@ -370,6 +378,11 @@ class TestStatefulDataLoader:
             with pytest.raises(UsageError, match="train gave a batch between two steps"):
                 handler.run(print, *left)
             handler.close()
+
+    def test_over_a_sampler_that_keeps_no_order_it_is_warned_of(self, stateful: Any) -> None:
+        for options, count in (({"shuffle": True}, 0), ({"sampler": RandomSampler(range(LENGTH))}, 1)):
+            told = find_oversights({"data": stateful(Augmented(), batch_size=BATCH, **options)})
+            assert [text.split(",")[0] for text in told] == ["data: torch's RandomSampler keeps no order"] * count
 
     def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH)

@@ -14,6 +14,7 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError
+from holdfast.events import Event, Warned
 from holdfast.format import codecs
 from holdfast.integrations.torch.devices import INTEGERS
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
@@ -721,3 +722,33 @@ def test_a_module_that_does_not_take_other_shapes_is_a_difference() -> None:
     assert match(store(**with_state), {"model": wider}).differences.wrong_shape == [
         "model/0.more: stored [2], live [3]"
     ]
+
+
+class Hidden(nn.Module):
+    """Its layers are no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(2, 2)]
+
+
+def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_path: Path) -> None:
+    drops = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    calm: list[dict[str, Any]] = [
+        {"model": drops, "rng": hf.RNG()},
+        {"model": drops, "states": {"torch_rng": torch.get_rng_state()}, "rng_states": 0},
+        {"model": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "loss": nn.MSELoss()},
+        {"model": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval()},
+    ]
+    for number, objects in enumerate([*calm, {"model": drops, "other": [Hidden()]}]):
+        events: list[Event] = []
+        checkpoint = hf.Checkpoint(**objects)
+        with hf.CheckpointManager(tmp_path / str(number), checkpoint, sinks=[events.append]) as manager:
+            for step in range(2):
+                manager.save(step)
+        told = [event.text for event in events if isinstance(event, Warned)]
+        if number < len(calm):
+            assert told == []
+    assert len(told) == 2
+    assert told[0].startswith("other/0: its state_dict() is empty")
+    assert told[1].startswith("model: dropout draws from random generators that are not kept")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.errors import UsageError
+from holdfast.errors import UnnamedError, UsageError
 
 
 class Checkpoint:
@@ -25,14 +25,28 @@ class Checkpoint:
     of this class too (`objects`) can be read and set with brackets only.
     """
 
-    __slots__ = ("_objects", "_own")
+    __slots__ = ("_assigned", "_objects", "_own")
     _objects: dict[str, Any]
     # What holdfast itself keeps with the user's objects, which never see it.
     _own: dict[str, Any]
+    _assigned: set[str]
 
-    def __init__(self, /, **objects: Any) -> None:
+    def __init__(self, /, *unnamed: object, **objects: Any) -> None:
+        """Takes the objects by name.
+
+        Raises:
+            UnnamedError: If an object is given without a name.
+            UsageError: If a name cannot be one.
+        """
+        if unnamed:
+            given = ", ".join(type(obj).__name__ for obj in unnamed)
+            raise UnnamedError(
+                f"what is kept is given by name, and {given} has none",
+                hint="Write Checkpoint(model=model, optimizer=optimizer): it is stored under that name.",
+            )
         self._objects = {}
         self._own = {}
+        self._assigned = set()
         for name, obj in objects.items():
             self[name] = obj
 
@@ -60,6 +74,8 @@ class Checkpoint:
                 f"{name!r} cannot name an object",
                 hint="A name has no '/', does not begin with '$', and is not '__metadata__'.",
             )
+        if name in self._objects:
+            self._assigned.add(name)
         self._objects[name] = obj
 
     def __delitem__(self, name: str) -> None:
@@ -100,6 +116,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(f'{name}={type(obj).__name__}' for name, obj in self._objects.items())})"
+
+
+def list_assigned(checkpoint: Checkpoint) -> frozenset[str]:
+    """The names that were given another object after their first one, by a restore or by the program."""
+    return frozenset(checkpoint._assigned)
 
 
 def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class OutOfRangeError(UsageError, ValueError):
     """A number is not one that can be meant."""
 
 
+class UnnamedError(UsageError, TypeError):
+    """Objects were given without names."""
+
+
 class MissingPackageError(UsageError, ImportError):
     """A part of holdfast was asked for that needs a package which is not installed."""
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint, all_objects, check_order
+from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.events import Sink, Skipped, Sums, Totals
+from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.agreement import make_agreement
@@ -33,6 +33,7 @@ from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured, check_objects, list_shared
+from holdfast.state.oversights import find_fixed_epoch
 from holdfast.storage import Storage, open_storage
 
 
@@ -340,6 +341,9 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        has_trained = error is None and self.restored is None and len(self._living) > 1
+        if has_trained and (text := find_fixed_epoch(self.checkpoint.objects, list_assigned(self.checkpoint))):
+            self.emit(Warned(text=text))
         self._reports.close_behind(error, self.close)
 
     def _save(

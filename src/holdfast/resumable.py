@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UnnamedError, UsageError
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def resumable(
     directory: str | os.PathLike[str] | Storage,
-    *,
+    *unnamed: object,
     save_every: SavePolicy | None = None,
     keep: RetentionPolicy | None = None,
     strict: bool = True,
@@ -62,6 +63,7 @@ def resumable(
 
     Args:
         directory: The run's directory, a URL, or an open storage.
+        unnamed: Nothing: objects are given by name.
         save_every: When to save; None for `Auto()`, which measures what a save costs.
         keep: What to keep; None for `Latest(3)`.
         strict: False to take from the checkpoint what fits, if objects have changed since.
@@ -86,6 +88,7 @@ def resumable(
 
     Raises:
         UsageError: If an argument is wrong, or nothing is to be kept.
+        UnnamedError: If an object is given without a name.
         UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
         StorageError: If the directory cannot be looked at, or is not that of the other workers.
         AbsentError: If other workers of the job do not come.
@@ -96,6 +99,12 @@ def resumable(
     from holdfast.preemption.termination import make_termination
     from holdfast.save import arguments
 
+    if unnamed:
+        given = ", ".join(type(obj).__name__ for obj in unnamed)
+        raise UnnamedError(
+            f"what is kept is given by name, and {given} has none",
+            hint="Write resumable(directory, model=model, optimizer=optimizer): it is stored under that name.",
+        )
     arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
@@ -159,6 +168,9 @@ class Run:
         self.restored: Restoration | None = None
         self._strict, self._begin_anew = strict, begin_anew
         self._metrics: dict[str, float] = {}
+        self._loops = itertools.count(1)
+        # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
+        self._newest_loop = -1
         self._last = LastSave()
         self._in_step = self._stop = self._entered = False
         self._process = os.getpid()
@@ -181,7 +193,7 @@ class Run:
             PeerError: If another worker of the job has failed.
         """
         self._check_entered()
-        return iter(partial(self._next_step, check_whole("total", total)), None)
+        return iter(partial(self._next_step, check_whole("total", total), next(self._loops)), None)
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
@@ -301,7 +313,7 @@ class Run:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
             self._guard.pass_end(self.step)
-            self.manager.close()
+            self.manager.__exit__(None, None, None)
         except Exception as error:
             self._end_badly(error)
             raise
@@ -314,7 +326,15 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    def _next_step(self, total: int) -> int | None:
+    def _next_step(self, total: int, loop: int) -> int | None:
+        if self._newest_loop > loop:
+            from holdfast.events import Warned
+
+            text = "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
+            self.manager.emit(Warned(text=text, step=self.step))
+            self._newest_loop = 0
+        elif self._newest_loop:
+            self._newest_loop = loop
         self._go_on()
         if self._stop or self.step >= total:
             self._guard.pass_last(self.step)

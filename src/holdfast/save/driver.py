@@ -26,6 +26,7 @@ from holdfast.save.stage import Stager, Staging
 from holdfast.save.within import is_within
 from holdfast.state import Captured, Captures, capture_objects
 from holdfast.state.fixed import FixedArrays
+from holdfast.state.oversights import find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 from holdfast.storage.digesting import find_native
@@ -83,6 +84,7 @@ class Saver:
         self._captures = Captures()
         self._objects = objects
         self._fixed = FixedArrays()
+        self._is_looked_over = False
         self._reports = reports
         self._crew: Crew | None = None
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -140,8 +142,11 @@ class Saver:
         self._work = None
         crew = self._crew = Crew(self._threads, f"holdfast-save-{order.step}")
         inbox = self._inbox = queue.SimpleQueue()
-        if warning := self._fixed.look(self._objects, order.step):
-            self.emit_soon(Warned(text=warning))
+        warning = self._fixed.look(self._objects, order.step)
+        warnings = [] if self._is_looked_over else find_oversights(self._objects)
+        self._is_looked_over = True
+        for text in [warning, *warnings] if warning else warnings:
+            self.emit_soon(Warned(text=text))
         try:
             # All threads are started while there is nothing to lose yet.
             crew.start()

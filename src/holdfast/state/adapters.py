@@ -261,6 +261,14 @@ class Adapter:
         """The live arrays of an object that training keeps equal on all workers; None if its whole state is so."""
         return None
 
+    def lack_of(self, obj: Any) -> str:
+        """What the object is likely to lack after a restore although it is kept; an empty string if nothing."""
+        return ""
+
+    def draws_of(self, obj: Any) -> str:
+        """What of the object draws from the generators that the whole process shares; an empty string if nothing."""
+        return ""
+
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.
 

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Final
 
 from holdfast.gate import Gate
@@ -46,8 +45,10 @@ class Crew:
 
     def __del__(self) -> None:
         # What would have closed it may have been interrupted itself. The threads know the queue alone.
-        with suppress(AttributeError):  # So may `__init__`.
+        try:  # noqa: SIM105  At the interpreter's end this module's names, `suppress` say, may be gone.
             self.end()
+        except AttributeError:
+            pass  # `__init__` may have been interrupted, too.
 
     def start(self) -> None:
         """**Blocks.** Starts as many of the threads as can be had."""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
@@ -298,6 +298,15 @@ class LoaderAdapter(SamplerAdapter):
         """
         path = next((path for path, member in scene.members if member is obj), "")
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
+
+    def lack_of(self, obj: Any) -> str:
+        """See `Adapter`: torch's own random sampler has no state, so that a loader passes over another order."""
+        if not isinstance(obj.sampler, RandomSampler) or isinstance(obj.batch_sampler, ResumableSampler):
+            return ""
+        return (
+            "torch's RandomSampler keeps no order, so a restart within an epoch repeats and leaves out samples: give "
+            f"{type(obj).__name__} shuffle=True in its place, or use ResumableDataLoader"
+        )
 
     def gives_batches(self, obj: Any) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, since that would start its workers."""

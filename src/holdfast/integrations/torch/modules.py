@@ -35,6 +35,14 @@ _PLAIN_LOADERS: Final = frozenset(
 )
 
 
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.training and module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.training and module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, nn.MultiheadAttention) and module.training and module.dropout > 0
+
+
 class ModuleAdapter(Adapter):
     """The state of a module is what `state_dict` gives, under names that wrappers have no part in.
 
@@ -57,6 +65,20 @@ class ModuleAdapter(Adapter):
         for module in obj.modules():
             if hasattr(type(module), "prepare_for_checkpoint"):
                 module.prepare_for_checkpoint()
+
+    def lack_of(self, obj: Any) -> str:
+        """See `Adapter`. A module of torch's own that has no parameters, a loss say, has nothing to keep."""
+        is_own = type(obj).__module__.startswith("torch.nn.")
+        if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
+            return ""
+        return (
+            "its state_dict() is empty, so nothing of it is kept. Modules in a plain list or dict are no part of a "
+            "module: use nn.ModuleList or nn.ModuleDict"
+        )
+
+    def draws_of(self, obj: Any) -> str:
+        """See `Adapter`: dropout that is switched on."""
+        return "dropout" if any(map(_drops, obj.modules())) else ""
 
     def holders_of(self, obj: Any) -> Sequence[int] | None:
         """Those who have a part in the mesh of the module's parameters: others have other modules, perhaps."""
