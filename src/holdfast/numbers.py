@@ -30,9 +30,12 @@ def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, 
         UsageError: If it is not a whole number.
     """
     wanted = f"from {least} on" if most is None else f"from {least} to {most}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise UsageError(f"{name} must be a whole number {wanted}, got {value!r}", hint=hint)
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError:  # An array has `__index__`, and refuses unless it is one whole number.
+        number = None
+    if number is None or isinstance(value, bool):
+        raise UsageError(f"{name} must be a whole number {wanted}, got {value!r}", hint=hint) from None
     if number < least or (most is not None and number > most):
         raise OutOfRangeError(f"{name} must be a whole number {wanted}, got {number}", hint=hint)
     return number

@@ -209,6 +209,30 @@ def make_refusal(refusal: _Refusal, name: str, path: str) -> UnsupportedValueErr
     return UnsupportedValueError(f"{path}: {name} {refusal.text}, and cannot be saved", path=path, hint=refusal.hint)
 
 
+class Replication(NamedTuple):
+    """How the plain arrays of an object's state lie with the workers.
+
+    Attributes:
+        holders: The ranks of the workers that hold them; None for all workers.
+        trained: The live arrays among them that training keeps equal on these workers; None for all of them.
+    """
+
+    holders: Sequence[int] | None = None
+    trained: Sequence[Any] | None = None
+
+
+class Oversights(NamedTuple):
+    """What a program seems to have forgotten of an object; empty where it has forgotten nothing.
+
+    Attributes:
+        lack: What the object lacks after a restore.
+        draws: What of the object draws from the generators that the whole process shares.
+    """
+
+    lack: str = ""
+    draws: str = ""
+
+
 class Adapter:
     """Reads the state of one kind of object and puts it back. Adapters hold no state of their own.
 
@@ -249,25 +273,17 @@ class Adapter:
         """
         return False
 
-    def holders_of(self, obj: Any) -> Sequence[int] | None:
-        """The ranks of the workers that hold the plain arrays of an object's state; None for all workers."""
-        return None
+    def replication_of(self, obj: Any) -> Replication:
+        """Which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
+        return Replication()
 
     def gives_batches(self, obj: Any) -> bool:
         """Whether the object's own state is a place in the data, which moves when a batch is taken from the object."""
         return False
 
-    def trained_arrays(self, obj: Any) -> Sequence[Any] | None:
-        """The live arrays of an object that training keeps equal on all workers; None if its whole state is so."""
-        return None
-
-    def lack_of(self, obj: Any) -> str:
-        """What the object is likely to lack after a restore although it is kept; an empty string if nothing."""
-        return ""
-
-    def draws_of(self, obj: Any) -> str:
-        """What of the object draws from the generators that the whole process shares; an empty string if nothing."""
-        return ""
+    def oversights_of(self, obj: Any) -> Oversights:
+        """What a restart is likely to lack although the object is kept."""
+        return Oversights()
 
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.

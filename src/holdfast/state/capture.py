@@ -257,8 +257,7 @@ class _Capturing(Encoder):
             state = self._state_of(value, adapter, path)
             if not sharing.worker.is_alone:
                 # Only now: to be asked for its state may change how an object holds it.
-                sharing.holders = adapter.holders_of(value) or sharing.holders
-                sharing.trained = sharing.find_trained(adapter, value)
+                sharing.enter(adapter.replication_of(value))
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
             sharing.is_own, sharing.holders, sharing.trained = outer

@@ -28,13 +28,13 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     keeps_draws = any(isinstance(obj, RNG) for _, obj, _ in members) or any(
         word in name.lower() for name in objects for word in _GENERATORS
     )
-    texts = [f"{path}: {lack}" for path, obj, adapter in members if (lack := adapter.lack_of(obj))]
-    draws = {} if keeps_draws else {path: adapter.draws_of(obj) for path, obj, adapter in members}
+    found = {path: adapter.oversights_of(obj) for path, obj, adapter in members}
+    texts = [f"{path}: {one.lack}" for path, one in found.items() if one.lack]
     texts += [
-        f"{path}: {drawing} draws from random generators that are not kept, so a restart draws other numbers: keep "
+        f"{path}: {one.draws} draws from random generators that are not kept, so a restart draws other numbers: keep "
         "rng=hf.RNG() as well"
-        for path, drawing in draws.items()
-        if drawing
+        for path, one in found.items()
+        if one.draws and not keeps_draws
     ]
     return texts
 

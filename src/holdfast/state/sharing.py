@@ -13,7 +13,7 @@ from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, QuantizerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
-from holdfast.state.adapters import Adapter
+from holdfast.state.adapters import Replication
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Replica, part_of, spec_of
 from holdfast.state.owners import PART_BYTES, plan_parts
 from holdfast.state.registry import backend_of, sharder_of_type
@@ -53,11 +53,14 @@ class Sharing:
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
 
-    def find_trained(self, adapter: Adapter, obj: Any) -> frozenset[tuple[str, Hashable]] | None:
-        """What `trained` is within an object."""
-        arrays = adapter.trained_arrays(obj)
-        if arrays is None:
-            return self.trained
+    def enter(self, replication: Replication) -> None:
+        """Sets `holders` and `trained` as they are within an object."""
+        self.holders = replication.holders or self.holders
+        if replication.trained is not None:
+            self.trained = self._find_memory(replication.trained)
+
+    @staticmethod
+    def _find_memory(arrays: Sequence[Any]) -> frozenset[tuple[str, Hashable]]:
         plain = ((array, backend_of(array)) for array in arrays if sharder_of_type(type(array)) is None)
         return frozenset((backend.name, backend.alias_key(array)) for array, backend in plain if backend is not None)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
 from holdfast.numbers import check_whole
-from holdfast.state.adapters import Loading, Scene
+from holdfast.state.adapters import Loading, Oversights, Scene
 from holdfast.state.leaves import Skeleton
 from holdfast.state.permutation import derive
 from holdfast.state.position import is_position
@@ -299,11 +299,11 @@ class LoaderAdapter(SamplerAdapter):
         path = next((path for path, member in scene.members if member is obj), "")
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
 
-    def lack_of(self, obj: Any) -> str:
+    def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: torch's own random sampler has no state, so that a loader passes over another order."""
         if not isinstance(obj.sampler, RandomSampler) or isinstance(obj.batch_sampler, ResumableSampler):
-            return ""
-        return (
+            return Oversights()
+        return Oversights(
             "torch's RandomSampler keeps no order, so a restart within an epoch repeats and leaves out samples: give "
             f"{type(obj).__name__} shuffle=True in its place, or use ResumableDataLoader"
         )

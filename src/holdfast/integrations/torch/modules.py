@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.adapters import OWNED, Adapter, Loading, Scene, refuse_type
+from holdfast.state.adapters import OWNED, Adapter, Loading, Oversights, Replication, Scene, refuse_type
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import is_made_of_tensors
 
@@ -66,28 +66,26 @@ class ModuleAdapter(Adapter):
             if hasattr(type(module), "prepare_for_checkpoint"):
                 module.prepare_for_checkpoint()
 
-    def lack_of(self, obj: Any) -> str:
+    def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`. A module of torch's own that has no parameters, a loss say, has nothing to keep."""
+        draws = "dropout" if any(map(_drops, obj.modules())) else ""
         is_own = type(obj).__module__.startswith("torch.nn.")
         if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
-            return ""
-        return (
+            return Oversights(draws=draws)
+        lack = (
             "its state_dict() is empty, so nothing of it is kept. Modules in a plain list or dict are no part of a "
             "module: use nn.ModuleList or nn.ModuleDict"
         )
+        return Oversights(lack, draws)
 
-    def draws_of(self, obj: Any) -> str:
-        """See `Adapter`: dropout that is switched on."""
-        return "dropout" if any(map(_drops, obj.modules())) else ""
+    def replication_of(self, obj: Any) -> Replication:
+        """Held by the workers of the mesh of the module's parameters: others have other modules, perhaps.
 
-    def holders_of(self, obj: Any) -> Sequence[int] | None:
-        """Those who have a part in the mesh of the module's parameters: others have other modules, perhaps."""
+        The parameters are kept equal. Each worker may have buffers of its own, such as the statistics of batch norm.
+        """
         settle(obj)
-        return holders_of(list(obj.parameters()))
-
-    def trained_arrays(self, obj: Any) -> Sequence[Any] | None:
-        """The parameters. Each worker may have buffers of its own, such as the statistics of batch norm."""
-        return list(obj.parameters())
+        parameters = list(obj.parameters())
+        return Replication(holders_of(parameters), parameters)
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """Values by name."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
-from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Scene, make_refusal
+from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Replication, Scene, make_refusal
 from holdfast.state.leaves import Skeleton
 
 
@@ -113,9 +113,9 @@ class OptimizerAdapter(Adapter):
             "shapes": _shapes_of(layout),
         }
 
-    def holders_of(self, obj: Any) -> Sequence[int] | None:
-        """Those who have a part in the mesh of the parameters: their steps are counted there alone."""
-        return holders_of([parameter for group in obj.param_groups for parameter in group["params"]])
+    def replication_of(self, obj: Any) -> Replication:
+        """Held by the workers of the mesh of the parameters: their steps are counted there alone."""
+        return Replication(holders_of([parameter for group in obj.param_groups for parameter in group["params"]]))
 
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """A hook of all optimizers of torch, since another one may step the same parameters.
