@@ -379,7 +379,7 @@ def test_an_epoch_that_is_kept_as_a_number_and_never_set_is_warned_of_at_the_end
             if is_set:
                 run.checkpoint.epoch = epoch
     told = [event.text for event in events if isinstance(event, Warned)]
-    assert [text[:28] for text in told] == [] if is_set else ["epoch is kept as the number "]
+    assert [text[:28] for text in told] == ([] if is_set else ["epoch is kept as the number "])
     with hf.resumable(tmp_path / "other", epoch=0, num_epochs=3, sinks=[events.append]) as run:
         run.finish_step()
     assert len([event for event in events if isinstance(event, Warned)]) == len(told)
