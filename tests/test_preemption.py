@@ -1887,6 +1887,48 @@ def test_a_batch_taken_between_steps_from_a_loader_that_cannot_say_so_is_refused
         handler.close()
 
 
+def test_a_loader_that_is_used_later_and_random_arguments_are_warned_of(tmp_path: Path) -> None:
+    numbers, texts = Numbers(), []
+    checkpoint = hf.Checkpoint(data=numbers, rng=hf.RNG())
+    manager = hf.CheckpointManager(tmp_path, checkpoint, sinks=[lambda event: texts.append(str(event))])
+    with manager, hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[])) as handler:
+        handler.run(int)
+        handler.run(int, np.random.rand())
+        handler.run(int)
+        for _ in range(3):
+            handler.run(int, next(numbers))
+        for _ in range(3):
+            handler.run(int, np.random.rand())
+    assert sum("random numbers were drawn between two steps" in text for text in texts) == 1
+    assert sum("data gave a batch between two steps" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize("way", ["close", "block", "error", "torn"])
+def test_a_manager_that_is_closed_before_its_handler_saves_the_last_step_that_is_due(tmp_path: Path, way: str) -> None:
+    manager, state = manager_of(tmp_path, save_every=hf.Steps(3))
+    handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
+    with contextlib.suppress(ZeroDivisionError), manager if way != "close" else contextlib.nullcontext():
+        for _ in range(6):
+            handler.run(state["value"].__iadd__, 1)
+        if way == "error":
+            raise ZeroDivisionError
+        if way == "torn":
+            with contextlib.suppress(ZeroDivisionError):
+                handler.run(divmod, 1, 0)
+    manager.close()
+    handler.close()
+    assert manager.steps() == ((3,) if way == "error" else (3, 6))
+
+
+def test_a_handler_is_not_made_over_what_a_backup_has_restored(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path / "steps")
+    with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups, manager:
+        backups.restore()
+        with pytest.raises(UsageError, match="backup has restored these objects") as refused:
+            hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
+        assert "before you call restore()" in refused.value.hint
+
+
 def test_a_later_handler_restores_only_what_an_error_may_have_torn(tmp_path: Path) -> None:
     for life in range(2):
         manager, state = manager_of(tmp_path, save_every=hf.Steps(4))

@@ -471,6 +471,19 @@ class TestPasses:
                 sampler.load_state_dict(start)
         assert epochs == [0, 0, 1]
 
+    def test_a_loop_that_counts_from_0_after_a_restore_is_warned_of_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        sampler = ResumableSampler(9, batch_size=2)
+        sampler.set_epoch(1)
+        state = sampler.state_dict()
+        sampler.load_state_dict(state)
+        for _ in range(2):
+            sampler.set_epoch(0)
+        assert sampler.epoch == 1
+        (record,) = caplog.records
+        assert "loader.epochs(n)" in record.getMessage()
+
     def test_setting_the_present_epoch_keeps_the_position(self) -> None:
         sampler = ResumableSampler(9, batch_size=2)
         next(iter(sampler.batches(sampler)))

@@ -25,11 +25,13 @@ class Checkpoint:
     of this class too (`objects`) can be read and set with brackets only.
     """
 
-    __slots__ = ("_assigned", "_objects", "_own")
+    __slots__ = ("_assigned", "_backup_url", "_objects", "_own")
     _objects: dict[str, Any]
     # What holdfast itself keeps with the user's objects, which never see it.
     _own: dict[str, Any]
     _assigned: set[str]
+    # Where the backup lies that a `WorkerTrainingState` was asked to restore these objects from; empty if none was.
+    _backup_url: str
 
     def __init__(self, /, *unnamed: object, **objects: Any) -> None:
         """Takes the objects by name.
@@ -46,6 +48,7 @@ class Checkpoint:
             )
         self._objects = {}
         self._own = {}
+        self._backup_url = ""
         self._assigned = set()
         for name, obj in objects.items():
             self[name] = obj
@@ -146,3 +149,13 @@ def check_order(maker: str, directory: object, checkpoint: object) -> None:
 def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:
     """The objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
     return checkpoint._own
+
+
+def note_backup(checkpoint: Checkpoint, url: str) -> None:
+    """Notes that the objects are as a backup left them, or as training begins where there is none yet."""
+    checkpoint._backup_url = url
+
+
+def backup_url(checkpoint: Checkpoint) -> str:
+    """Where the backup lies that the objects were to be restored from; empty if there was no such restore."""
+    return checkpoint._backup_url

@@ -148,6 +148,8 @@ class CheckpointManager:
         self._living, self.newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), Pace()
         self._in_flight: SaveHandle | None = None
+        # Called when this is closed, unless by an error: saves that a loop has still to make.
+        self.closing: list[Callable[[], object]] = []
         self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
         if reserve_bytes is not None:
             self._saver.prepare(reserve_bytes)
@@ -320,6 +322,8 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         arguments.check_apart(self.url, self._begin)
+        while self.closing:
+            self.closing.pop()()
         self._settle(timeout_seconds, self._reports.wait_closed)
         self._closed = True
         self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
@@ -341,6 +345,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.closing.clear()  # The state may be that of half a step.
         has_trained = error is None and self.restored is None and len(self._living) > 1
         if has_trained and (text := find_fixed_epoch(self.checkpoint.objects, list_assigned(self.checkpoint))):
             self.emit(Warned(text=text))

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from holdfast.catalog import find_lost, read_catalog, read_manifest
-from holdfast.checkpoint import Checkpoint, check_order
+from holdfast.checkpoint import Checkpoint, check_order, note_backup
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import (
@@ -19,7 +19,6 @@ from holdfast.errors import (
     DamageError,
     DeadlineError,
     NotFoundError,
-    OutOfRangeError,
     SaveFailedError,
     StorageError,
     UsageError,
@@ -121,9 +120,9 @@ class WorkerTrainingState:
         """
         check_order("WorkerTrainingState", directory, checkpoint)
         self.checkpoint = checkpoint
-        self._save_freq = save_freq if save_freq == "epoch" else check_whole("save_freq", save_freq, 1)
-        if self._save_freq == 0:
-            raise OutOfRangeError('save_freq=0: a backup is made after one batch or more, or give "epoch"')
+        self._save_freq = (
+            save_freq if save_freq == "epoch" else check_whole("save_freq", save_freq, 1, hint='Or it is "epoch".')
+        )
         self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
         self._sinks = tuple(sinks)
@@ -265,6 +264,7 @@ class WorkerTrainingState:
         if damage is not None:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict)
+        note_backup(self.checkpoint, self._storage.url)
         self._in_flight = None
         self._saved = self._began_from = None
         self._kept_for = ""
@@ -386,7 +386,7 @@ class WorkerTrainingState:
         Raises:
             UsageError: As there.
         """
-        steps = self._steps_per_epoch = check_whole("steps_per_epoch", steps_per_epoch)
+        steps = self._steps_per_epoch = check_whole("steps_per_epoch", steps_per_epoch, 1)
         first = self.maybe_load_initial_epoch_from_ckpt(initial_epoch, mode, epochs=epochs)
         backup = self.saved if mode == "train" else None
         if backup is None or backup.batch is None:

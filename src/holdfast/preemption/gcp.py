@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import quote
 
 from holdfast.errors import UsageError
+from holdfast.numbers import check_seconds
 from holdfast.preemption.metadata import MetadataSource, unexpected
 from holdfast.preemption.notices import Demand, Notice
 
@@ -53,7 +54,10 @@ class GCP(MetadataSource):
         self.name = f"gcp {attribute}"
         self.interval_seconds = 0.0
         self._attribute = attribute
-        self._left_seconds = left_seconds if left_seconds is not None else (30.0 if attribute == _PREEMPTED else 60.0)
+        usual_seconds = 30.0 if attribute == _PREEMPTED else 60.0
+        self._left_seconds = (
+            usual_seconds if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
+        )
         self._wait_seconds = wait_seconds
         self._timeout_seconds = timeout_seconds
         self._etag: str | None = None

@@ -12,11 +12,12 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from holdfast.checkpoint import own_objects
 from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
+from holdfast.events import Warned
 from holdfast.format.names import RUN_CALLS
 from holdfast.numbers import check_whole
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
-from holdfast.preemption.run_calls import Manager, check_places, note_places, restore_calls
+from holdfast.preemption.run_calls import Manager, PlaceWatch, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_interrupted, end_process
@@ -73,8 +74,8 @@ class PreemptionCheckpointHandler:
         self._process = os.getpid()
         self._closed = False
         self._save_options: dict[str, Any] = {}
-        # Where loaders were when the first step ended; None before that, and empty once they were looked at again.
-        self._places: dict[str, Any] | None = None
+        self._watch: PlaceWatch | None = None
+        self._has_failed = False  # The last step of `run` has raised, so that the state may be that of half a step.
         termination = TerminationConfig() if termination_config is None else termination_config
         self._guard = make_guard(manager, termination, self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
@@ -95,6 +96,7 @@ class PreemptionCheckpointHandler:
                 self._guard.close()
             raise
         atexit.register(self._close_at_exit)
+        manager.closing.append(self._save_last)
 
     @property
     def total_run_calls(self) -> int:
@@ -122,18 +124,18 @@ class PreemptionCheckpointHandler:
         """
         self._check_between_steps("run")
         self._finish_step()
-        if self._places:
-            check_places(self._manager.checkpoint, self._places)
-            self._places = {}
+        if self._watch is not None:
+            self._watch.begin_step()
         self._pass_boundary()
         step_break.end()
-        self._calls.in_step = True
+        self._calls.in_step, self._has_failed = True, False
         try:
             result = fn(*args, **kwargs)
         except StopIteration:
             # The end of the loop, where that catches it; the block that it leaves is ended by it as by any error.
             raise
         except BaseException as error:
+            self._has_failed = True
             # Of several workers the others hear of it at once, also where it is caught further up.
             cause = self._guard.fail(error)
             if cause is not None:
@@ -143,8 +145,10 @@ class PreemptionCheckpointHandler:
             self._calls.in_step = False
         self._calls.count += 1
         step_break.begin()
-        if self._places is None:
-            self._places = note_places(self._manager.checkpoint)
+        if self._watch is None:
+            self._watch = PlaceWatch(self._manager.checkpoint, self._warn)
+        else:
+            self._watch.end_step()
         return result
 
     def steps(self, total: int) -> Iterator[int]:
@@ -326,9 +330,12 @@ class PreemptionCheckpointHandler:
                 self._note_saved(handle)
 
     def _save_last(self) -> None:
-        """What was due after the last step of `run`: no further call of `run` saves it."""
-        if not self._calls.amid and not self._calls.in_step:
-            with suppress(ClosedError):  # The manager's block was left before the handler's.
+        """What was due after the last step of `run`: no further call of `run` saves it.
+
+        The manager asks for it when it is closed before the handler.
+        """
+        if not self._calls.amid and not self._calls.in_step and not self._has_failed:
+            with suppress(ClosedError):  # The manager was closed before, by an error.
                 self._save_if_due()
 
     def _keep(self, step: int) -> SaveHandle | None:
@@ -372,8 +379,13 @@ class PreemptionCheckpointHandler:
             self._calls.last.note(saved.step if step is None else step, saved)
             self._guard.provisional = None
 
+    def _warn(self, text: str) -> None:
+        self._manager.emit(Warned(text=text, step=self._calls.count))
+
     def _end(self) -> None:
-        if self._places is not None:
+        if self._save_last in self._manager.closing:
+            self._manager.closing.remove(self._save_last)
+        if self._watch is not None:
             step_break.close()
         self._calls.amid.discard(self)
         if self._guard.hearing.gave_up:

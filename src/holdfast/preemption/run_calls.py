@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from holdfast.checkpoint import Checkpoint, own_objects
+from holdfast.checkpoint import Checkpoint, backup_url, own_objects
 from holdfast.errors import UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.preemption.departure import Saves
 from holdfast.preemption.last_save import LastSave
 from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
+from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.finding import find_stateful
+from holdfast.state.rng import RNG
 
 
 class Manager(Saves, Protocol):
@@ -23,6 +25,7 @@ class Manager(Saves, Protocol):
     begin_anew: bool
     restored: Restoration | None
     newest_asked: int
+    closing: list[Callable[[], object]]
 
     def save(
         self,
@@ -111,6 +114,7 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
     Raises:
         MismatchError: If checkpoint and objects differ.
         NoWholeCheckpointError: If checkpoints are there but none is whole.
+        UsageError: If a `WorkerTrainingState` has restored the objects already.
         StorageError: If the place fails.
     """
     own, earlier = own_objects(manager.checkpoint), manager.restored
@@ -131,6 +135,12 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
         return calls, earlier
     if manager.begin_anew:
         return calls, None
+    if url := backup_url(manager.checkpoint):
+        raise UsageError(
+            f"the WorkerTrainingState of {url} has restored these objects already, and the handler would restore "
+            f"another state over that, the newest step of {manager.url}",
+            hint="Make the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
+        )
     restoration = manager.restore(strict=strict)
     if restoration is not None and not calls.is_loaded:
         # The run was begun without a handler: its steps are what was counted.
@@ -138,35 +148,82 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
     return calls, restoration
 
 
-def note_places(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The places in the data of all loaders but holdfast's own, by path, as plain values."""
-    return {
-        path: capture_objects({"loader": obj}).objects
-        for name, root in checkpoint.objects.items()
-        for path, obj, adapter in find_stateful(root, name)
-        if adapter is not None and adapter.gives_batches(obj)
-    }
+class PlaceWatch:
+    """Finds loops that take batches, or draw random numbers, between the steps of `run`, where saves cannot see it.
 
-
-def check_places(checkpoint: Checkpoint, noted: dict[str, Any]) -> None:
-    """Refuses a loop whose saves would leave out batches: it takes them between its steps.
-
-    holdfast's own loaders know which of their batches were taken since a step ended; others do not.
-
-    Args:
-        checkpoint: What is kept.
-        noted: What `note_places` gave when the last step ended.
-
-    Raises:
-        UsageError: If a loader has moved since.
+    A save of a step is made before the next one begins, so what the arguments of that one have taken by then counts as
+    trained. holdfast's own loaders know which of their batches were taken since a step ended; others do not. Each of
+    those is looked at until it moves for the first time.
     """
-    places = note_places(checkpoint) if noted else {}
-    for path, place in noted.items():
-        if places.get(path, place) != place:
-            raise UsageError(
-                f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch "
-                "ahead of it, and a restart would leave that batch out",
-                hint="Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
-                "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
-                "From hf.ResumableDataLoader a batch may be taken anywhere.",
+
+    def __init__(self, checkpoint: Checkpoint, warn: Callable[[str], object]) -> None:
+        """Begins when the first step has ended."""
+        members = [
+            (path, obj, adapter)
+            for name, root in checkpoint.objects.items()
+            for path, obj, adapter in find_stateful(root, name)
+            if adapter is not None
+        ]
+        self._warn = warn
+        self._loaders = {
+            path: (obj, adapter)
+            for path, obj, adapter in members
+            if type(adapter).gives_batches is not Adapter.gives_batches
+        }
+        self._generators = [path for path, obj, _ in members if isinstance(obj, RNG)]
+        self._drawn = self._read_generators()
+        self._is_first = True
+        self._ended = self._read_places()
+        self._begun: dict[str, Any] = {}
+
+    def begin_step(self) -> None:
+        """Looks at what has moved since the last step ended.
+
+        Raises:
+            UsageError: If a loader has, between the first two steps; later that is a warning.
+        """
+        self._begun = self._read_places()
+        for path, place in self._ended.items():
+            if self._begun.get(path, place) != place:
+                self._say_moved(path)
+        if self._is_first and self._read_generators() != self._drawn:
+            self._warn(
+                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} keeps their "
+                "generators. If the arguments of run draw them, as in handler.run(train_step, get_batch()), a restart "
+                "leaves out a batch: draw them within the step, handler.run(lambda: train_step(get_batch()))"
             )
+        self._is_first = False
+
+    def end_step(self) -> None:
+        """Notes where the loaders are; those that have moved within the step are not looked at any more."""
+        places = self._read_places()
+        for path, place in places.items():
+            if self._begun.get(path) != place:
+                del self._loaders[path]
+        self._ended = {path: place for path, place in places.items() if path in self._loaders}
+
+    def _say_moved(self, path: str) -> None:
+        text = (
+            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch ahead "
+            "of it, and a restart would leave that batch out"
+        )
+        hint = (
+            "Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
+            "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
+            "From hf.ResumableDataLoader a batch may be taken anywhere."
+        )
+        if self._is_first:
+            raise UsageError(text, hint=hint)
+        # It may as well be a loader for evaluation: that does not end a job which has trained for long.
+        self._warn(f"{text}. {hint}")
+        del self._loaders[path]
+
+    def _read_places(self) -> dict[str, Any]:
+        return {
+            path: capture_objects({"loader": obj}).objects
+            for path, (obj, adapter) in self._loaders.items()
+            if adapter.gives_batches(obj)
+        }
+
+    def _read_generators(self) -> Any:
+        return capture_objects({"rng": RNG()}).objects if self._generators else None

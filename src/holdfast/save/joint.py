@@ -208,7 +208,7 @@ class JointLine:
         self._check_alike(parts)
         self._check_objects([self._roster, *(part.roster for part in parts)])
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
-        if not self.has_compared and (refused := find_refused(divergences)) is not None:
+        if not self.has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
             raise self._peers.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
@@ -224,7 +224,7 @@ class JointLine:
         exchange.tell_committed()
         self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
         if self._check_replicas == "first":
-            if text := tell_apart(divergences):
+            if text := tell_apart(divergences, holding.replicas):
                 self._emit(Warned(step=name.step, text=text))
         else:
             self._tell_divergences(name, divergences)

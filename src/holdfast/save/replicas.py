@@ -321,12 +321,18 @@ def name_divergences(suspect: Suspect, details: Mapping[int, Detail]) -> list[Di
     return found
 
 
-def find_refused(divergences: Sequence[Divergence]) -> tuple[int, str] | None:
+def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> tuple[int, str] | None:
     """**Pure.** A worker whose values are not those of the others and should be, and what there is to say of it.
 
-    None if all that differs may differ.
+    None if all that differs may differ. Parameters and the state of optimizers may not. Of another object, such as a
+    dict with the best weights so far, a smaller part may: statistics of batch norm that were copied into it, say.
+
+    Args:
+        divergences: What differs.
+        replicas: What the leader holds together with others.
     """
-    refused = [divergence for divergence in divergences if not divergence.may_differ]
+    tolerated = _find_tolerated(divergences, replicas)
+    refused = [divergence for divergence in divergences if divergence.leaf not in tolerated]
     if not refused:
         return None
     first = refused[0]
@@ -337,17 +343,43 @@ def find_refused(divergences: Sequence[Divergence]) -> tuple[int, str] | None:
     return first.ranks[-1][0], f"the values of {leaves}{more} are not the same on all workers: {who}"
 
 
-def tell_apart(divergences: Sequence[Divergence]) -> str:
-    """**Pure.** What to say of values that may differ, and do; empty if none do."""
-    found = [divergence for divergence in divergences if divergence.may_differ]
+def tell_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> str:
+    """**Pure.** What to say of values that may differ, and do; empty if none do, or DDP makes them equal by itself."""
+    renewed = {make_sendable(replica.leaf) for replica in replicas if replica.is_renewed}
+    tolerated = _find_tolerated(divergences, replicas)
+    found = [one for one in divergences if one.leaf in tolerated and one.leaf not in renewed]
     if not found:
         return ""
-    more = f" and {len(found) - 1} buffers more" if len(found) > 1 else ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
-        f"{found[0].leaf}{more} of modules differ between workers, as the statistics of batch norm do; those of the "
-        "first worker are saved, and a restore gives them to all, as DDP does before each forward unless it was told "
-        "broadcast_buffers=False"
+        f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them to "
+        "all. If each worker needs its own, keep them as hf.PerWorker"
     )
+
+
+def _find_tolerated(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> set[str]:
+    """The leaves that differ and do not fail a save: see `find_refused`."""
+    differing = {divergence.leaf for divergence in divergences}
+    all_bytes: dict[str, int] = {}
+    differing_bytes: dict[str, int] = {}
+    strict: set[str] = set()
+    for replica in replicas:
+        leaf = make_sendable(replica.leaf)
+        if replica.may_differ:
+            continue
+        if replica.is_trained:
+            strict.add(leaf)
+            continue
+        root, size_bytes = leaf.partition("/")[0], replica.box.elements * ITEM_BYTES[replica.spec.dtype]
+        all_bytes[root] = all_bytes.get(root, 0) + size_bytes
+        if leaf in differing:
+            differing_bytes[root] = differing_bytes.get(root, 0) + size_bytes
+    mostly_alike = {root for root, size_bytes in all_bytes.items() if 2 * differing_bytes.get(root, 0) < size_bytes}
+    return {
+        one.leaf
+        for one in divergences
+        if one.may_differ or (one.leaf not in strict and one.leaf.partition("/")[0] in mostly_alike)
+    }
 
 
 def _order(camps: Collection[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

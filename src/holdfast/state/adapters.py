@@ -215,10 +215,14 @@ class Replication(NamedTuple):
     Attributes:
         holders: The ranks of the workers that hold them; None for all workers.
         trained: The live arrays among them that training keeps equal on these workers; None for all of them.
+        is_trained: Whether those can only differ by a mistake: parameters, and the state of their optimizer.
+        renewed: The live arrays among the others that are given to all by the first worker, or may well differ.
     """
 
     holders: Sequence[int] | None = None
     trained: Sequence[Any] | None = None
+    is_trained: bool = False
+    renewed: Sequence[Any] = ()
 
 
 class Oversights(NamedTuple):

@@ -250,7 +250,7 @@ class _Capturing(Encoder):
         if adapter is None:
             return self._encode_subclass(value, path, depth) if is_made_of_tensors(type(value)) else None
         sharing = self._sharing
-        outer = (sharing.is_own, sharing.holders, sharing.trained)
+        outer = (sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained)
         if not sharing.worker.is_alone:
             sharing.is_own = sharing.is_own or adapter.is_per_worker
         try:
@@ -260,7 +260,7 @@ class _Capturing(Encoder):
                 sharing.enter(adapter.replication_of(value))
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
-            sharing.is_own, sharing.holders, sharing.trained = outer
+            sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
         """The node of what a codec has made of a value, with leaves for the arrays in it."""

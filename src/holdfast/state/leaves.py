@@ -221,6 +221,8 @@ class Replica(msgspec.Struct, frozen=True):
         holders: The ranks of all that hold it.
         same_as: If the array has a leaf under another name already, that leaf's name: then this one is none itself.
         may_differ: Whether workers that train alike may have other values there, as in the statistics of batch norm.
+        is_trained: Whether it is a parameter, or state of an optimizer, so that it can only differ by a mistake.
+        is_renewed: Whether nobody minds if it differs: the first worker's values go to all during training.
     """
 
     leaf: str
@@ -229,6 +231,8 @@ class Replica(msgspec.Struct, frozen=True):
     holders: Sequence[int]
     same_as: str = ""
     may_differ: bool = False
+    is_trained: bool = False
+    is_renewed: bool = False
 
 
 class Captured(msgspec.Struct, frozen=True):

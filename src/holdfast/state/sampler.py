@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -35,6 +36,9 @@ class _Pass(msgspec.Struct):
     batches: int
     handed_out: int = 0
     taken: int = 0
+
+
+_log: Final = logging.getLogger("holdfast")
 
 
 class ResumableSampler:
@@ -115,7 +119,7 @@ class ResumableSampler:
         self._unfollowed_batches = 0
         # The epoch of which a loop has taken the last batch, and maybe asks for no more.
         self._taken_epoch: int | None = None
-        self._is_restored = False
+        self._is_restored = self._has_warned = False
         self._moves = 0
 
     @property
@@ -195,12 +199,22 @@ class ResumableSampler:
         """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
 
         It also stays if a position was restored and lies in a later epoch, since loops of other libraries count their
-        epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one.
+        epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one. The first time,
+        that is a warning: a loop of your own over `range(n)` would train n more epochs. Use `epochs(n)`.
 
         Raises:
             UsageError: If the number is below 0.
         """
         epoch = check_whole("epoch", epoch)
+        if epoch < self._epoch and self._is_restored and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "set_epoch(%d) after a restore in epoch %d: the position stays in epoch %d. A loop over range(n) "
+                "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in all",
+                epoch,
+                self._epoch,
+                self._epoch,
+            )
         if epoch > self._epoch or (epoch < self._epoch and not self._is_restored):
             self._move(epoch, 0)
         elif epoch < self._epoch and not self._cut.count_from(self._position_samples):

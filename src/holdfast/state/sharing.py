@@ -35,6 +35,8 @@ class Sharing:
         checks_replicas: Whether their values are to be compared.
         trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
             workers. None if that is all of its state.
+        is_trained: Whether these can only differ by a mistake.
+        renewed: By library and memory, those of its arrays whose differences nobody minds.
         strides: The leaves that do not lie in row-major order here.
         quantizers: Those of leaves that are quantized.
     """
@@ -52,12 +54,16 @@ class Sharing:
         self.quantizers: list[QuantizerRecord] = []
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
+        self.renewed: frozenset[tuple[str, Hashable]] = frozenset()
+        self.is_trained = False
 
     def enter(self, replication: Replication) -> None:
         """Sets `holders` and `trained` as they are within an object."""
         self.holders = replication.holders or self.holders
+        self.is_trained = self.is_trained or replication.is_trained
         if replication.trained is not None:
             self.trained = self._find_memory(replication.trained)
+            self.renewed = self._find_memory(replication.renewed)
 
     @staticmethod
     def _find_memory(arrays: Sequence[Any]) -> frozenset[tuple[str, Hashable]]:
@@ -114,7 +120,17 @@ class Sharing:
                 written_elements += part.elements
                 yield name, spec_of(spec.dtype, part.shape), array
             if len(holders) > 1:
-                self.replicas.append(Replica(leaf, spec, local.box, holders, may_differ=sharding.may_differ))
+                self.replicas.append(
+                    Replica(
+                        leaf,
+                        spec,
+                        local.box,
+                        holders,
+                        may_differ=sharding.may_differ,
+                        is_trained=self.is_trained,
+                        is_renewed=(sharding.backend.name, sharding.memory) in self.renewed,
+                    )
+                )
                 if self.checks_replicas:
                     self.compared.append((sharding.backend, local.array))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:

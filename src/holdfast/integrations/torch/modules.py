@@ -85,7 +85,7 @@ class ModuleAdapter(Adapter):
         """
         settle(obj)
         parameters = list(obj.parameters())
-        return Replication(holders_of(parameters), parameters)
+        return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(obj))
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """Values by name."""
@@ -182,6 +182,19 @@ def _finish(module: nn.Module, values: dict[str, Any] | None, new_memory: list[t
             tensor.data = filled
     if values is not None:
         _load(module, values)
+
+
+def _renewed_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The buffers that are expected to differ between workers: DDP copies those of the first one to all, every step.
+
+    Where the module itself is named and not its wrapper, these are the statistics of batch norm, unless DDP within it
+    was told to leave buffers alone.
+    """
+    wrappers = [one for one in module.modules() if type(one).__name__ == "DistributedDataParallel"]
+    if wrappers:
+        return [buffer for one in wrappers if getattr(one, "broadcast_buffers", False) for buffer in one.buffers()]
+    norms = (one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
+    return [buffer for one in norms for buffer in one.buffers(recurse=False)]
 
 
 def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:

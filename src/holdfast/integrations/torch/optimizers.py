@@ -115,7 +115,8 @@ class OptimizerAdapter(Adapter):
 
     def replication_of(self, obj: Any) -> Replication:
         """Held by the workers of the mesh of the parameters: their steps are counted there alone."""
-        return Replication(holders_of([parameter for group in obj.param_groups for parameter in group["params"]]))
+        parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
+        return Replication(holders_of(parameters), is_trained=True)
 
     def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
         """A hook of all optimizers of torch, since another one may step the same parameters.
