@@ -684,6 +684,18 @@ def test_ctrl_c_while_a_program_waits_at_its_end_says_what_is_lost(ending: str) 
     assert errors.endswith("end of the program: step 2 is not saved; leaving with exit code 130.\n"), errors
 
 
+def test_a_handler_of_the_programs_own_that_exits_while_a_save_is_waited_for_does_not_end_it_with_0() -> None:
+    ending = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); save()"
+    with subprocess.Popen([sys.executable, "-c", STUCK + ending], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        with killed_after(PATIENCE_SECONDS, process):
+            assert process.stderr.readline().startswith("holdfast: waiting for the save of step 2")
+            process.send_signal(signal.SIGTERM)
+            errors = process.stderr.read()
+        assert process.wait(PATIENCE_SECONDS) == 74, errors
+    assert "step 2 is not saved" in errors
+
+
 @pytest.mark.parametrize(
     ("ending", "waits"),
     [

@@ -828,6 +828,15 @@ def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes:
     assert_same(restored(tmp_path, 1), expected)
 
 
+def test_objects_that_no_weak_reference_can_be_made_to_are_saved_all_the_same(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(gen=generator), overlap_copy=True) as manager:
+        manager.save(1).wait_committed()
+        drawn = generator.random()
+        manager.restore()
+        assert generator.random() == drawn
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.5, "all", True, np.bool_(True), np.zeros(2)])
 def test_a_reserve_that_is_no_size_is_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(hf.errors.UsageError, match="reserve_bytes"):

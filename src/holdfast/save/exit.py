@@ -78,10 +78,6 @@ def drain_all() -> None:
         failures = [failure for owner in owners for failure in owner.drain()]
     except KeyboardInterrupt as interrupt:
         end_interrupted(str(interrupt))
-    except BaseException as error:  # noqa: BLE001
-        # A signal handler of the program's own, as a rule one that calls `sys.exit`: here that would change no code.
-        say(f"holdfast: {type(error).__name__} cut off the wait for a save; leaving with exit code {EXIT_SAVE_FAILED}")
-        _end_now(EXIT_SAVE_FAILED)
     if not failures:
         close_all()
         if _exit is not None and _exit.is_urgent():

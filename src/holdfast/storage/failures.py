@@ -88,6 +88,6 @@ def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
     if code == errno.EDQUOT:
         return f"{needed} and {free}, but the quota is used up: remove old checkpoints, or ask for more"
     return (
-        f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` removes "
-        "what saves that were cut off have left"
+        f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` "
+        "removes what saves that were cut off have left"
     )
