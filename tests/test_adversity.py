@@ -204,6 +204,7 @@ def test_a_signal_handler_that_waits_while_training_does_hangs_nothing() -> None
     assert all(map(int, done.stdout.split())), "the signals did come"
 
 
+@pytest.mark.long
 def test_two_interrupts_anywhere_in_save_leave_a_manager_that_saves() -> None:
     """The second comes in what the first one has begun: nobody may wait then for a save that nobody makes."""
     done = run_python(

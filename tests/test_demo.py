@@ -189,6 +189,7 @@ def test_a_process_that_fails_of_itself_shows_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # `make demo` is the same, and `test_torchrun_preemption.py` shows what it shows.
 def test_two_workers_stop_at_one_step_and_end_bit_identical(tmp_path: Path, scratch: Path) -> None:
     place = tmp_path / "demo"
     done = run_demo(scratch, "--quick", "--directory", str(place), part="workers")

@@ -112,6 +112,7 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
             assert workers.wait_said(rank, "ranks", 1) == [1]
 
 
+@pytest.mark.long
 def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
     command = python("-m", "holdfast.testing.job_crash", "--kills", "20", "--directory", tmp_path / "crash")
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)

@@ -72,6 +72,7 @@ def check_alone(directory: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_workers_over_the_store_of_torch_are_struck_at_random_moments(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         program = python(ROOT / "tests" / "torch_crash.py", "--rounds", "3", "--directory", tmp_path / "crash")

@@ -119,10 +119,10 @@ class StepHold:
     def try_hold(self, obj: object, adapter: Adapter) -> bool:
         """Whether each step of an object waits for the copies from now on."""
         try:
-            is_known = obj in self._hooks
-        except TypeError:  # It cannot be a key here, as NumPy's generators cannot: nothing waits for its copy.
+            hash(weakref.ref(obj))
+        except TypeError:  # It cannot be a key here, as NumPy's generators cannot: no step waits for its copy.
             return False
-        if not is_known:
+        if obj not in self._hooks:
             # The hook must not keep this alive, nor what hangs on it.
             wait = weakref.WeakMethod(self.wait)
             self._hooks[obj] = adapter.before_step(obj, partial(_call, wait))

@@ -39,7 +39,8 @@ _PIECE_BYTES: Final = 8 << 20
 
 LEAVES_HINT: Final = (
     "State that not all workers have, or that has a form of its own on each, is given as hf.PerWorker, as hf.Shard, or "
-    "under a name of its own: Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline."
+    "under a name of its own: Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline. (Each stage needs "
+    "a name that the others lack: a worker that names less than another one seems to have forgotten something.)"
 )
 
 VALUES_HINT: Final = (
