@@ -309,6 +309,9 @@ class Run:
             self._go_on()
             self._guard.pass_last(self.step, is_over=True)
             self._save_last()
+            if self.manager.company is not None:
+                # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
+                self._guard.wait_saved()
             if (last := self._last.find(self.step)) is not None:
                 last.wait_ended(at_exit=True)
             self.manager.wait()

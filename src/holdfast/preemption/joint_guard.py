@@ -419,6 +419,18 @@ class JointGuard(Guard):
 
     # Beside the training thread.
 
+    def wait_saved(self) -> None:
+        """See `Guard`.
+
+        Raises:
+            PeerError: If training has failed on a worker, also if that is this one, which left its loop before others.
+        """
+        super().wait_saved()
+        if self._mishaps.error is not None:
+            self._mishaps.is_raised = True
+            self._manager.abandon()  # The others come to that save no more.
+            raise self._mishaps.error
+
     def _is_alert(self) -> bool:
         return self.hearing.alarmed or self._accord.is_alarmed or self._mishaps.error is not None
 

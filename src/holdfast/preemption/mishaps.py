@@ -285,7 +285,8 @@ class Mishaps:
 
     def _err(self, failure: Failure) -> None:
         """Takes note of a failure, and tells the others at once: what is told first is what all of them name."""
-        if self.error is not None or self._is_over:
+        # What has ended here cannot fail any more, but for having ended too early for the others.
+        if self.error is not None or (self._is_over and failure.rank != self._peers.rank):
             return
         if self._failure is None:
             # Without the store each worker names what it has found itself.
