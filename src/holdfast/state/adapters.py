@@ -20,7 +20,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.codecs import type_named
 from holdfast.format.decoding import NAMED, find_tags
 from holdfast.format.workers import Worker
-from holdfast.state.leaves import Differences, Skeleton
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 
 Made = TypeVar("Made")
 
@@ -117,8 +117,8 @@ class Loading(Protocol):
         """
         ...
 
-    def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
-        """The shape of the stored array that a node refers to; None if it refers to none."""
+    def spec_of(self, stored: Skeleton) -> ArraySpec | None:
+        """What the stored array is that a node refers to; None if it refers to none."""
         ...
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:

@@ -255,10 +255,9 @@ class Comparison(Decoder):
         except Exception as error:
             raise malformed(path, f"{cls.__qualname__} refused what is stored: {error!r}") from error
 
-    def shape_of(self, leaf: str) -> tuple[int, ...] | None:
-        """The shape of a stored leaf; None if there is none of that name."""
-        spec = self._arrays.get(leaf)
-        return None if spec is None else spec.shape
+    def spec_of(self, leaf: str) -> ArraySpec | None:
+        """What a stored leaf is; None if there is none of that name."""
+        return self._arrays.get(leaf)
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
         """The live object itself, whose loading is prepared."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.format.decoding import ABSENT, UNFILLED, malformed
 from holdfast.format.encoding import escape
 from holdfast.state.adapters import HANDED_OVER, Rules
-from holdfast.state.leaves import Differences, Skeleton
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 
 if TYPE_CHECKING:
     from holdfast.state.comparing import Comparison
@@ -88,10 +88,10 @@ class ObjectLoading:
                 values[name] = self.value(node, live.get(name), *at, name, rules=rules, like=one)
         return values
 
-    def shape_of(self, stored: Skeleton) -> tuple[int, ...] | None:
-        """The shape of a stored array."""
+    def spec_of(self, stored: Skeleton) -> ArraySpec | None:
+        """What a stored array is."""
         leaf = stored.get("v") if type(stored) is dict and stored.get("$") == "array" else None
-        return self._comparison.shape_of(leaf) if type(leaf) is str else None
+        return self._comparison.spec_of(leaf) if type(leaf) is str else None
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict."""

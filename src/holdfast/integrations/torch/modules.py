@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import OWNED, Adapter, Loading, Oversights, Replication, Scene, refuse_type
-from holdfast.state.leaves import Skeleton
+from holdfast.state.leaves import ArraySpec, Skeleton
 from holdfast.state.registry import is_made_of_tensors
 
 # What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
@@ -50,7 +50,7 @@ class ModuleAdapter(Adapter):
     One that is expanded or overlaps itself cannot be filled; it keeps its identity and gets memory of its own.
     A module that loads in a way of its own (hooks, extra state, overridden methods, values that are not its
     parameters and buffers) is handed its state through `load_state_dict` as well. So is a lazy module without its
-    shapes, and one that gives its tensors other shapes while it loads.
+    shapes, and one that gives its tensors other shapes while it loads, or makes some that it lacks.
     """
 
     kind = "torch.module"
@@ -97,7 +97,7 @@ class ModuleAdapter(Adapter):
         nodes = loading.children(stored)
         differences = loading.differences
         differences.missing += [loading.name(key) for key in live if key not in nodes and loading.wants(key)]
-        differences.extra += [loading.name(key) for key in nodes if key not in live and loading.wants(key)]
+        extra = [key for key in nodes if key not in live and loading.wants(key)]
         own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
         special = _special_prefixes(obj)
         custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
@@ -107,7 +107,10 @@ class ModuleAdapter(Adapter):
         wanted = [key for key in live if key in nodes and loading.wants(key)]
         values |= loading.values({key: nodes[key] for key in wanted if key in direct}, live, rules=OWNED)
         handed_over = {key: nodes[key] for key in wanted if key not in direct}
-        shaped = _shaped_by_loading(obj, live, {key: loading.shape_of(node) for key, node in handed_over.items()})
+        tried = {**handed_over, **{key: nodes[key] for key in extra if key.startswith(special)}}
+        shaped, made = _changed_by_loading(obj, live, {key: loading.spec_of(node) for key, node in tried.items()})
+        differences.extra += [loading.name(key) for key in extra if key not in made]
+        handed_over |= {key: nodes[key] for key in made}
         present = {key: value for key, value in live.items() if key not in shaped}
         values |= loading.values(handed_over, present)
         new_memory = [
@@ -118,7 +121,7 @@ class ModuleAdapter(Adapter):
             and key not in shaped
             and _gets_new_memory(value, is_loaded=key not in direct)
         ]
-        return lambda: _finish(obj, loading.complete(values) if custom else None, new_memory)
+        return lambda: _finish(obj, loading.complete(values) if custom else None, made, new_memory)
 
 
 _BACKEND: Final = TorchBackend()
@@ -129,50 +132,87 @@ def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
     return not is_loaded if is_made_of_tensors(type(tensor)) else not _BACKEND.fillable(tensor)
 
 
-def _shaped_by_loading(module: nn.Module, live: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]) -> set[str]:
-    """The names of tensors to which loading gives the shape that was stored.
+def _changed_by_loading(
+    module: nn.Module, live: dict[str, Any], specs: dict[str, ArraySpec | None]
+) -> tuple[set[str], dict[str, str]]:
+    """What the modules' own loading takes although they have it in another shape, or lack it.
 
-    A lazy module does so, and one that observes values: fake quantization has scales for each channel only once it has
-    seen some. Whether a module takes other shapes than it has is tried with a copy of it.
+    A lazy module gets its shapes so, and one that observes values: fake quantization has scales for each channel only
+    once it has seen some. Others make a buffer that is None until then. What a module takes is tried with a copy of it.
 
     Args:
         module: The module.
         live: Its tensors by name.
-        shapes: The stored shapes of those that are loaded by the modules themselves; None for what is no tensor.
+        specs: What is stored for those that are loaded by the modules themselves, and for names that the module lacks;
+            None for what is no tensor.
+
+    Returns:
+        The names of tensors to which loading gives the shape that was stored; and by the name of each tensor that
+        loading makes, the name that the module itself has for it.
     """
-    found = {key for key, shape in shapes.items() if shape is not None and is_lazy(live[key])}
-    differing: dict[str, list[str]] = {}
-    for key, shape in shapes.items():
-        value = live[key]
-        if key not in found and shape is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
-            differing.setdefault(key.rpartition(".")[0], []).append(key)
+    shaped = {key for key, spec in specs.items() if spec is not None and is_lazy(live.get(key))}
+    made: dict[str, str] = {}
+    differing = {
+        key
+        for key, spec in specs.items()
+        if key not in shaped and spec is not None and (key not in live or _has_other_shape(live[key], spec))
+    }
+    if not differing:
+        return shaped, made
     rename = renaming(module)
-    for path, child in module.named_modules() if differing else ():
-        prefix = rename(f"{path}.")[:-1] if path else ""
-        if prefix in differing:
-            own = {key: (live[key], shape) for key, shape in shapes.items() if key.rpartition(".")[0] == prefix}
-            if _takes(child, {key.rpartition(".")[2]: pair for key, pair in own.items()}):
-                found.update(differing[prefix])
-    return found
+    paths = {f"{path}." if path else "": child for path, child in module.named_modules(remove_duplicate=False)}
+    # A wrapper has the same name as what it wraps, which comes later and has the tensors.
+    owners = {rename(path): (path, child) for path, child in paths.items()}
+    parts: dict[str, dict[str, ArraySpec | None]] = {}
+    for key, spec in specs.items():
+        parts.setdefault(_find_prefix(key, owners), {})[key] = spec
+    for prefix, own in parts.items():
+        if differing.isdisjoint(own):
+            continue
+        path, child = owners[prefix]
+        names = {key: key[len(prefix) :] for key in own}
+        refused = _refused(child, {names[key]: (live.get(key), spec) for key, spec in own.items()})
+        taken = {key for key in differing.intersection(own) if names[key] not in refused}
+        shaped |= taken & live.keys()
+        made |= {key: path + names[key] for key in taken - live.keys()}
+    return shaped, made
 
 
-def _takes(module: nn.Module, tensors: dict[str, tuple[Any, tuple[int, ...] | None]]) -> bool:
-    """Whether a module would load tensors of other shapes, given with its own; it stays as it is."""
+def _has_other_shape(value: Any, spec: ArraySpec) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) != spec.shape
+
+
+def _find_prefix(key: str, prefixes: Container[str]) -> str:
+    """The longest of the prefixes that a name has; the empty one is among them."""
+    prefix = key
+    while prefix not in prefixes:
+        prefix = prefix.rstrip(".").rpartition(".")[0]
+        prefix += "." if prefix else ""
+    return prefix
+
+
+def _refused(module: nn.Module, tensors: dict[str, tuple[Any, ArraySpec | None]]) -> Container[str]:
+    """The names that a module would not load, given tensors as they are stored; it stays as it is."""
     errors: list[str] = []
+    unexpected: list[str] = []
     try:
         state = {
-            name: torch.zeros(shape, dtype=own.dtype, device=own.device)
-            for name, (own, shape) in tensors.items()
-            if shape is not None
+            name: _BACKEND.new(spec).zero_()
+            if own is None
+            else torch.zeros(spec.shape, dtype=own.dtype, device=own.device)
+            for name, (own, spec) in tensors.items()
+            if spec is not None
         }
         version = {"version": module._version}
-        copy.deepcopy(module)._load_from_state_dict(state, "", version, False, [], [], errors)
+        copy.deepcopy(module)._load_from_state_dict(state, "", version, True, [], unexpected, errors)
     except Exception:  # noqa: BLE001  It comes out of the module's own code: then it does not take them.
-        return False
-    return not errors
+        return tensors
+    return tensors if errors else unexpected
 
 
-def _finish(module: nn.Module, values: dict[str, Any] | None, new_memory: list[tuple[Any, Any]]) -> None:
+def _finish(
+    module: nn.Module, values: dict[str, Any] | None, made: dict[str, str], new_memory: list[tuple[Any, Any]]
+) -> None:
     """Does what is left when the module's own tensors have been filled."""
     for tensor, filled in new_memory:
         if is_made_of_tensors(type(tensor)):
@@ -181,7 +221,7 @@ def _finish(module: nn.Module, values: dict[str, Any] | None, new_memory: list[t
         else:
             tensor.data = filled
     if values is not None:
-        _load(module, values)
+        _load(module, values, made)
 
 
 def _renewed_buffers(module: nn.Module) -> list[torch.Tensor]:
@@ -283,12 +323,17 @@ def _read(module: nn.Module) -> dict[str, Any]:
     return {rename(name): value for name, value in module.state_dict(keep_vars=True).items()}
 
 
-def _load(module: nn.Module, values: dict[str, Any]) -> None:
+def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> None:
     # The live state has the module's own names, in its order, and the versions that loading hooks look at.
     state = module.state_dict(keep_vars=True)
     rename = renaming(module)
+    devices = {name.rpartition(".")[0]: one.device for name, one in state.items() if isinstance(one, torch.Tensor)}
+    elsewhere = next(iter(devices.values()), None)
     for name in state:
         state[name] = values[rename(name)]
+    for key, name in made.items():
+        # A module may keep the very tensor that it is handed, which then has to lie where its others do.
+        state[name] = values[key].to(devices.get(name.rpartition(".")[0], elsewhere))
     module.load_state_dict(state)
 
 

@@ -113,7 +113,7 @@ def _shape(node: Skeleton, loading: Loading) -> list[int] | None:
         return None
     for key, part in node.items():
         if key in _SHAPED_AS_PARAMETERS:
-            shape = loading.shape_of(part)
-            if shape is not None:
-                return list(shape)
+            spec = loading.spec_of(part)
+            if spec is not None:
+                return list(spec.shape)
     return None
