@@ -17,7 +17,10 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import FormatError
+from holdfast.format.digests import digest
 from holdfast.format.index import Index, decode_index, encode_index
+from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import ALONE, Worker
 from holdfast.storage import MemoryStorage
@@ -81,6 +84,36 @@ def test_training_goes_on_exactly_where_a_kernel_depends_on_the_layout(
     fresh, fresh_optimizer = build()
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=fresh, optimizer=fresh_optimizer)) as manager:
         manager.restore()
+    for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
+        for key, value in optimizer.state[one].items():
+            assert fresh_optimizer.state[other][key].stride() == value.stride()
+    assert train(fresh, fresh_optimizer, range(5, 9)) == expected
+
+
+def without_strides(directory: Path) -> None:
+    """Makes of a step what a holdfast wrote that did not store strides yet."""
+    index_path, manifest_path = directory / "index-00000-of-00001.json", directory / MANIFEST_NAME
+    index = decode_index(index_path.read_bytes(), path="")
+    assert index.strides
+    old = encode_index(msgspec.structs.replace(index, strides=()))
+    index_path.write_bytes(old)
+    manifest = decode_manifest(manifest_path.read_bytes(), path="", expected=None)
+    worker = msgspec.structs.replace(manifest.workers[0], index_bytes=len(old), index_digest=digest(old))
+    manifest_path.write_bytes(encode_manifest(msgspec.structs.replace(manifest, workers=(worker,))))
+
+
+def test_training_goes_on_exactly_from_a_checkpoint_without_strides(tmp_path: Path) -> None:
+    module, optimizer = convolutions()
+    train(module, optimizer, range(5))
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=module, optimizer=optimizer)) as manager:
+        handle = manager.save(5)
+        handle.wait_committed()
+        expected = train(module, optimizer, range(5, 9))
+    without_strides(Path(handle.path))
+    fresh, fresh_optimizer = convolutions()
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=fresh, optimizer=fresh_optimizer)) as manager:
+        manager.restore()
+    # It has its parameter's shape, so it lies as the parameter does.
     for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
         for key, value in optimizer.state[one].items():
             assert fresh_optimizer.state[other][key].stride() == value.stride()

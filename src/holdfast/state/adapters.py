@@ -93,7 +93,8 @@ class Loading(Protocol):
             live: The present value, which says what kinds of arrays, dataclasses and enums stand there; or None.
             at: Where it stands.
             rules: How strictly the two are compared, and whether live arrays are filled in place.
-            like: An array; one that is made anew, and has its shape, is divided among the workers as that one is.
+            like: An array; one that is made anew, and has its shape, is divided among the workers as that one is. It
+                lies in memory as that one does, too, if the checkpoint has no memory layouts.
         """
         ...
 

@@ -6,6 +6,7 @@ import collections
 import importlib
 import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import msgspec
@@ -196,11 +197,37 @@ class Comparison(Decoder):
         if "/" not in path and not _is_nothing(live):
             self.differences.wrong_kind.append(f"{path}: stored an array, live {_describe_live(live)}")
             return live
+        spec = self._laid_out(spec, path)
         like = sharder_of_type(type(self.like))
         if like is not None and self.like.shape == spec.shape:
             return self.claims.new_shared(leaf, spec, like, self.like, path)
         made_by = backend_named(library)
         return self.claims.new(leaf, spec, made_by, self.beside if backend_of(self.beside) is made_by else None)
+
+    def _laid_out(self, spec: ArraySpec, path: str) -> ArraySpec:
+        """What to make for a leaf: laid out as the array that it belongs to, if the checkpoint has no layouts at all.
+
+        Such is one that was written before layouts were stored. Some kernels of optimizers go through the memory of a
+        parameter and of its state alike.
+        """
+        if self.like is None or self._has_layouts:
+            return spec
+        sharder, backend = sharder_of_type(type(self.like)), backend_of(self.like)
+        try:
+            if sharder is not None:
+                like = sharder.look(self.like, path, self._worker).spec
+            elif backend is not None:
+                like = backend.spec(self.like, path)
+            else:
+                return spec
+        except UnsupportedValueError:  # It has no memory, or no shape, yet.
+            return spec
+        fits = like.strides is not None and like.shape == spec.shape
+        return msgspec.structs.replace(spec, strides=like.strides) if fits else spec
+
+    @cached_property
+    def _has_layouts(self) -> bool:
+        return any(spec.strides is not None for spec in self._arrays.values())
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
         """The value, or what stands for it until the arrays in it have been read: they are made for it."""
