@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import holdfast as hf
+from holdfast.catalog import read_catalog
 from holdfast.errors import StorageError, StorageFullError
+from holdfast.events import Event, Written
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES
 from holdfast.storage.failures import storage_error
+from holdfast.testing.forked import ForkedJob
 from mounts import mounted
 
 PRELUDE = """
@@ -149,3 +157,37 @@ def test_read_only(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=200k,ro", "tmpfs") as root:
         with pytest.raises(StorageError, match="mounted read-only"):
             LocalStorage(root).publish("manifest", b"")
+
+
+def test_a_job_that_is_killed_in_its_first_save_again_and_again_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """The disk has room for a checkpoint and two more, unfinished or not."""
+    weights = np.zeros(130_000)
+
+    def start(place: Path, *, is_killed: bool = False) -> None:
+        def kill(event: Event) -> None:
+            # All is written, and nothing is committed.
+            if is_killed and isinstance(event, Written):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint = hf.Checkpoint(weights=weights)
+        with hf.CheckpointManager(place, checkpoint, keep=hf.Latest(1), sinks=[kill]) as manager:
+            restored = manager.restore()
+            step = 1 if restored is None else restored.step + 1
+            weights[:] = step
+            manager.save(step)
+
+    def die(rank: int, tell: Callable[[str], None]) -> int:
+        start(disk, is_killed=True)
+        return 0
+
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=3500k", "tmpfs") as disk:
+        start(disk)
+        for _ in range(4):
+            job = ForkedJob(1, die)
+            job.wait({0}, 60.0, "a job that kills itself in its first save")
+            assert job.codes == {0: -signal.SIGKILL}, job.told
+        catalog = read_catalog(LocalStorage(disk))
+        assert ([name.step for name in catalog.living], len(catalog.unfinished)) == ([1], 1)
+        start(disk)
+        catalog = read_catalog(LocalStorage(disk))
+        assert ([name.step for name in catalog.living][-1], catalog.unfinished) == (2, ())

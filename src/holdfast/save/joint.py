@@ -137,7 +137,7 @@ class JointLine:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
         self._now.announce()
         if self._peers.is_leader:
-            base = self._line.open(origin)
+            base = self._line.open(origin, self._list_busy())
             if base is not None:
                 self._base, self._name = base.name, None
             return base
@@ -249,8 +249,11 @@ class JointLine:
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
         """**Blocks.** What `Line.clean` does, but for directories that others may be writing to. The leader does it."""
-        busy = [ending.debris for ending in self._endings if ending.debris is not None]
-        return self._line.clean(newest, protected, busy)
+        return self._line.clean(newest, protected, self._list_busy())
+
+    def _list_busy(self) -> list[StepName]:
+        """The directories of failed attempts that other workers may still be writing to."""
+        return [ending.debris for ending in self._endings if ending.debris is not None]
 
     def give_up(self, name: StepName) -> None:
         """**Blocks.** Removes what a failed attempt left, which `finish` gave."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -90,13 +90,16 @@ class Line:
         """As `close`, at once: what was kept is left to the next job."""
         self._space.abandon()
 
-    def open(self, origin: Origin) -> Base | None:
+    def open(self, origin: Origin, busy: Collection[StepName] = ()) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
 
-        A crash between the opening and its base leaves a generation that saved nothing, and changes no line.
+        A crash between the opening and its base leaves a generation that saved nothing, and changes no line. Once the
+        base is recorded, what unfinished saves of older generations left is removed: a job that dies again and again in
+        its first save would fill the disk with it.
 
         Args:
             origin: Where the line goes on from.
+            busy: Unfinished steps that others may still be writing to.
 
         Returns:
             The base of the generation that was opened, or None if the line had one already.
@@ -109,7 +112,7 @@ class Line:
         base = None
         if self._generation is None:
             check_unpassed(self._storage, origin.seen_generation, self._token)
-            self._keep_lost()
+            before = self._keep_lost()
             generation = open_generation(self._storage, self._token)
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
@@ -118,15 +121,30 @@ class Line:
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
         check_fence(self._storage, self._generation)
+        if base is not None and (before.unfinished or before.trash):
+            self._make_room(busy)
         return base
 
-    def _keep_lost(self) -> None:
+    def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
         catalog = read_catalog(self._storage)
         for name in find_lost(self._storage, catalog):
             if name not in catalog.lost:
                 self._storage.write(name.committed_path, b"")
                 self._storage.sync_directory(name.directory)
+        return catalog
+
+    def _make_room(self, busy: Collection[StepName]) -> None:
+        """Removes what unfinished saves of older generations left. They are fenced, so no job can commit it any more.
+
+        What fails here does not fail the save: the sweep after its commit tries again, and tells of it.
+        """
+        with suppress(HoldfastError):
+            # Looked at again: an older job may have committed a step while this generation was opened.
+            catalog = read_catalog(self._storage)
+            referrers = self._ledger.referrers((*catalog.committed, *catalog.lost))
+            referred = {name for referrer in referrers for name in referrer.refers_to}
+            self._sweep(catalog, referred.union(busy), [])
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Goes on with a generation that the leader of the job has opened from that step, or anew."""
@@ -217,7 +235,11 @@ class Line:
         self._note_committed(newest, manifest, problems)
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        swept = self._sweep(catalog, referred.union(busy), newest_bytes, problems)
+        try:
+            self._space.sweep(newest_bytes)
+        except HoldfastError as error:
+            problems.append(error)
+        swept = self._sweep(catalog, referred.union(busy), problems)
         self._ledger.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
@@ -275,18 +297,12 @@ class Line:
                 problems.append(error)
         return removed
 
-    def _sweep(
-        self, catalog: Catalog, referred: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]
-    ) -> list[str]:
+    def _sweep(self, catalog: Catalog, referred: Collection[StepName], problems: list[HoldfastError]) -> list[str]:
         """Removes unfinished directories of this and older generations: nobody can commit them any more.
 
         One that holds what a step refers to stays; so does one that others write to, and one that was committed.
         """
         swept: list[str] = []
-        try:
-            self._space.sweep(newest_bytes)
-        except HoldfastError as error:
-            problems.append(error)
         for name in catalog.unfinished:
             if self._generation is not None and name.generation <= self._generation and name not in referred:
                 try:
