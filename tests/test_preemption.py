@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 import holdfast as hf
 from command_line import run_python
 from holdfast.catalog import read_catalog, read_manifest
-from holdfast.errors import ClosedError, DeadlineError, MismatchError, UsageError
+from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.preemption.signals import DEFAULT_SIGNALS
@@ -1310,6 +1311,83 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert {number: signal.getsignal(number) for number in before} == before
     assert signal.set_wakeup_fd(bell) == bell
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+
+
+class Unusable(PolledSource):
+    """A source that cannot be listened to here."""
+
+    name = "unusable"
+    interval_seconds: float | None = 1.0
+
+    def open(self, hear: Any) -> None:
+        raise UsageError("it cannot be used here")
+
+    def look(self) -> list[Notice]:
+        return []
+
+
+def test_nothing_stays_taken_after_an_error(tmp_path: Path) -> None:
+    """Each way in fails once; afterwards another run in the same thread is entered, and listens."""
+    kept = tmp_path / "kept"
+    with hf.resumable(kept, state={"value": np.zeros(4)}) as run:
+        list(run.steps(3))
+    bell = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(bell)
+
+    def look() -> tuple[Any, ...]:
+        current = signal.set_wakeup_fd(bell)
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+        return [signal.getsignal(number) for number in DEFAULT_SIGNALS], current, threads
+
+    def enter_twice() -> None:
+        run = hf.resumable(kept, state={"value": np.zeros(4)})
+        for _ in range(2):
+            with run:
+                list(run.steps(3))
+
+    def enter_within() -> None:
+        with hf.resumable(kept, state={"value": np.zeros(4)}) as run, run:
+            pass
+
+    def enter_with(**options: Any) -> None:
+        refused = hf.resumable(kept, **{"state": {"value": np.zeros(4)}, **options})
+        with pytest.raises(HoldfastError) as caught, refused:
+            pass
+        with pytest.raises(ClosedError):
+            refused.manager.save(9)
+        raise caught.value
+
+    def enter_beside() -> None:
+        with hf.resumable(kept, state={"value": np.zeros(4)}):
+            enter_with()
+
+    def make_handler(config: hf.TerminationConfig | None = None, **objects: Any) -> None:
+        with hf.CheckpointManager(kept, hf.Checkpoint(**{"state": {"value": np.zeros(4)}, **objects})) as manager:
+            hf.PreemptionCheckpointHandler(manager, config)
+
+    def back_up(config: hf.TerminationConfig) -> None:
+        with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(w=1), preemption=config) as state:
+            state.back_up(0)
+
+    free = look()
+    other = {"state": {"something": np.zeros(5)}}
+    unusable = hf.TerminationConfig(sources=[Signals(), Unusable()])
+    failing: list[tuple[type[HoldfastError], Callable[[], None]]] = [
+        (ClosedError, enter_twice),
+        (ClosedError, enter_within),
+        (MismatchError, partial(enter_with, **other)),
+        (UsageError, partial(enter_with, preemption=unusable)),
+        (UsageError, enter_beside),
+        (MismatchError, partial(make_handler, **other)),
+        (UsageError, partial(make_handler, unusable)),
+        (UsageError, partial(back_up, unusable)),
+    ]
+    for kind, fail in failing:
+        with pytest.raises(kind):
+            fail()
+        assert look() == free, fail
+    with hf.resumable(kept, state={"value": np.zeros(4)}) as run:
+        assert list(run.steps(5)) == [3, 4]
 
 
 @pytest.mark.parametrize("is_first_first", [True, False])

@@ -118,6 +118,7 @@ class CheckpointManager:
         arguments.check_resizing(on_resize)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         check_objects(checkpoint.objects)
+        listeners = tuple(sinks)
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self._save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
         self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
@@ -128,7 +129,7 @@ class CheckpointManager:
         if self.company is not None:
             self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
-        self.emit = open_audience(self._storage, [self._totals, *sinks], keeps_journal=self.worker.is_leader)
+        self.emit = open_audience(self._storage, [self._totals, *listeners], keeps_journal=self.worker.is_leader)
         self._reports = SaveReports(failures_allowed)
         self._saver = Saver(
             self._storage,

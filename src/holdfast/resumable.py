@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UnnamedError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExistsError, UnnamedError, UsageError
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 
@@ -172,7 +172,7 @@ class Run:
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
         self._newest_loop = -1
         self._last = LastSave()
-        self._in_step = self._stop = self._entered = False
+        self._in_step = self._stop = self._is_used = self._entered = False
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
@@ -264,14 +264,20 @@ class Run:
         return self._begin_save(step, metadata)
 
     def __enter__(self) -> Self:
-        self._guard.rest(None)
-        self._guard.open()
+        if self._is_used:
+            raise ClosedError(
+                "this run was entered before, and a run is entered once",
+                hint="Make a new one, `with resumable(...) as run:`. It goes on from the newest checkpoint.",
+            )
+        self._is_used = True
         try:
+            self._guard.rest(None)
+            self._guard.open()
             if not self._begin_anew:
                 self.restored = self.manager.restore(strict=self._strict)
         except BaseException as error:
             try:
-                self._guard.fail(error)
+                self._end_badly(error)
             finally:
                 self._guard.close()
             raise
@@ -295,14 +301,16 @@ class Run:
             else:
                 self._end_badly(error)
         finally:
-            if hearing.gave_up:
-                # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
-                self.manager.abandon()
-            elif self._guard.leaving:
-                # The exit code says already what became of the state, and every failure was an event.
-                with suppress(HoldfastError):
-                    self.manager.close()
-            self._guard.close()
+            try:
+                if self._guard.leaving and not hearing.gave_up:
+                    # The exit code says already what became of the state, and every failure was an event.
+                    with suppress(HoldfastError):
+                        self.manager.close()
+            finally:
+                if hearing.gave_up:
+                    # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
+                    self.manager.abandon()
+                self._guard.close()
 
     def _end_well(self) -> None:
         try:

@@ -91,20 +91,20 @@ class Guard:
         Raises:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
-        self._post = take_post(
-            self._manager,
-            listens=self.hearing.listens and not self.yields,
-            rests=lambda: self._rest is not None,
-            relieve=self._relieve,
-            forget=lambda: self._forget(self.hearing.count),
-        )
-        self._lock = self._post.duty.lock
-        with self._lock:
-            self.is_beside_training = self._post.is_beside_training
-            if self._rest is not None:
-                self._post.go_on_duty()
-        self._ended = start_thread(self._serve, "holdfast-guard")
         try:
+            self._post = take_post(
+                self._manager,
+                listens=self.hearing.listens and not self.yields,
+                rests=lambda: self._rest is not None,
+                relieve=self._relieve,
+                forget=lambda: self._forget(self.hearing.count),
+            )
+            self._lock = self._post.duty.lock
+            with self._lock:
+                self.is_beside_training = self._post.is_beside_training
+                if self._rest is not None:
+                    self._post.go_on_duty()
+            self._ended = start_thread(self._serve, "holdfast-guard")
             self.hearing.open()
         except BaseException:
             self.close()

@@ -75,7 +75,9 @@ class JointGuard(Guard):
 
     def open(self) -> None:
         """See `Guard`."""
+        self._is_told = True  # Until the herald speaks, none of the others can be told of an error.
         super().open()
+        self._is_told = False
         self._peers.may_wait_seconds = lambda: None if self._closed else to_spare(self.hearing.demand()[1])
         self._rescue.open()
         self._herald.open()
