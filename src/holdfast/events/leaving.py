@@ -30,7 +30,7 @@ class Leaving(Event, frozen=True):
 
     Attributes:
         step: The newest step that is saved; None if nothing was.
-        exit_code: What it leaves with.
+        exit_code: What it leaves with. After an interrupt in a notebook, or at a prompt, the process stays.
         reason: Why now.
         error: Why the state could not be saved; empty if it was.
         blocked_seconds: How long training was held up for the last save.

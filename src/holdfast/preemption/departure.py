@@ -230,6 +230,7 @@ class Departure:
         blocked_seconds: float,
         advice: str,
         gone_at: float | None = None,
+        interrupts: bool = False,
     ) -> None:
         """Tells what became of the state, and leaves. Returns only if the user's `exit_fn` does.
 
@@ -241,9 +242,12 @@ class Departure:
             blocked_seconds: How long training was held up for the last save.
             advice: How the job is started again, for people; or an empty string.
             gone_at: When the process has to be gone, by the monotonic clock; None if that is not known.
+            interrupts: Whether to end what a person has entered, a notebook's cell say, and not the process.
 
         Raises:
             SystemExit: With the code that says what became of the state.
+            KeyboardInterrupt: In its place, if it interrupts.
+            SaveFailedError: In its place, if it interrupts and the state is not saved.
         """
         code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
         if error:
@@ -254,7 +258,11 @@ class Departure:
         if end is None or end != self._end:
             self._end = end
             self._tell_notices()
-            self._tell(step, code, reason, error, blocked_seconds, advice)
+            self._tell(step, code, reason, error, blocked_seconds, advice, interrupts=interrupts)
+        if interrupts and error:
+            raise SaveFailedError(self._say_lost(step, error), step=step or 0)
+        if interrupts and exit_fn is None:
+            raise KeyboardInterrupt(self._say_saved(step))
         if not error:
             self._told()
         if exit_fn is None:
@@ -264,7 +272,17 @@ class Departure:
             raise leaving
         exit_fn()
 
-    def _tell(self, step: int | None, code: int, reason: str, error: str, blocked_seconds: float, advice: str) -> None:
+    def _tell(
+        self,
+        step: int | None,
+        code: int,
+        reason: str,
+        error: str,
+        blocked_seconds: float,
+        advice: str,
+        *,
+        interrupts: bool,
+    ) -> None:
         self._manager.emit(
             Leaving(
                 step=self._newest() if error else step,
@@ -276,9 +294,14 @@ class Departure:
         )
         worker = self._manager.worker
         who = "" if worker.is_alone else f"rank {worker.rank}: "
-        calls_exit_fn = not error and self._config.exit_fn
-        then = "calling exit_fn" if calls_exit_fn else f"leaving with exit code {code}"
-        say(f"holdfast: {who}{self._line(step, error, then, advice)}")
+        if not error and self._config.exit_fn:
+            then = "calling exit_fn"
+        elif interrupts:
+            then = "raising SaveFailedError" if error else "raising KeyboardInterrupt"
+        else:
+            then = f"leaving with exit code {code}"
+        line = self._say_lost(step, error) if error else self._say_saved(step)
+        say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:
         """Waits for a save in flight. Its failure was told of as an event, and must not keep the last save back."""
@@ -287,13 +310,13 @@ class Departure:
         except SaveFailedError:
             return
 
-    def _line(self, step: int | None, error: str, then: str, advice: str) -> str:
-        if not error:
-            done = f"{self.name(step)} is saved" if step else "nothing was trained that could be lost"
-            return f"{done}; {then}." + (f" {advice}." if advice else "")
+    def _say_saved(self, step: int | None) -> str:
+        return f"{self.name(step)} is saved" if step else "nothing was trained that could be lost"
+
+    def _say_lost(self, step: int | None, error: str) -> str:
         newest = self._newest()
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
-        return f"{self.name(step or 0)} could NOT be saved: {error}; {found}; {then}."
+        return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
 
     def _newest(self) -> int | None:
         try:

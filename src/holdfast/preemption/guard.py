@@ -21,6 +21,7 @@ from holdfast.preemption.notices import Demand
 from holdfast.preemption.posts import Post, take_post
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
+from holdfast.save.exit import is_interactive
 from holdfast.save.handle import SILENT_SECONDS, SaveHandle, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import say
@@ -312,7 +313,9 @@ class Guard:
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
         advice, count = self.hearing.advice, self.hearing.count
         left_seconds = self.hearing.demand()[1]
-        if error or not self._has_exit_fn:
+        # The cell or the prompt gets an interrupt, and the process goes on. In another thread nobody would catch that.
+        interrupts = by_hand and is_interactive() and threading.current_thread() is threading.main_thread()
+        if not interrupts and (error or not self._has_exit_fn):
             self.hearing.take_no_more()
         try:
             self._departure.leave(
@@ -323,10 +326,12 @@ class Guard:
                 blocked_seconds=blocked_seconds,
                 advice=advice,
                 gone_at=None if left_seconds is None else time.monotonic() + left_seconds,
+                interrupts=interrupts,
             )
-        except SystemExit:
-            self.hearing.take_no_more()
-            if self._post is not None:
+        except BaseException as leaving:
+            if isinstance(leaving, SystemExit):
+                self.hearing.take_no_more()
+            if self._post is not None and (interrupts or isinstance(leaving, SystemExit)):
                 self._post.duty.has_left = True
             raise
         self.leaving = False

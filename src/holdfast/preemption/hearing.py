@@ -17,6 +17,7 @@ from holdfast.preemption.signals import Signals
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.wakeup import ANSWERED, Wakeup, answer
 from holdfast.preemption.watch import Watch
+from holdfast.save.exit import is_interactive
 from holdfast.save.say import say_amid
 
 _MOST_SIGNALS: Final = 2
@@ -62,7 +63,8 @@ class Hearing:
         sources = self._sources = config.make_sources()
         self._bell = Wakeup()
         self._watch = Watch(sources, self.hear, emit)
-        self._interrupts_taken = _MOST_SIGNALS if any(name in os.environ for name in _LAUNCHED_BY) else 1
+        is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
+        self._interrupts_taken = _MOST_SIGNALS if is_launched else 1
         # Only grows. What stands before `_settled` has been dealt with, what stands before `_told` is an event.
         self._heard: list[Heard] = []
         self._settled = 0
@@ -139,7 +141,11 @@ class Hearing:
         self._heard.append(Heard(notice, time.monotonic()))
         self.alarmed = True
         if notice.by_hand and notice.insists:
-            say_amid("\nholdfast: finishing this step, then saving and leaving. Ctrl-C again leaves at once.")
+            if is_interactive():
+                then = "then saving it. A second interrupt stops at once, without that save."
+            else:
+                then = "then saving and leaving. Ctrl-C again leaves at once."
+            say_amid(f"\nholdfast: finishing this step, {then}")
         self._bell.ring()
         return True
 

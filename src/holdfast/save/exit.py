@@ -141,6 +141,14 @@ def leave_with_thread(leaving: LeavingExit) -> None:
     threading.excepthook = end
 
 
+def is_interactive() -> bool:
+    """Whether a person works in this process and goes on in it: a notebook's kernel, IPython, `python -i`, a prompt."""
+    # What multiprocessing has forked from it, as notebook launchers do, has the mark too, and no prompt.
+    processes = sys.modules.get("multiprocessing.process")
+    is_child = processes is not None and processes.parent_process() is not None
+    return (hasattr(sys, "ps1") or bool(sys.flags.inspect)) and not is_child
+
+
 def end_interrupted(lost: str = "") -> NoReturn:
     """Ends the process at once, as a person has asked for with Ctrl-C: Python would end it with 0 at this point.
 
