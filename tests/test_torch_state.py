@@ -727,6 +727,8 @@ def test_a_module_that_does_not_take_other_shapes_is_a_difference() -> None:
 class Normed(nn.Module):
     """Scales by what it has seen first, in a buffer that its own loading makes where there is none yet."""
 
+    scale: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
@@ -750,7 +752,8 @@ class NormedByHook(Normed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_load_state_dict_pre_hook(self._take)
+        module: Any = self
+        module.register_load_state_dict_pre_hook(self._take)
 
     @staticmethod
     def _take(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -760,20 +763,20 @@ class NormedByHook(Normed):
 @pytest.mark.parametrize("wrap", [nn.Identity().forward, torch.compile])
 @pytest.mark.parametrize("cls", [Normed, NormedByHook])
 def test_a_module_that_makes_a_buffer_while_it_loads(cls: Any, wrap: Any) -> None:
-    net = nn.Sequential(cls(), nn.Linear(3, 2), cls())
+    net: Any = nn.Sequential(cls(), nn.Linear(3, 2), cls())
     net[0](torch.randn(4, 3))
-    live = nn.Sequential(cls(), nn.Linear(3, 2), cls())
+    live: Any = nn.Sequential(cls(), nn.Linear(3, 2), cls())
     bring_back(store(model=net), {"model": wrap(live)})
     assert live[0].scale.dtype == torch.float64
     assert torch.equal(live[0].scale, net[0].scale)
     assert live[2].scale is None
     # A tensor that no loading takes is a difference still, and the module stays as it was.
-    other = nn.Sequential(cls(), nn.Linear(3, 2), cls())
+    other: Any = nn.Sequential(cls(), nn.Linear(3, 2), cls())
     net[0].register_buffer("more", torch.ones(3))
     net[1].register_buffer("more", torch.ones(3))
     differences = match(store(model=net), {"model": other}).differences
     assert differences.extra == ["model/0.more", "model/1.more"]
-    assert other[0].scale is None
+    assert "0.scale" not in other.state_dict()
     only_scale = bring_back(store(model=net), {"model": other}, lambda path: path == "model/0.scale")
     assert not only_scale
     assert torch.equal(other[0].scale, net[0].scale)

@@ -150,7 +150,7 @@ def _changed_by_loading(
         The names of tensors to which loading gives the shape that was stored; and by the name of each tensor that
         loading makes, the name that the module itself has for it.
     """
-    shaped = {key for key, spec in specs.items() if spec is not None and is_lazy(live.get(key))}
+    shaped = {key for key, spec in specs.items() if spec is not None and key in live and is_lazy(live[key])}
     made: dict[str, str] = {}
     differing = {
         key
