@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
 import itertools
 import random
 import subprocess
@@ -261,7 +262,11 @@ def test_differences_are_collected_and_nothing_is_changed() -> None:
         a: int = 1
         new: int = 2
 
+    class Mode(enum.Enum):
+        FAST = 1
+
     Then.__qualname__ = Now.__qualname__ = "Same"
+    Mode.__qualname__ = "Mode"
     stored = store(
         model={"w": np.ones((4, 2)), "b": np.ones(4), "old": np.ones(1), "h": np.ones(2)},
         gone=1,
@@ -270,6 +275,7 @@ def test_differences_are_collected_and_nothing_is_changed() -> None:
         sequence=[np.ones(1), np.ones(1)],
         number=3.0,
         array=np.ones(2),
+        mode=Mode.FAST,
     )
     live: dict[str, Any] = {
         "model": {"w": np.zeros((4, 3)), "b": np.zeros(4, np.float32), "new": np.zeros(1), "h": np.zeros(2)},
@@ -279,6 +285,7 @@ def test_differences_are_collected_and_nothing_is_changed() -> None:
         "sequence": [np.zeros(1)],
         "number": np.zeros(1),
         "array": 1,
+        "mode": "fast",
     }
     before = copy.deepcopy(live)
     differences = match(stored, live).differences
@@ -289,6 +296,7 @@ def test_differences_are_collected_and_nothing_is_changed() -> None:
     assert sorted(differences.wrong_kind) == [
         "array: stored an array, live a int",
         "kind: stored the state of an object (state_dict), live a int",
+        "mode: stored a Mode, live a str (holdfast.register_type(Mode) takes what is stored)",
         "number: stored a plain value, live a ndarray",
     ]
     assert str(live) == str(before)

@@ -6,13 +6,16 @@ import dataclasses
 import datetime
 import enum
 import fractions
+import io
 import json
 import math
 import pathlib
 import struct
+import sys
 import types
 import typing
 import uuid
+import zoneinfo
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any
@@ -80,6 +83,7 @@ zones = (
         st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)),
         st.text(),
     )
+    | st.sampled_from([zoneinfo.ZoneInfo("Europe/Berlin"), zoneinfo.ZoneInfo("UTC")])
 )
 numpy_scalars = (
     st.sampled_from([np.bool_(True), np.longlong(3), np.str_("x"), np.bytes_(b"\0a"), np.datetime64("NaT")])
@@ -224,6 +228,35 @@ def test_what_no_encoder_writes_is_refused(node: Any) -> None:
         decode_value(node)
 
 
+@pytest.mark.parametrize(
+    "key", ["", "Nowhere/Town", "../zoneinfo/UTC", "/usr/share/zoneinfo/UTC", "Europe", "os.path", "UTC\0", "é"]
+)
+def test_only_time_zones_of_this_machine_are_looked_for(key: str) -> None:
+    modules = set(sys.modules)
+    moment = encode_value(datetime.datetime(2024, 2, 29, tzinfo=zoneinfo.ZoneInfo("UTC")))
+    for node in ({"$": "zoneinfo", "v": key}, {**moment, "v": [*moment["v"][:-1], key]}):
+        with pytest.raises(UnsupportedValueError) as caught:
+            decode_value(node)
+        assert f"the time zone {key!r}, which this machine does not have, cannot be restored" in str(caught.value)
+        assert "tzdata" in caught.value.hint
+    assert not [name for name in set(sys.modules) - modules if name.startswith(("tzdata.", "os."))]
+
+
+def test_a_time_zone_that_could_not_be_made_again_is_refused_with_what_to_do() -> None:
+    file = next(path for directory in zoneinfo.TZPATH if (path := pathlib.Path(directory, "UTC")).is_file())
+    without_key, of_its_own = (
+        zoneinfo.ZoneInfo.from_file(io.BytesIO(file.read_bytes()), key=key) for key in (None, "My/Own")
+    )
+    for zone, hint in ((without_key, "ZoneInfo(key)"), (of_its_own, "tzdata")):
+        for value in (zone, datetime.time(tzinfo=zone)):
+            with pytest.raises(UnsupportedValueError) as caught:
+                encode_value(value)
+            assert hint in caught.value.hint
+    with pytest.raises(UnsupportedValueError) as caught:
+        encode_value(datetime.time(tzinfo=typing.cast(Any, type("Zone", (datetime.tzinfo,), {}))()))
+    assert "in UTC" in caught.value.hint
+
+
 def test_hostile_nesting_is_refused() -> None:
     node: Any = 1
     for _ in range(100_000):
@@ -339,8 +372,11 @@ def test_a_live_value_says_what_type_is_meant() -> None:
 
 def test_without_a_live_value_a_type_is_not_found_by_its_name() -> None:
     for value in (Point(1.0), Pair(1, 2), Color.RED, Rights.READ):
-        with pytest.raises(UnsupportedValueError, match="not known here"):
+        with pytest.raises(UnsupportedValueError, match="not known here") as caught:
             through_json(value)
+        cls = type(value)
+        assert f"holdfast.register_type({cls.__qualname__}) before" in caught.value.hint
+        assert f"the module {cls.__module__}" in caught.value.hint
 
 
 def test_a_live_value_of_another_type_does_not_do() -> None:

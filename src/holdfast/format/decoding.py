@@ -100,10 +100,12 @@ class Decoder:
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
         """What to take for a stored value whose type cannot be found."""
+        module, _, cls = name.rpartition(":")
         raise UnsupportedValueError(
             f"{path}: the type {name.replace(':', '.')} of the stored value is not known here",
             path=path,
-            hint="Register it with register_type, or have a value of that type there before restoring.",
+            hint=f"Call holdfast.register_type({cls}) before the restore, with {cls} of the module {module}; or let a "
+            f"{cls} stand there already. If the class has moved: holdfast.register_type({cls}, name={name!r}).",
         )
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
@@ -187,6 +189,8 @@ class Decoder:
             if tag == "numpy":
                 return decode_numpy(payload, argument)
         except _BROKEN as error:
+            if isinstance(error, Malformed) and error.hint:
+                raise UnsupportedValueError(f"{path}: {error} cannot be restored", path=path, hint=error.hint) from None
             raise malformed(path, f"the payload of {tag!r} is malformed: {error}") from error
         raise malformed(path, f"the tag {tag!r} is unknown")
 

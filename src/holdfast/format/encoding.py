@@ -18,6 +18,7 @@ from holdfast.format.scalars import (
     encode_int,
     encode_numpy,
     encode_str,
+    encode_zoneinfo,
     is_text,
     tagged,
 )
@@ -73,7 +74,7 @@ class Encoder:
             try:
                 node = scalar(value)
             except Malformed as error:
-                raise unsupported(path, str(error)) from None
+                raise unsupported(path, str(error), error.hint) from None
             if depth <= MAX_DEPTH or not isinstance(node, dict):
                 return node
         if depth > MAX_DEPTH:
@@ -134,7 +135,7 @@ class Encoder:
         return node
 
     def _encode_of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
-        """Enums, dataclasses, namedtuples, and NumPy's scalars."""
+        """Enums, dataclasses, namedtuples, NumPy's scalars, and time zones."""
         if isinstance(value, enum.Flag):
             return tagged("flag", self.encode(value.value, path, depth), name_of(cls))
         if isinstance(value, enum.Enum):
@@ -144,7 +145,10 @@ class Encoder:
         if is_plain_dataclass(cls):
             names = [field.name for field in dataclasses.fields(cls)]
             return tagged("dataclass", self._fields(names, value, path, depth), name_of(cls))
-        return encode_numpy(value)
+        try:
+            return encode_numpy(value) or encode_zoneinfo(value)
+        except Malformed as error:
+            raise unsupported(path, str(error), error.hint) from None
 
     def _fields(self, names: Iterable[str], value: Any, path: str, depth: int) -> Node:
         nodes: dict[str, Node] = {}
@@ -257,6 +261,6 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
 }
 
 
-def unsupported(path: str, what: str, hint: str = _REGISTER) -> UnsupportedValueError:
+def unsupported(path: str, what: str, hint: str = "") -> UnsupportedValueError:
     """The error for a value that cannot be stored."""
-    return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
+    return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint or _REGISTER)

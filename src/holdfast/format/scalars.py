@@ -1,4 +1,4 @@
-"""Values that hold no other values, as JSON. Pure.
+"""Values that hold no other values, as JSON. Pure, but for time zones: these are read from the machine's database.
 
 What JSON says exactly stands for itself: None, bools, ints of 64 bits, finite floats, text. Everything else is an
 object with a tag, `{"$": tag, "v": payload}`, some with a further argument `k`. Only exact types are taken: a subclass
@@ -17,6 +17,7 @@ import struct
 import sys
 import uuid
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 Node: TypeAlias = Any
@@ -30,6 +31,7 @@ MAX_DECIMAL_CHARACTERS: Final = 1 << 16
 _INT64_MIN: Final = -(1 << 63)
 _INT64_MAX: Final = (1 << 63) - 1
 _HEXADECIMAL = re.compile(r"-?[0-9a-f]+")
+_ZONE_KEY = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
 _NUMPY_TIME = re.compile(r"(?:datetime64|timedelta64)(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 _NUMPY_NUMBERS: Final = frozenset(
     {"bool", "float16", "float32", "float64", "complex64", "complex128", "longlong", "ulonglong"}
@@ -38,7 +40,15 @@ _NUMPY_NUMBERS: Final = frozenset(
 
 
 class Malformed(Exception):  # noqa: N818  (it never leaves the format: the decoder makes a FormatError of it)
-    """A payload is not what its tag promises."""
+    """A payload is not what its tag promises, or a value has no form.
+
+    Attributes:
+        hint: What to do about it. A payload with such an error is sound, but this machine cannot make the value.
+    """
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 def tagged(tag: str, payload: Node, argument: Node = None) -> Node:
@@ -73,7 +83,8 @@ def encode_int(value: int) -> Node:
     if _INT64_MIN <= value <= _INT64_MAX:
         return value
     if value.bit_length() > 4 * MAX_INT_DIGITS:
-        raise Malformed(f"an int of {value.bit_length()} bits, more than {4 * MAX_INT_DIGITS}")
+        what = f"an int of {value.bit_length()} bits, more than {4 * MAX_INT_DIGITS}"
+        raise Malformed(what, "Store its bytes (int.to_bytes).")
     return tagged("int", f"{value:x}")
 
 
@@ -108,15 +119,68 @@ def _base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+def encode_zoneinfo(value: Any) -> Node | None:
+    """A `ZoneInfo` by its key, or None if the value is something else.
+
+    Raises:
+        Malformed: If it cannot be made again from the key.
+    """
+    zoneinfo = sys.modules.get("zoneinfo")
+    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo:
+        return None
+    if value.key is None:
+        raise Malformed("a time zone that was read from a file, without a key", "Use zoneinfo.ZoneInfo(key).")
+    _find_zone(value.key)
+    return tagged("zoneinfo", value.key)
+
+
 def _encode_zone(zone: datetime.tzinfo | None) -> Node:
     if zone is None:
         return None
+    by_key = encode_zoneinfo(zone)
+    if by_key is not None:
+        return by_key["v"]
     if type(zone) is not datetime.timezone:
-        raise Malformed(f"a time zone of type {type(zone).__module__}.{type(zone).__qualname__}")
+        raise Malformed(
+            f"a time in a zone of type {type(zone).__module__}.{type(zone).__qualname__}",
+            "Use a zoneinfo.ZoneInfo or a datetime.timezone, or store the time in UTC.",
+        )
     # The name is an argument of the constructor only where it was given; `__getinitargs__` tells.
     arguments = zone.__getinitargs__()  # type: ignore[attr-defined]
     name = encode_str(arguments[1]) if len(arguments) == 2 else None
     return [_encode_timedelta(arguments[0]), name]
+
+
+@lru_cache(maxsize=1 << 8)
+def _find_zone(key: str) -> datetime.tzinfo:
+    """The time zone of that key.
+
+    `ZoneInfo` would look for any key in packages of that name below `tzdata`, so the key has to be known before.
+
+    Raises:
+        Malformed: If the machine has no such zone.
+    """
+    import zoneinfo
+
+    is_known = _ZONE_KEY.fullmatch(key) is not None and (
+        any(pathlib.Path(directory, key).is_file() for directory in zoneinfo.TZPATH) or key in _tzdata_keys()
+    )
+    if not is_known:
+        raise Malformed(
+            f"the time zone {key!r}, which this machine does not have,",
+            "Install the system's time zones, or the package tzdata.",
+        )
+    return zoneinfo.ZoneInfo(key)
+
+
+def _tzdata_keys() -> list[str]:
+    """The time zones that the package tzdata brings."""
+    import importlib.resources
+
+    try:
+        return importlib.resources.files("tzdata").joinpath("zones").read_text(encoding="utf-8").split()
+    except (ImportError, OSError):
+        return []
 
 
 def _encode_timedelta(value: datetime.timedelta) -> Node:
@@ -136,7 +200,8 @@ def _encode_datetime(value: datetime.datetime) -> Node:
 def _encode_decimal(value: decimal.Decimal) -> Node:
     text = str(value)
     if len(text) > MAX_DECIMAL_CHARACTERS:
-        raise Malformed(f"a Decimal of {len(text)} characters, more than {MAX_DECIMAL_CHARACTERS}")
+        what = f"a Decimal of {len(text)} characters, more than {MAX_DECIMAL_CHARACTERS}"
+        raise Malformed(what, "Store its text (str).")
     return tagged("decimal", text)
 
 
@@ -260,7 +325,9 @@ def _decode_zone(payload: Node) -> datetime.timezone:
     return datetime.timezone(delta, _plain_or_tagged_str(name))
 
 
-def _zone_or_none(payload: Node) -> datetime.timezone | None:
+def _zone_or_none(payload: Node) -> datetime.tzinfo | None:
+    if type(payload) is str:
+        return _find_zone(payload)
     return None if payload is None else _decode_zone(payload)
 
 
@@ -345,6 +412,7 @@ DECODERS: Final[dict[str, Callable[[Node], Any]]] = {
     "time": _decode_time,
     "timedelta": _decode_timedelta,
     "timezone": _decode_zone,
+    "zoneinfo": lambda payload: _find_zone(_text(payload)),
     "decimal": _decode_decimal,
     "fraction": _decode_fraction,
     "uuid": _decode_uuid,

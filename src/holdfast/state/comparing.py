@@ -347,7 +347,10 @@ class Comparison(Decoder):
         """A difference where another thing stands, an error where nothing does."""
         if _is_nothing(live):
             return super().unknown_type(name, live, path)
-        self.differences.wrong_kind.append(f"{path}: stored a {name.rpartition(':')[2]}, live {_describe_live(live)}")
+        cls = name.rpartition(":")[2]
+        self.differences.wrong_kind.append(
+            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) takes what is stored)"
+        )
         return live
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
