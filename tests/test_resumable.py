@@ -17,7 +17,7 @@ import holdfast as hf
 from command_line import run_python
 from holdfast.catalog import read_catalog
 from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
-from holdfast.events import Event, Failed, Warned
+from holdfast.events import Event, Failed, Retained, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 from patience import PATIENCE_SECONDS, killed_after, read_line
@@ -72,6 +72,36 @@ def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
     before = sorted(path for path in tmp_path.rglob("*"))
     assert train(tmp_path, 5) == []
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("way", ["resumable", "manager"])
+def test_the_step_that_a_run_resumed_from_goes_with_the_policy_at_its_end(tmp_path: Path, way: str) -> None:
+    train(tmp_path, 6)
+    kept: list[list[int]] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Retained):
+            assert sorted(event.kept) == steps_of(tmp_path)
+            kept.append(steps_of(tmp_path))
+
+    options: dict[str, Any] = {"save_every": hf.Steps(3), "keep": hf.Latest(2), "sinks": [note]}
+    if way == "resumable":
+        assert train(tmp_path, 15, **options) == list(range(6, 15))
+    else:
+        with hf.CheckpointManager(tmp_path, hf.Checkpoint(state={"value": np.zeros(10)}), **options) as manager:
+            manager.restore()
+            for step in (9, 12, 15):
+                manager.save(step)
+    assert kept == [[6, 9], [6, 9, 12], [6, 12, 15], [12, 15]]
+
+
+def test_a_run_that_ends_with_an_error_keeps_the_step_that_it_resumed_from(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    with pytest.raises(ZeroDivisionError):
+        with hf.resumable(tmp_path, state={"value": np.zeros(10)}, save_every=hf.Steps(3), keep=hf.Latest(1)) as run:
+            for step in run.steps(15):
+                1 // (13 - step)
+    assert steps_of(tmp_path) == [6, 12]
 
 
 def test_the_limit_is_that_of_the_new_run(tmp_path: Path) -> None:

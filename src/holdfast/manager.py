@@ -283,7 +283,8 @@ class CheckpointManager:
         if only is None:
             self.restored = restoration
             # Whoever has begun since then is seen by the next save.
-            self._origin = Origin(base=restoration.name, seen_generation=restoration.seen_generation)
+            sources = () if step is None else (restoration.name,)
+            self._origin = Origin(restoration.name, restoration.seen_generation, sources)
             self._saver.leave_line()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self.newest_asked = restoration.step
@@ -320,6 +321,9 @@ class CheckpointManager:
             SaveFailedError: If a save failed and nobody has been told yet, or the last one failed.
             DeadlineError: If the save does not end in time; it goes on, and another `close` may wait for it.
         """
+        self._close(timeout_seconds)
+
+    def _close(self, timeout_seconds: float | None, *, has_ended_well: bool = False) -> None:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         arguments.check_apart(self.url, self._begin)
@@ -327,6 +331,8 @@ class CheckpointManager:
             self.closing.pop()()
         self._settle(timeout_seconds, self._reports.wait_closed)
         self._closed = True
+        if has_ended_well:
+            self._saver.tidy()
         self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         if self.company is not None:
             self.company.close()
@@ -351,7 +357,7 @@ class CheckpointManager:
         has_trained = error is None and self.restored is None and len(self._living) > 1
         if has_trained and (text := find_fixed_epoch(self.checkpoint.objects, list_assigned(self.checkpoint))):
             self.emit(Warned(text=text))
-        self._reports.close_behind(error, self.close)
+        self._reports.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
     def _save(
         self,

@@ -18,7 +18,7 @@ from holdfast.save.cleaning import Cleaner
 from holdfast.save.handle import SaveHandle
 from holdfast.save.handoffs import LeftOutError
 from holdfast.save.line import Line
-from holdfast.save.order import SaveOrder
+from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.overlap import GIVING_UP, StepHold
 from holdfast.save.progress import RESUMED
 from holdfast.save.reports import SaveReports
@@ -111,6 +111,8 @@ class Background:
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.hold = None if hold_seconds is None else StepHold(hold_seconds, self._note_held)
         self.newest: StepName | None = None
+        # Where the run went on from when that was saved.
+        self._origin = Origin()
         self.durable_seconds: float | None = None
         self.blocked_seconds: float | None = None
         self.held_seconds = 0.0
@@ -124,6 +126,12 @@ class Background:
         """Tells of what has not been told yet."""
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
+
+    def tidy(self) -> None:
+        """**Blocks.** The run has ended well: the step that it went on from need not stay any more."""
+        is_leader = self._company is None or self._company.worker.is_leader
+        if self.newest is not None and is_leader and self._origin.base not in (None, *self._origin.sources):
+            self._cleaner.clean(self.newest, self._origin, at_end=True)
 
     def serve(self, inbox: queue.SimpleQueue[Work | None]) -> None:
         """Does the one work that comes, unless it was called off before it could begin."""
@@ -256,7 +264,7 @@ class Background:
             raise
         durable_seconds = time.monotonic() - work.begun_at
         training_saved_seconds = max(order.asked_at - self.protected_since_at, 0.0)
-        self.newest = name
+        self.newest, self._origin = name, order.origin
         self.durable_seconds = durable_seconds
         self.blocked_seconds = work.blocked_seconds - order.waited_seconds + self.held_seconds
         self.protected_since_at = order.asked_at

@@ -26,16 +26,17 @@ class Cleaner:
         self._emit = emit
         self._told_problems: set[str] = set()
 
-    def clean(self, name: StepName, origin: Origin) -> None:
-        """**Blocks.** Cleans up behind the commit of a step.
+    def clean(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
+        """**Blocks.** Cleans up after the commit of a step.
 
         Args:
             name: The step.
             origin: Where the run goes on from.
+            at_end: Whether the run has ended well: then the step that it went on from needs no protection any more.
         """
         begun_at = time.monotonic()
-        protected = dict.fromkeys(origin.sources, "a part was restored from it")
-        if origin.base is not None:
+        protected = dict.fromkeys(origin.sources, "this program has restored from it")
+        if origin.base is not None and not at_end:
             protected[origin.base] = "the run goes on from it"
         protected[name] = "just committed"
         try:

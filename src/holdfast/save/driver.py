@@ -252,6 +252,10 @@ class Saver:
         self._background.flush_events()
         self._buffer.release()
 
+    def tidy(self) -> None:
+        """**Blocks.** The run has ended well, and no save is in flight: the policy is applied once more to all steps."""
+        self._background.tidy()
+
     def abandon(self) -> None:
         """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
         self._own_line.abandon()

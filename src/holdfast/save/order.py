@@ -21,7 +21,8 @@ class Origin(msgspec.Struct, frozen=True):
             it was made. None if it begins anew.
         seen_generation: The newest generation of the run at that time; 0 if there was none. Whoever has opened a newer
             one since goes on from steps that this manager does not know of.
-        sources: Checkpoints of which a part was restored.
+        sources: Checkpoints that stay while the manager lives: those of which a part was restored, and those that were
+            restored by their number, which may be asked for again.
     """
 
     base: StepName | None = None
