@@ -1361,7 +1361,7 @@ def test_nothing_stays_taken_after_an_error(tmp_path: Path) -> None:
         with hf.resumable(kept, state={"value": np.zeros(4)}):
             enter_with()
 
-    def make_handler(config: hf.TerminationConfig | None = None, **objects: Any) -> None:
+    def make_handler(config: hf.TerminationConfig | None = None, /, **objects: Any) -> None:
         with hf.CheckpointManager(kept, hf.Checkpoint(**{"state": {"value": np.zeros(4)}, **objects})) as manager:
             hf.PreemptionCheckpointHandler(manager, config)
 
