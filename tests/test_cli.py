@@ -161,7 +161,7 @@ def test_a_step_that_is_not_there(run: Path) -> None:
     code, said = complaint("verify", f"{run}@900")
     assert code == ExitCode.NOTHING_THERE
     assert "step 900" in said
-    assert "was never committed" in said
+    assert "is not a checkpoint: it has no manifest.json" in said
 
 
 def test_a_run_whose_name_has_an_at_sign(run: Path) -> None:
@@ -295,7 +295,7 @@ def test_list_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
         manager.save(10)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(x=1), begin_anew=True) as manager:
         manager.save(5)
-    (tmp_path / "run" / "step-000000005.g0002" / "manifest.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "step-000000005.g0002")
     code, said = complaint("list", tmp_path / "run")
     assert code == ExitCode.NOTHING_THERE
     assert "no checkpoint on its living line, only 1 off it" in said
@@ -338,8 +338,12 @@ def test_show_a_step_that_was_copied_away(run: Path, tmp_path: Path) -> None:
     assert (document["directory"], document["state"], document["is_newest"]) == (None, None, None)
     (Path(copied) / "manifest.json").unlink()
     code, said = complaint("show", copied)
+    assert code == ExitCode.DAMAGED
+    assert "was committed, and its manifest is gone" in said
+    (Path(copied) / "committed").unlink()
+    code, said = complaint("show", copied)
     assert code == ExitCode.NOTHING_THERE
-    assert "is no checkpoint: it has no manifest.json" in said
+    assert "is not a checkpoint: it has no manifest.json" in said
 
 
 def test_show_leaves_and_values_by_name(run: Path) -> None:

@@ -156,11 +156,38 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
     verified = call("verify", tmp_path)
     assert verified.exit_code == ExitCode.DAMAGED
     assert "is missing, and the step was committed" in verified.stdout
-    assert "there is nothing to remove" in call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
-    assert "--lost removes 1 step without a manifest" in complaint("prune", tmp_path)[1]
+    pruned = call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
+    assert "there is nothing to remove" in pruned
+    assert f"left alone: {THREE}, which was committed and lost its manifest" in pruned
+    assert "`committed` in the step's directory is a copy of `manifest.json`" in pruned
+    for named in ("3", THREE):
+        code, said = complaint("prune", tmp_path, "--steps", named, "--yes")
+        assert code == ExitCode.USAGE
+        assert f"step {named} was committed, and its manifest is gone" in said
+    assert (
+        "that jobs committed has lost its manifest, and only --lost removes such steps"
+        in complaint("prune", tmp_path)[1]
+    )
+    code, said = complaint("show", tmp_path / THREE)
+    assert code == ExitCode.DAMAGED
+    assert "was committed, and its manifest is gone" in said
+    assert (tmp_path / THREE / "committed").exists()
     assert call("prune", tmp_path, "--lost", "--yes").exit_code == ExitCode.OK
     assert not (tmp_path / THREE).exists()
     assert call("verify", tmp_path).exit_code == ExitCode.OK
+
+
+def test_the_command_line_says_so_too_where_steps_of_an_earlier_line_are_left(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    save_steps(tmp_path, 5, begin_anew=True)
+    remove_manifests(tmp_path, "*5.g0002")
+    with open_manager(tmp_path) as manager, pytest.raises(NoWholeCheckpointError, match="step 5 was committed"):
+        manager.restore()
+    for verb in ("list", "show", "verify"):
+        code, said = complaint(verb, tmp_path)
+        assert code == ExitCode.DAMAGED
+        assert "step 5 was committed, and its manifest is gone" in said
+    assert complaint("export", tmp_path, tmp_path / "out", "--to", "torch")[0] == ExitCode.DAMAGED
 
 
 @pytest.mark.parametrize("options", [{"begin_anew": True}, {"incremental": True}])

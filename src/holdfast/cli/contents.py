@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.catalog import is_committed, read_catalog
+from holdfast.catalog import exists, is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
 from holdfast.cli.target import MOST_LOOKS, Target, choose_step
 from holdfast.cli.values import count_values, find_nodes
-from holdfast.errors import DamageError, NoCheckpointError, NotFoundError
+from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import LeafRecord
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name, join
+from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
 from holdfast.format.shards import StoredBox
 from holdfast.restore.handoffs import OpenedStep
@@ -104,6 +104,7 @@ def _read_heading(target: Target) -> Heading | None:
 
     Raises:
         NoCheckpointError: If there is none.
+        NoWholeCheckpointError: If it was committed, and its manifest is gone.
         DamageError: If the manifest is damaged.
         StorageError: If the place fails.
     """
@@ -120,9 +121,17 @@ def _read_heading(target: Target) -> Heading | None:
     except NotFoundError:
         if name is not None:
             return None
+        if exists(target.storage, COMMITTED_NAME):
+            raise NoWholeCheckpointError(
+                f"{target.location} was committed, and its manifest is gone; the data files are still there",
+                damages=(DamageError("the manifest is gone", path=MANIFEST_NAME),),
+                hint=f"Bring it back: `{COMMITTED_NAME}` in that directory is a copy of `{MANIFEST_NAME}`, "
+                "unless it is empty.",
+            ) from None
         raise NoCheckpointError(
-            f"{target.location} is no checkpoint: it has no {MANIFEST_NAME}",
-            hint="Its save never ended, or is going on; only a manifest makes a checkpoint of the other files.",
+            f"{target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
+            hint="Its save or its removal was cut off or is going on, or the manifest is lost: "
+            "`holdfast list --all` of the run says which.",
         ) from None
     manifest = decode_manifest(data, path=path, expected=name)
     return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
@@ -239,6 +248,7 @@ def read_checkpoint(target: Target) -> tuple[Heading, Contents | DamageError]:
 
     Raises:
         NoCheckpointError: If there is none.
+        NoWholeCheckpointError: If it was committed, and its manifest is gone.
         DamageError: If the manifest is damaged.
         StorageError: If the place fails.
     """

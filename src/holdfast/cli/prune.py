@@ -85,27 +85,39 @@ def command(
 
 
 def _offer(survey: Survey) -> str:
+    """What each of the selections would remove."""
     from holdfast.cli.survey import State
     from holdfast.cli.wording import counted, size_text
 
-    off_line, unfinished = survey.of(State.OFF_LINE), survey.of(State.UNFINISHED, State.SET_ASIDE)
-    offers = []
-    if off_line:
-        size = size_text(sum(one.size_bytes for one in off_line))
-        offers.append(f"--off-line removes {counted(len(off_line), 'step')} ({size})")
-    if unfinished:
-        size = size_text(sum(one.size_bytes for one in unfinished))
+    def size_of(*states: State) -> str:
+        return size_text(sum(one.size_bytes for one in survey.of(*states)))
+
+    offers, empty = [], []
+    if off_line := survey.of(State.OFF_LINE):
+        offers.append(f"--off-line removes {counted(len(off_line), 'step')} ({size_of(State.OFF_LINE)})")
+    else:
+        empty.append("--off-line")
+    if unfinished := survey.of(State.UNFINISHED, State.SET_ASIDE):
         what = counted(len(unfinished), "unfinished directory", "unfinished directories")
-        offers.append(f"--unfinished removes {what} ({size})")
+        offers.append(f"--unfinished removes {what} ({size_of(State.UNFINISHED, State.SET_ASIDE)})")
+    if survey.of(State.SPARE):
+        offers.append(f"--unfinished --job-is-dead removes the spare file ({size_of(State.SPARE)})")
+    elif not unfinished:
+        empty.append("--unfinished")
+    offers.append("--steps A,B removes the steps that it names")
     if lost := survey.of(State.LOST):
-        size = size_text(sum(one.size_bytes for one in lost))
-        offers.append(f"--lost removes {counted(len(lost), 'step')} without a manifest ({size})")
-    if spare := survey.of(State.SPARE):
-        offers.append(f"--unfinished --job-is-dead removes the spare file ({size_text(spare[0].size_bytes)})")
-    return "; ".join([*offers, "--steps A,B removes the steps that it names"]) + "."
+        steps = f"{counted(len(lost), 'step')} ({size_of(State.LOST)})"
+        what = "has lost its manifest" if len(lost) == 1 else "have lost their manifests"
+        offers.append(f"{steps} that jobs committed {what}, and only --lost removes such steps")
+    else:
+        empty.append("--lost")
+    if empty:
+        offers.append(f"{' and '.join(empty)} would remove nothing now")
+    return "; ".join(offers) + "."
 
 
 def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
+    from holdfast.cli.removals import BRING_BACK
     from holdfast.cli.screen import FAINT, NOTABLE, Column, Styled, Words
     from holdfast.cli.survey import State
     from holdfast.cli.wording import size_text
@@ -124,9 +136,14 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
         screen.table(columns, rows)
     what = _count(plan.remove)
     screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
+    if any(one.state is State.LOST for one in (*plan.remove, *plan.left_alone)):
+        screen.say(f"to bring a lost step back: {BRING_BACK}")
     for one, reason in plan.kept:
         screen.say(Styled("kept: ", NOTABLE), f"{one.directory}, since {reason}")
     for one in plan.left_alone:
+        if one.state is State.LOST:
+            screen.say(Styled("left alone: ", NOTABLE), f"{one.directory}, which was committed and lost its manifest")
+            continue
         doing = "is to use for its next save" if one.state is State.SPARE else "may be writing now"
         screen.say(
             Styled("left alone: ", NOTABLE),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.cli.survey import Found, State, Survey
 from holdfast.cli.verdicts import Outcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
-from holdfast.format.names import StepName, parse_step_directory
+from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
 from holdfast.save.discard import discard_trash, discard_unfinished, remove_own_files, withdraw
 from holdfast.save.ledger import Ledger
@@ -42,7 +43,8 @@ class RemovalPlan:
 
     Attributes:
         remove: What is to be removed, in the order in which that is done.
-        left_alone: What was asked for in general and is not removed, since a job may be writing it.
+        left_alone: What was asked for in general and is not removed, since a job may be writing it, or since it was
+            committed and has lost its manifest.
         kept: What was asked for and stays, since a step that stays refers to it; each with that reason.
     """
 
@@ -80,6 +82,7 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
                 left_alone.append(one)
             else:
                 chosen.add(one.directory)
+        left_alone += [one for one in survey.of(State.LOST) if not wishes.lost]
     spared = spare_referred(chosen, survey.referrers)
     plan = RemovalPlan(
         tuple(one for one in survey.found if one.directory in chosen and one.directory not in spared),
@@ -94,6 +97,12 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
     return plan
 
 
+BRING_BACK: Final = (
+    f"`{COMMITTED_NAME}` in the step's directory is a copy of `{MANIFEST_NAME}`, unless it is empty or missing"
+)
+"""How a step that has lost its manifest gets it again."""
+
+
 def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
     committed = survey.of(State.LIVING, State.OFF_LINE)
     for text in steps:
@@ -103,6 +112,12 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
             matching = [one for one in committed if one.name and one.name.step == int(text[:20])]
         else:
             raise UsageError(f"--steps {text!r} is no step", hint="Write steps and commas, as in --steps 300,500.")
+        lost = [one for one in survey.of(State.LOST) if one.name and text in (one.directory, str(one.name.step))]
+        if lost and not matching:
+            raise UsageError(
+                f"step {text} was committed, and its manifest is gone; --steps does not remove such a step",
+                hint=f"Bring the manifest back: {BRING_BACK}. If the step is to go, --lost removes all of its kind.",
+            )
         if not matching:
             raise NoCheckpointError(f"there is no checkpoint {text}", hint="`holdfast list --all` shows what is there.")
         if len(matching) > 1:

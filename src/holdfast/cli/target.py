@@ -109,22 +109,22 @@ def choose_step(catalog: Catalog, target: Target) -> StepName:
         for name in catalog.unfinished:
             if name.step == target.step:
                 raise NoCheckpointError(
-                    f"step {target.step} of {target.location} was never committed",
-                    hint=f"{name.directory} is what an unfinished save has left, or is writing now.",
+                    f"step {target.step} of {target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
+                    hint=f"A save writes {name.directory} now, or a save or a removal of it was cut off.",
                 )
     return catalog.find(target.step)
 
 
 def no_living(catalog: Catalog, target: Target) -> NoCheckpointError:
     """**Blocks.** The error for a run without a checkpoint on its living line."""
+    if lost := find_lost(target.storage, catalog):
+        return make_lost_error(lost, target.location)
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
         return NoCheckpointError(
             f"{target.location} has no checkpoint on its living line, only {off_line} off it",
             hint="The run was begun anew. `holdfast list --all` shows what is there.",
         )
-    if lost := find_lost(target.storage, catalog):
-        return make_lost_error(lost, target.location)
     if catalog.unfinished:
         return NoCheckpointError(
             f"{target.location} has no checkpoint, only {len(catalog.unfinished)} unfinished",
