@@ -98,9 +98,7 @@ def test_the_step_that_a_run_resumed_from_goes_with_the_policy_at_its_end(tmp_pa
 def test_a_run_that_ends_with_an_error_keeps_the_step_that_it_resumed_from(tmp_path: Path) -> None:
     train(tmp_path, 6)
     with pytest.raises(ZeroDivisionError):
-        with hf.resumable(tmp_path, state={"value": np.zeros(10)}, save_every=hf.Steps(3), keep=hf.Latest(1)) as run:
-            for step in run.steps(15):
-                1 // (13 - step)
+        train(tmp_path, 15, fail_at=13, save_every=hf.Steps(3), keep=hf.Latest(1))
     assert steps_of(tmp_path) == [6, 12]
 
 

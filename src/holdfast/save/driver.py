@@ -253,7 +253,7 @@ class Saver:
         self._buffer.release()
 
     def tidy(self) -> None:
-        """**Blocks.** The run has ended well, and no save is in flight: the policy is applied once more to all steps."""
+        """**Blocks.** The run has ended well, and no save is in flight: the policy is applied once more."""
         self._background.tidy()
 
     def abandon(self) -> None:
