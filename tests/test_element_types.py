@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError, UsageError
-from holdfast.format.dtypes import Quantizer, QuantizerRecord
+from holdfast.format.dtypes import Quantizer, QuantizerRecord, names_in
 from holdfast.format.index import Index, decode_index, encode_index
 from holdfast.format.manifest import RAW, SHARDS
 from holdfast.format.workers import ALONE, Worker
@@ -203,3 +206,52 @@ def test_files_of_other_programs_hold_them_or_it_is_said(tmp_path: Path) -> None
     for to, only, kind in (("safetensors", "state", "complex128"), ("torch", "q", "quint8"), ("dcp", "q", "quint8")):
         with pytest.raises(UsageError, match=f"of type {kind}, which a file of {to} cannot hold"):
             hf.export_checkpoint(tmp_path / "run", tmp_path / "no", to=to, only=only)  # type: ignore[arg-type]
+
+
+ML_NAMES = [name for name in names_in("numpy") if name in dir(ml_dtypes)]
+
+
+def test_numpy_has_the_types_of_ml_dtypes(tmp_path: Path) -> None:
+    assert {"bfloat16", "float8_e4m3fn", "int4", "float4_e2m1fn"} <= set(ML_NAMES)
+    state = {name: np.array([[0, 1, 1], [1, 0, 1]], getattr(ml_dtypes, name), order="F") for name in ML_NAMES}
+    # One piece of memory, seen as two types, is two arrays.
+    state |= {name: state["float8_e5m2"].view(name) for name in ("float8_e4m3fn", "float8_e4m3")}
+    torchs = torch.tensor([1.5, -2.5], dtype=torch.bfloat16)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(state=state, torchs=torchs)) as manager:
+        manager.save(1)
+    empty = hf.Checkpoint(state=dict.fromkeys(state), torchs=np.zeros(2, ml_dtypes.bfloat16))
+    live = {name: np.zeros_like(value) for name, value in state.items()}
+    arrays = hf.Checkpoint(state=live, torchs=torch.zeros(2, dtype=torch.bfloat16))
+    for checkpoint in (empty, arrays):
+        with hf.CheckpointManager(tmp_path, checkpoint) as manager:
+            manager.restore()
+        for name, value in state.items():
+            found = checkpoint.state[name]
+            assert (found.dtype, found.strides, found.tobytes()) == (value.dtype, value.strides, value.tobytes())
+        assert checkpoint.torchs.tolist() == [1.5, -2.5]
+    assert arrays.state["bfloat16"] is live["bfloat16"]
+
+
+def test_ml_dtypes_is_imported_where_it_is_needed(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.ones(2, ml_dtypes.bfloat16))) as manager:
+        manager.save(1)
+    code = f"""
+import sys
+import holdfast as hf
+from holdfast.errors import MissingPackageError
+
+checkpoint = hf.Checkpoint(x=None)
+with hf.CheckpointManager({str(tmp_path)!r}, checkpoint) as manager:
+    assert "ml_dtypes" not in sys.modules
+    sys.modules["ml_dtypes"] = None
+    try:
+        manager.restore()
+    except MissingPackageError as error:
+        assert "ml_dtypes" in error.hint, error
+    else:
+        raise AssertionError("it was restored")
+    del sys.modules["ml_dtypes"]
+    manager.restore()
+assert checkpoint.x.dtype.name == "bfloat16" and checkpoint.x.tolist() == [1, 1]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.errors import UnsupportedValueError
+from holdfast.errors import MissingPackageError, UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.strides import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
-_NUMPY_DTYPES = {name: np.dtype(numpy_name).newbyteorder("<") for numpy_name, name in _DTYPES.items()}
+_NUMPY_NAMES = {name: numpy_name for numpy_name, name in _DTYPES.items()}
 
 
 class NumpyBackend:
@@ -38,7 +38,7 @@ class NumpyBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Convert it to one of numpy's types of numbers that are alike on all machines, or to a list.",
+                hint="Convert it to a type of numpy or ml_dtypes that is alike on all machines, or to a list.",
             )
         if array.flags.c_contiguous:
             return spec_of(dtype, array.shape)
@@ -49,7 +49,7 @@ class NumpyBackend:
         if array.size == 0:
             return id(array)
         address = array.__array_interface__["data"][0]
-        return (address, array.dtype.str, array.shape, array.strides)
+        return (address, array.dtype, array.shape, array.strides)
 
     def address(self, array: Any) -> int | None:
         """The address of what lies as it is stored."""
@@ -105,7 +105,7 @@ class NumpyBackend:
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new array."""
-        dtype = _NUMPY_DTYPES[spec.dtype]
+        dtype = _dtype_named(spec.dtype)
         if spec.strides is None:
             return np.empty(spec.shape, dtype)
         order = order_dimensions(spec.shape, spec.strides)
@@ -131,6 +131,29 @@ def _find_layout(array: Any) -> tuple[int, ...] | None:
 def _stored_as(dtype: Any) -> str:
     """The element type as which arrays are stored byte for byte; empty if there is none."""
     return _DTYPES.get(dtype.name, "") if dtype.newbyteorder("<") == dtype else ""
+
+
+@lru_cache(maxsize=1 << 10)
+def _dtype_named(name: str) -> Any:
+    """NumPy's type for an element type; what NumPy itself lacks, such as bfloat16, it has from ml_dtypes.
+
+    Raises:
+        MissingPackageError: If there is no ml_dtypes, or none that has it.
+    """
+    numpy_name = _NUMPY_NAMES[name]
+    try:
+        return np.dtype(numpy_name).newbyteorder("<")
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, numpy_name))
+    except (ImportError, AttributeError) as error:
+        raise MissingPackageError(
+            f"the checkpoint holds a NumPy array of {numpy_name}, a type of the package ml_dtypes",
+            hint="pip install -U ml_dtypes",
+        ) from error
 
 
 register_backend(np.ndarray, NumpyBackend())
