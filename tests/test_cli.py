@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -148,6 +149,12 @@ def test_a_place_where_nothing_is(tmp_path: Path) -> None:
             assert code == ExitCode.NOTHING_THERE
             assert text in said
             assert "hint: " in said
+        listed = call("list", tmp_path / name, "--json")
+        assert listed.exit_code == ExitCode.NOTHING_THERE
+        document = json.loads(listed.stdout)
+        assert (document["steps"], document["newest_step"], document["generation"]) == ([], None, 0)
+        assert text in document["error"]["message"]
+        assert "one step" not in document["error"]["hint"], "which it would refuse"
 
 
 def test_a_step_that_is_not_there(run: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         assert code == ExitCode.FAILED
         assert "hint: Make room" in said
         (root / "filler").write_bytes(bytes(1 << 20))
-        code, said = complaint("bench", root, "--size", "1kB")
+        code, said = complaint("bench", root, "--size", "100kB")
         assert code == ExitCode.FAILED
         assert names(root) == ["filler"]
 
@@ -386,6 +386,8 @@ def test_what_is_no_place_to_measure(run: Path) -> None:
     [
         (("--size", "big"), "'big' is no size; write one as 500MB, 1.5GB or 2GiB."),
         (("--size", "0"), "'0' is not between 1 byte"),
+        (("--size", "5"), "'5' is 5 B, too little to measure; write 500MB or 5GB."),
+        (("--trial", "99kB"), "too little to measure"),
         (("--mtbf", "24"), "'24' is no time; write its unit: 350ms, 30s, 90min, 24h or 7d."),
         (("--step-time", "0s"), "'0s' is not between"),
         (("--threads", "0"), "--threads"),

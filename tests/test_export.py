@@ -277,6 +277,7 @@ def test_a_damaged_checkpoint_is_not_handed_on(run: Path, tmp_path: Path, to: st
     code, text = complaint("export", run, tmp_path / "out", "--to", to)
     assert code == 1
     assert "do not match their digest" in text
+    assert f"`holdfast verify --all {run}` says which steps are whole" in text.replace("\n", " ")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["gpt"]
 
 

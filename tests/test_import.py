@@ -322,7 +322,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert call("import", tmp_path / "a.pt", tmp_path / "run").exit_code == 0
     for arguments, code, text in (
         ((tmp_path / "a.pt", tmp_path / "run"), 2, "has checkpoints already, the newest of step 0"),
-        ((tmp_path / "nowhere", tmp_path / "new"), 3, "there is no"),
+        ((tmp_path / "nowhere", tmp_path / "new"), 3, "nowhere does not exist"),
         ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
         ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
         ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),

@@ -20,6 +20,15 @@ _THREADS: Final = 6
 _MAX_THREADS: Final = 256
 _ROUNDS: Final = 3
 _MAX_ROUNDS: Final = 1000
+_MIN_BYTES: Final = 100_000
+"""Less says nothing of a disk, and is most often a size whose unit was forgotten."""
+
+
+def _parse_measurable(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    size_bytes = parse_size(ctx, param, text)
+    if size_bytes is not None and size_bytes < _MIN_BYTES:
+        raise click.BadParameter(f"{text!r} is {size_bytes} B, too little to measure; write 500MB or 5GB.", ctx, param)
+    return size_bytes
 
 
 @click.command()
@@ -27,7 +36,7 @@ _MAX_ROUNDS: Final = 1000
 @click.option(
     "--size",
     metavar="SIZE",
-    callback=parse_size,
+    callback=_parse_measurable,
     help="The state's size.  [default: that of the newest checkpoint there, or 1GB]",
 )
 @click.option(
@@ -42,7 +51,7 @@ _MAX_ROUNDS: Final = 1000
 @click.option(
     "--trial",
     metavar="SIZE",
-    callback=parse_size,
+    callback=_parse_measurable,
     help="How much to save in a trial.  [default: as much as is quickly done]",
 )
 @click.option(

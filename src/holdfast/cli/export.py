@@ -60,7 +60,7 @@ def command(
     from holdfast.cli.signals import ending_on
     from holdfast.cli.survey import name_fields
     from holdfast.cli.target import choose_step, find_target
-    from holdfast.errors import UsageError
+    from holdfast.errors import DamageError, UsageError
     from holdfast.interchange.export import FILE_BYTES, Wanted, export_chosen, export_step
 
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
@@ -71,12 +71,20 @@ def command(
         raise UsageError("--repeat-shared is for safetensors", hint="The other formats keep what is shared as it is.")
     target = find_target(run)
     wanted = Wanted(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
-    with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
-        if target.is_step:
-            export = export_step(target.storage, "", None, target.beside, out, wanted, watcher=progress)
-        else:
-            choose = partial(choose_step, target=target)
-            export = export_chosen(target.storage, choose, out, wanted, watcher=progress)
+    try:
+        with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
+            if target.is_step:
+                export = export_step(target.storage, "", None, target.beside, out, wanted, watcher=progress)
+            else:
+                choose = partial(choose_step, target=target)
+                export = export_chosen(target.storage, choose, out, wanted, watcher=progress)
+    except DamageError as error:
+        if not (target.is_step or error.hint):
+            error.hint = (
+                f"`holdfast verify --all {target.location}` says which steps are whole; "
+                f"export one of them as {target.location}@STEP."
+            )
+        raise
     if not as_json:
         _show(Screen(sys.stdout), Screen(sys.stderr), export)
         return

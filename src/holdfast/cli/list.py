@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from holdfast.cli.screen import Screen
     from holdfast.cli.survey import Survey
     from holdfast.cli.target import Target
+    from holdfast.errors import HoldfastError
 
 _SHOWN_DAMAGES: Final = 10
 """Of each directory."""
@@ -33,17 +34,25 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
     restore may begin from.
     """
     from holdfast.cli.screen import Screen, write_json
-    from holdfast.cli.survey import State, survey_run
+    from holdfast.cli.survey import NOTHING, State, survey_run
     from holdfast.cli.target import find_run, no_living
+    from holdfast.errors import NoCheckpointError
+    from holdfast.storage import open_storage
 
-    target = find_run(run)
+    try:
+        target = find_run(run)
+    except NoCheckpointError as error:
+        if as_json:
+            write_json(sys.stdout, "list", make_document(open_storage(run).url, NOTHING, error))
+        raise
     survey = survey_run(target.storage)
+    problem = no_living(survey.catalog, target) if survey.newest is None else None
     if as_json:
-        write_json(sys.stdout, "list", make_document(target.storage.url, survey))
+        write_json(sys.stdout, "list", make_document(target.storage.url, survey, problem))
     elif survey.found and (show_all or survey.of(State.LIVING)):
         _show(target, survey, show_all, Screen(sys.stdout))
-    if survey.newest is None:
-        raise no_living(survey.catalog, target)
+    if problem is not None:
+        raise problem
 
 
 def _show(target: Target, survey: Survey, show_all: bool, screen: Screen) -> None:
@@ -103,8 +112,8 @@ def _remark(survey: Survey, show_all: bool) -> None:
         remarks.say(Styled(f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
 
 
-def make_document(url: str, survey: Survey) -> dict[str, Any]:
-    """**Pure.** The JSON document of a run."""
+def make_document(url: str, survey: Survey, error: HoldfastError | None = None) -> dict[str, Any]:
+    """**Pure.** The JSON document of a run, and what is wrong with it."""
     from holdfast.cli.survey import State, find_extremes, found_fields, problem_fields, time_fields
 
     living = survey.of(State.LIVING)
@@ -132,4 +141,5 @@ def make_document(url: str, survey: Survey) -> dict[str, Any]:
         "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
         "spare": [found_fields(one) for one in survey.of(State.SPARE)],
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
+        "error": {"message": error.message, "hint": error.hint} if error else None,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from holdfast.catalog import Catalog, find_lost, read_catalog, read_manifest, read_opening, read_references
 from holdfast.cli.wording import iso_text
@@ -99,6 +99,10 @@ class Survey:
             for one in self.found
             if one.name is not None and one.refers_to
         ]
+
+
+NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
+"""What lies where there is no run."""
 
 
 def survey_run(storage: Storage) -> Survey:

@@ -50,10 +50,14 @@ class Target:
         return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str, *, hint: str = "Name the directory that the job saves into, or that of one step.") -> Target:
     """**Blocks.** Finds the run, the step of a run, or the directory of a single step that is meant.
 
     A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step.
+
+    Args:
+        text: What was written on the command line.
+        hint: What to do where the directory is no run's.
 
     Raises:
         NoCheckpointError: If there is no such directory, or it holds nothing of holdfast's.
@@ -65,7 +69,7 @@ def find_target(text: str) -> Target:
     entries = storage.list("")
     is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
     if not is_step and not any(_belongs_to_run(entry) for entry in entries):
-        raise _nothing_there(storage, location, entries)
+        raise _nothing_there(storage, location, entries, hint)
     if is_step and step is not None:
         raise UsageError(f"{location} is the directory of a single step", hint=f"Leave out @{step}.")
     return Target(storage, location, step, is_step)
@@ -79,7 +83,7 @@ def find_run(text: str) -> Target:
         UsageError: As `find_target`, or if a single step is meant.
         StorageError: If the place cannot be read.
     """
-    target = find_target(text)
+    target = find_target(text, hint="Name the directory that the job saves into.")
     if target.is_step:
         raise UsageError(
             f"{target.location} is the directory of a single step, not of a run",
@@ -156,11 +160,10 @@ def _belongs_to_run(entry: Entry) -> bool:
     )
 
 
-def _nothing_there(storage: Storage, location: str, entries: list[Entry]) -> NoCheckpointError:
+def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
         return NoCheckpointError(
-            f"{location} is no directory of a run: it has neither steps nor a {MANIFEST_NAME}",
-            hint="Name the directory that the job saves into, or the directory of one step.",
+            f"{location} is no directory of a run: it has neither steps nor a {MANIFEST_NAME}", hint=hint
         )
     if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
         if os.path.lexists(storage.url):

@@ -93,7 +93,7 @@ class Source:
         try:
             file = self._use(self._path, follow_links=True)
         except NotFoundError:
-            raise NoCheckpointError(f"there is no {self._path}", hint="Check the path.") from None
+            raise NoCheckpointError(f"{self._path} does not exist", hint="Check the path.") from None
         head = bytes(file.read(0, min(file.size_bytes, 16)))
         if head.startswith(_ZIP):
             self.format = "torch"
