@@ -244,7 +244,8 @@ class CheckpointManager:
         What is saved after this goes on from there: steps beyond it are no longer on the living line.
 
         Args:
-            step: The step; None for the newest whole one of the living line (with `begin_anew`: saved since then).
+            step: The step, which then stays whatever `keep` says, until the manager restores another or is closed; None
+                for the newest whole one of the living line (with `begin_anew`: saved since then).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left as it is.
             strict: False to take what fits, and be told of the rest in the result.
 

@@ -112,10 +112,10 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
             matching = [one for one in committed if one.name and one.name.step == int(text[:20])]
         else:
             raise UsageError(f"--steps {text!r} is no step", hint="Write steps and commas, as in --steps 300,500.")
-        lost = [one for one in survey.of(State.LOST) if one.name and text in (one.directory, str(one.name.step))]
+        lost = [name for one in survey.of(State.LOST) if (name := one.name) and text in (one.directory, str(name.step))]
         if lost and not matching:
             raise UsageError(
-                f"step {text} was committed, and its manifest is gone; --steps does not remove such a step",
+                f"step {lost[0].step} was committed, and its manifest is gone; --steps does not remove such a step",
                 hint=f"Bring the manifest back: {BRING_BACK}. If the step is to go, --lost removes all of its kind.",
             )
         if not matching:
