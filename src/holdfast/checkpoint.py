@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.errors import UnnamedError, UsageError
+from holdfast.tracebacks import short_traceback
 
 
+@short_traceback
 class Checkpoint:
     """Names the objects whose state is kept together. It does no I/O; a manager saves and restores it.
 

@@ -13,7 +13,8 @@
 * `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
 
-Every error carries a `hint`: one sentence that says what to do.
+Every error carries a `hint`: one sentence that says what to do. Its traceback shows the user's frames, and not those
+of holdfast; with `HOLDFAST_TRACEBACK=1` in the environment it shows all.
 """
 
 from __future__ import annotations

@@ -35,8 +35,10 @@ from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.oversights import find_fixed_epoch
 from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import short_traceback
 
 
+@short_traceback
 class CheckpointManager:
     """Saves the state of live objects as checkpoints of a run, in the background, and restores it.
 

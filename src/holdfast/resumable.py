@@ -15,6 +15,7 @@ from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExistsError, UnnamedError, UsageError
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
     from holdfast.cluster import Cluster
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.storage import Storage
 
 
+@short_traceback
 def resumable(
     directory: str | os.PathLike[str] | Storage,
     *unnamed: object,
@@ -139,6 +141,7 @@ def resumable(
     return run
 
 
+@short_traceback
 class Run:
     """A training run between its restore and its last save. Use it from one thread, with `with`.
 
@@ -337,6 +340,7 @@ class Run:
         if cause is not None:
             raise cause from error
 
+    @short_traceback
     def _next_step(self, total: int, loop: int) -> int | None:
         if self._newest_loop > loop:
             from holdfast.events import Warned

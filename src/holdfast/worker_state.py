@@ -36,6 +36,7 @@ from holdfast.save.arguments import check_numbers, check_resizing
 from holdfast.save.handle import SaveHandle
 from holdfast.save.together import Together
 from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import short_traceback
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
 
@@ -44,6 +45,7 @@ _MODES: Final = ("train", "test", "predict")
 _REMEMBERED: Final = 8
 
 
+@short_traceback
 class WorkerTrainingState:
     """Backs up a training after each epoch, or within one, and brings it back when the program is started again.
 

@@ -12,6 +12,7 @@ import click
 
 from holdfast.cli.exit_codes import ExitCode, exit_code_of
 from holdfast.errors import HoldfastError
+from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
     "list": "List the checkpoints of a run.",
@@ -28,8 +29,6 @@ is quick, and no verb pays for what another needs."""
 
 _MODULES: Final = {"import": "importing"}
 """Where a verb is no name for a module."""
-
-_TRACEBACK_VARIABLE: Final = "HOLDFAST_TRACEBACK"
 
 
 class Verbs(click.Group):
@@ -78,11 +77,11 @@ class Verbs(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            if os.environ.get(_TRACEBACK_VARIABLE):
+            if os.environ.get(TRACEBACK_VARIABLE):
                 raise
             _complain(
                 f"{type(error).__name__}: {error}",
-                f"This is a fault of holdfast, please report it; {_TRACEBACK_VARIABLE}=1 shows where it happens.",
+                f"This is a fault of holdfast, please report it; {TRACEBACK_VARIABLE}=1 shows where it happens.",
             )
             ctx.exit(ExitCode.BUG)
 

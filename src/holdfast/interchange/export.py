@@ -26,6 +26,7 @@ from holdfast.numbers import check_whole
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "torch", "dcp")
 FILE_BYTES: Final = 5_000_000_000
@@ -91,6 +92,7 @@ class Export(msgspec.Struct, frozen=True):
     seconds: float
 
 
+@short_traceback
 def export_checkpoint(
     run: str | os.PathLike[str] | Storage,
     out: str | os.PathLike[str],

@@ -43,6 +43,7 @@ from holdfast.save.order import Origin
 from holdfast.save.write import PIECE_BYTES, conclude
 from holdfast.storage import LocalStorage, Storage, open_storage
 from holdfast.storage.scratch import take_pages
+from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 _MOST_TIMES: Final = 4
@@ -77,6 +78,7 @@ class Import(msgspec.Struct, frozen=True):
     seconds: float
 
 
+@short_traceback
 def import_checkpoint(
     source: str | os.PathLike[str],
     run: str | os.PathLike[str] | Storage,

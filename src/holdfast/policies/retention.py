@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds, check_whole
+from holdfast.tracebacks import short_traceback
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -59,6 +60,7 @@ class AnyKeeps(_Combinable, msgspec.Struct, frozen=True):
 
     policies: tuple[RetentionPolicy, ...]
 
+    @short_traceback
     def __post_init__(self) -> None:
         flat: list[RetentionPolicy] = []
         for policy in self.policies:
@@ -88,6 +90,7 @@ class Latest(_Combinable, msgspec.Struct, frozen=True):
 
     n: int
 
+    @short_traceback
     def __post_init__(self) -> None:
         check_whole("Latest(n)", self.n, 1)
 
@@ -104,6 +107,7 @@ class EveryN(_Combinable, msgspec.Struct, frozen=True):
 
     n: int
 
+    @short_traceback
     def __post_init__(self) -> None:
         check_whole("EveryN(n)", self.n, 1)
 
@@ -125,6 +129,7 @@ class Best(_Combinable, msgspec.Struct, frozen=True):
     mode: Literal["min", "max"] = "min"
     n: int = 1
 
+    @short_traceback
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             raise UsageError(f"Best({self.metric!r}): the metric must be named")
@@ -160,6 +165,7 @@ class Newer(_Combinable, msgspec.Struct, frozen=True):
 
     seconds: float
 
+    @short_traceback
     def __post_init__(self) -> None:
         check_seconds("Newer(seconds)", self.seconds)
 

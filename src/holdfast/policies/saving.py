@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds, check_share, check_whole
+from holdfast.tracebacks import short_traceback
 
 DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
 """The time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
@@ -94,6 +95,7 @@ class AnySave(_Combinable, msgspec.Struct, frozen=True):
 
     policies: tuple[SavePolicy, ...]
 
+    @short_traceback
     def __post_init__(self) -> None:
         flat: list[SavePolicy] = []
         for policy in self.policies:
@@ -122,6 +124,7 @@ class Steps(_Combinable, msgspec.Struct, frozen=True):
 
     n: int
 
+    @short_traceback
     def __post_init__(self) -> None:
         check_whole("Steps(n)", self.n, 1)
 
@@ -140,6 +143,7 @@ class Seconds(_Combinable, msgspec.Struct, frozen=True):
 
     seconds: float
 
+    @short_traceback
     def __post_init__(self) -> None:
         check_seconds("Seconds(seconds)", self.seconds)
 
@@ -179,6 +183,7 @@ class Auto(_Combinable, msgspec.Struct, frozen=True):
     overhead: float = 0.01
     mtbf_seconds: float = DEFAULT_MTBF_SECONDS
 
+    @short_traceback
     def __post_init__(self) -> None:
         hint = "0.01 lets saves block training for at most one percent of the time."
         check_share("Auto(overhead)", self.overhead, hint=hint)

@@ -62,4 +62,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         if found is None:
             return
         yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        # What an error of holdfast came of is its context once its traceback is shortened.
+        is_hidden = found.__suppress_context__ and not isinstance(found, HoldfastError)
+        found = found.__cause__ or (None if is_hidden else found.__context__)

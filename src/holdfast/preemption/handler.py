@@ -23,11 +23,13 @@ from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.state.position import step_break
+from holdfast.tracebacks import short_traceback
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@short_traceback
 class PreemptionCheckpointHandler:
     """Runs steps; when the job is to be taken away it finishes the one in progress, saves, and leaves.
 
@@ -167,7 +169,8 @@ class PreemptionCheckpointHandler:
             UsageError: If this is within a step of `run` or of another loop.
             SaveFailedError: If saves by policy have failed.
         """
-        return self._steps(check_whole("total", total))
+        steps = self._steps(check_whole("total", total))
+        return iter(short_traceback(steps.__next__), None)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.

@@ -16,6 +16,7 @@ from holdfast.preemption.notices import NoticeSource
 from holdfast.preemption.signals import Signals
 from holdfast.preemption.surroundings import choose_sources, look_around
 from holdfast.preemption.watching import Watcher, check_function
+from holdfast.tracebacks import short_traceback
 
 _MAX_EXIT_CODE: Final = 125
 """Shells use those above for purposes of their own."""
@@ -48,6 +49,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
     sources: Literal["auto"] | Iterable[NoticeSource] = "auto"
     exit_code: int = EXIT_RESTART
 
+    @short_traceback
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)

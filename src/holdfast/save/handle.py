@@ -14,6 +14,7 @@ from holdfast.gate import Gate
 from holdfast.save.arguments import check_wait
 from holdfast.save.progress import Sign
 from holdfast.save.say import say
+from holdfast.tracebacks import short_traceback
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
@@ -164,6 +165,7 @@ class SaveHandle:
         self._give_sign()
         return self._is_committed
 
+    @short_traceback
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits until the state has been copied and may be changed again.
 
@@ -175,6 +177,7 @@ class SaveHandle:
         if not self._copied:
             self._raise_failure()
 
+    @short_traceback
     def wait_committed(self, timeout_seconds: float | None = None) -> str:
         """**Blocks.** Waits until the checkpoint is durable and would be found by a restart.
 
@@ -193,6 +196,7 @@ class SaveHandle:
         self._raise_failure()
         return self.path
 
+    @short_traceback
     def wait_ended(self, timeout_seconds: float | None = None, *, at_exit: bool = False) -> None:
         """**Blocks.** Waits until nothing of the save goes on any more, whatever came of it; raises no failure.
 
