@@ -406,14 +406,14 @@ def test_a_worker_that_is_killed_after_the_notice_is_not_waited_for(
         check_the_rest(jobs, uninterrupted, every=2)
 
 
-def test_a_notice_does_not_wait_for_a_dead_worker_beyond_the_grace(tmp_path: Path) -> None:
+def test_a_notice_does_not_wait_for_a_worker_that_hangs_beyond_the_grace(tmp_path: Path) -> None:
     options: dict[str, Any] = {"grace": 3, "liveness": 600.0, "total": 100_000, "step_seconds": 0.01}
     with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:
         jobs.workers[1].wait_for("paused")
-        jobs.workers[1].send(signal.SIGKILL)
+        jobs.workers[1].send(signal.SIGSTOP)
         jobs.workers[0].wait_for("step 30")
         jobs.workers[0].send(signal.SIGTERM)
-        # It is not known to be dead for minutes: the end comes since the time is over.
+        # It does not count as lost for minutes: the end comes since the time is over.
         assert jobs.workers[0].end() == 74, jobs.report()
         assert "could NOT be saved: not all workers have said" in jobs.workers[0].errors
 
@@ -701,13 +701,12 @@ def test_a_worker_that_evaluates_behind_its_last_step_is_no_step_ahead_of_one_th
         assert jobs.end() == [0, 0], jobs.report()
 
 
-def test_a_worker_that_vanishes_is_found_in_a_settable_time(tmp_path: Path) -> None:
-    with Jobs(tmp_path / "run", liveness=3.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
+def test_a_worker_that_is_killed_is_found_whatever_the_time_for_signs_of_life(tmp_path: Path) -> None:
+    with Jobs(tmp_path / "run", liveness=600.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
         jobs.workers[0].wait_for("paused")
         jobs.workers[0].send(signal.SIGKILL)
         assert jobs.workers[1].end() == 1, jobs.report()
-        assert "rank 0" in jobs.workers[1].errors
-        assert "has not been heard of for 3 s" in jobs.workers[1].errors
+        assert re.search(r"rank 0 on \S+ has died: its process has ended", jobs.workers[1].errors), jobs.report()
 
 
 # Faults at random moments.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -72,6 +73,21 @@ def test_what_torchrun_is_asked_it_passes_on_and_all_leave(tmp_path: Path) -> No
         assert workers.errors(number).count(f"step {step} is saved; leaving with exit code 42") == 2
         # It has started nobody again.
         assert len([record for record in workers.records(number) if "begun" in record]) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_other_which_says_who_has_died(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        number = start_torchrun(workers, tmp_path / "run", 100_000, 0)
+        workers.wait_said(number, "reached", PATIENCE_SECONDS)
+        process = found(workers.records(number), "process")[1]
+        os.kill(process, signal.SIGKILL)
+        assert workers.wait(PATIENCE_SECONDS, [number]) != [0]
+        errors = workers.errors(number)
+        assert re.search(r"rank 1 on \S+ has died: its process has ended", errors), workers.report(number)
+        # As a rule torchrun has asked it to leave by then, and it says what a restart does.
+        assert "could NOT be saved" not in errors
+        assert "leaving with exit code" not in errors or "A restart begins anew: there is no checkpoint" in errors
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Signs of life: who of the workers has not been heard of for too long."""
+"""Signs of life: which workers have died, or have not been heard of for too long."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.cluster.neighbours import Neighbours
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
 from holdfast.cluster.rendezvous import LEADER, make_absent_error
 from holdfast.deadlines import LIVENESS_SECONDS
@@ -22,6 +23,12 @@ INTERVAL_SECONDS: Final = 1.0
 _GOODBYE: Final = -(1 << 30)
 """Added to a worker's count when it leaves; nobody counts so far that the sum is not negative."""
 
+_DIED: Final = -(1 << 29)
+"""Added by another worker, if the process has ended without a goodbye; the sum is not less than this then."""
+
+_LOOK_SECONDS: Final = 0.25
+"""How often to look whether a process on this machine has ended."""
+
 _STOP_SECONDS: Final = 2.0
 
 _BEGIN_FACTOR: Final = 4
@@ -32,12 +39,14 @@ class _Missed(msgspec.Struct, frozen=True):
     """Who is not there: as the leader tells the others.
 
     Attributes:
-        lost: Who has not been heard of for too long.
+        lost: Who has not been heard of for too long, or has died.
         gone: Who has said goodbye.
+        died: Those of the lost whose process has ended.
     """
 
     lost: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
 
 
 class Heartbeat:
@@ -46,6 +55,9 @@ class Heartbeat:
     Each worker counts up in the store, which has to answer each time. The leader looks at all others and tells them who
     is lost; they look at the leader, and at what it tells. So the store is asked a few times for each worker, and not
     for each pair of them.
+
+    Workers on one machine also watch the processes of each other. One that finds that a process has ended without a
+    goodbye marks the count of that worker, so that all know it at their next look.
     """
 
     def __init__(
@@ -89,7 +101,13 @@ class Heartbeat:
         self._failure: HoldfastError | None = None
         # For each worker that is looked at, its count, and how long that has stayed the same.
         self._heard: dict[int, tuple[int, float]] = {}
-        self._looked_at = time.monotonic()
+        self._looked_at = self._begun_at = time.monotonic()
+        self._told = _Missed()
+        # The first signs come sooner, so that those on one machine find each other at once.
+        self._pause_seconds = min(_LOOK_SECONDS, interval_seconds)
+        # Those of the neighbours that have ended, and whose count was looked at; and those of them that said goodbye.
+        self._judged: set[int] = set()
+        self._excused: set[int] = set()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = Gate()
         if cluster.world_size == 1:
@@ -100,13 +118,24 @@ class Heartbeat:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Who has not been heard of for too long, by rank."""
+        """Who has not been heard of for too long, or has died, by rank."""
         return self._missed.lost
 
     @property
     def gone(self) -> tuple[int, ...]:
         """Who has said goodbye, by rank."""
         return self._missed.gone
+
+    @property
+    def absences(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Who is not there, and why not, in words such as end the sentence "rank 3 has"."""
+        missed = self._missed
+        silent = tuple(rank for rank in missed.lost if rank not in missed.died)
+        return (
+            (missed.died, "died: its process has ended"),
+            (silent, f"not been heard of for {self._timeout_seconds:g} s"),
+            (missed.gone, "left the job"),
+        )
 
     def check(self, ranks: Collection[int] | None = None) -> None:
         """Makes sure that workers are there, as far as is known; returns at once.
@@ -118,11 +147,7 @@ class Heartbeat:
             AbsentError: If one is lost, or has left; it names them.
             ClusterError: If the store does not answer any more.
         """
-        missed = self._missed
-        for absent, what in (
-            (missed.lost, f"not been heard of for {self._timeout_seconds:g} s"),
-            (missed.gone, "left the job"),
-        ):
+        for absent, what in self.absences:
             if named := tuple(rank for rank in absent if ranks is None or rank in ranks):
                 raise make_absent_error(self._cluster, named, f"{'has' if len(named) == 1 else 'have'} {what}")
         failure = self._failure
@@ -142,15 +167,24 @@ class Heartbeat:
         self._ended.wait(_STOP_SECONDS)
 
     def _run(self) -> None:
+        neighbours = Neighbours(self._cluster, f"{self._name}/on")
         try:
-            while not self._is_stopped():
+            while not self._is_stopped(neighbours):
                 begun_at = time.monotonic()
                 try:
                     self._cluster.add(self._key(self._cluster.rank), 1)
-                    self._missed = self._look_at_all() if self._cluster.rank == LEADER else self._look_at_leader()
+                    if begun_at - self._begun_at < _BEGIN_FACTOR * self._timeout_seconds:
+                        # One that comes later than that counts as lost.
+                        neighbours.meet()
+                    ended = neighbours.find_ended()
+                    self._judge(ended)
+                    missed = self._look_at_all() if self._cluster.rank == LEADER else self._look_at_leader()
+                    self._missed = self._with_died(missed, ended)
                 except ClosedError:
                     return
                 except HoldfastError as error:
+                    # Without the store nobody learns of a goodbye any more.
+                    self._missed = self._with_died(self._missed, neighbours.find_ended())
                     self._failure = error
                     # Not more than a call takes: where this process itself was stopped for a while, the store was not.
                     spent_seconds = min(time.monotonic() - begun_at, ANSWER_SECONDS)
@@ -160,22 +194,47 @@ class Heartbeat:
                     self._store_silent_seconds = 0.0
             self._say_goodbye()
         finally:
+            neighbours.close()
             self._ended.open()
 
-    def _is_stopped(self) -> bool:
-        """Waits until it is time for the next sign; the first is given at once."""
+    def _is_stopped(self, neighbours: Neighbours) -> bool:
+        """Waits until it is time for the next sign, or a process has ended; the first sign is given at once."""
         is_first = not self._heard and self._failure is None
-        try:
-            self._wake.get(timeout=0.0 if is_first else self._interval_seconds)
-        except queue.Empty:
-            return False
-        return True
+        end_at = time.monotonic() + (0.0 if is_first else self._pause_seconds)
+        if not is_first:
+            self._pause_seconds = min(2 * self._pause_seconds, self._interval_seconds)
+        while True:
+            left_seconds = max(end_at - time.monotonic(), 0.0)
+            with suppress(queue.Empty):
+                self._wake.get(timeout=min(left_seconds, _LOOK_SECONDS))
+                return True
+            if left_seconds <= _LOOK_SECONDS or (self._failure is None and neighbours.find_ended() - self._judged):
+                return False
+
+    def _judge(self, ended: Collection[int]) -> None:
+        """Looks whether those on this machine that have ended said goodbye, and marks them as dead if not."""
+        for rank in sorted(set(ended) - self._judged):
+            count = self._cluster.add(self._key(rank), 0)
+            if count < _DIED:
+                self._excused.add(rank)
+            elif count >= 0:
+                own = str(self._cluster.rank).encode()
+                # Several may have found it, and the count is marked once.
+                if self._cluster.set_once(f"{self._name}/marked/{rank}", own) == own:
+                    self._cluster.add(self._key(rank), _DIED)
+            self._judged.add(rank)
+
+    def _with_died(self, missed: _Missed, ended: Collection[int]) -> _Missed:
+        """The same, with those on this machine that are known to have died."""
+        died = set(ended) - self._excused - set(missed.gone)
+        return _Missed(tuple(sorted(died.union(missed.lost))), missed.gone, tuple(sorted(died.union(missed.died))))
 
     def _look_at_all(self) -> _Missed:
         others = range(1, self._cluster.world_size)
         missed = self._look_at(others)
-        if missed != self._missed:
+        if missed != self._told:
             self._cluster.set(f"{self._name}/missed", msgspec.json.encode(missed))
+            self._told = missed
         return missed
 
     def _look_at_leader(self) -> _Missed:
@@ -187,7 +246,7 @@ class Heartbeat:
         if told is None:
             return own
         others = msgspec.json.decode(told, type=_Missed)
-        return _Missed(own.lost + others.lost, own.gone + others.gone)
+        return _Missed(own.lost + others.lost, own.gone + others.gone, own.died + others.died)
 
     def _look_at(self, ranks: Collection[int]) -> _Missed:
         now = time.monotonic()
@@ -198,13 +257,16 @@ class Heartbeat:
             count = self._cluster.add(self._key(rank), 0)
             known, silent_seconds = self._heard.get(rank, (0, 0.0))
             self._heard[rank] = (count, silent_seconds + passed_seconds if count == known else 0.0)
+        died = tuple(rank for rank, (count, _) in self._heard.items() if _DIED <= count < 0)
         return _Missed(
             lost=tuple(
                 rank
                 for rank, (count, seconds) in self._heard.items()
-                if count >= 0 and seconds >= (self._lost_seconds if count else _BEGIN_FACTOR * self._timeout_seconds)
+                if rank in died
+                or (count >= 0 and seconds >= (self._lost_seconds if count else _BEGIN_FACTOR * self._timeout_seconds))
             ),
-            gone=tuple(rank for rank, (count, _) in self._heard.items() if count < 0),
+            gone=tuple(rank for rank, (count, _) in self._heard.items() if count < _DIED),
+            died=died,
         )
 
     def _say_goodbye(self) -> None:

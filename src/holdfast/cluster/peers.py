@@ -135,8 +135,14 @@ class Peers:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The workers that have not been heard of for too long."""
+        """The workers that have died, or have not been heard of for too long."""
         return frozenset(self._heartbeat.lost)
+
+    def describe_loss(self, rank: int) -> Failure:
+        """What is known of a worker that is lost."""
+        known = (what for ranks, what in self._heartbeat.absences if rank in ranks)
+        what = next(known, "died, or cannot be reached")
+        return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
 
     @property
     def gone(self) -> frozenset[int]:
@@ -255,9 +261,10 @@ class Peers:
     def make_error(self, failure: Failure) -> PeerError:
         """The error that this worker raises because of another's failure."""
         node = self._leader_node if failure is self._farewell else self.cluster.node_of(failure.rank)
-        on = f" on {node}" if node else ""
+        who = f"rank {failure.rank} on {node}" if node else f"rank {failure.rank}"
+        is_sentence = failure.kind == _ABSENT and failure.text.startswith("has ")
         return PeerError(
-            f"rank {failure.rank}{on}: {failure.kind}: {failure.text}",
+            f"{who} {failure.text}" if is_sentence else f"{who}: {failure.kind}: {failure.text}",
             rank=failure.rank,
             kind=failure.kind,
             text=failure.text,
@@ -324,10 +331,7 @@ class Peers:
         Raises:
             ClusterError: If the store does not answer.
         """
-        for absent, what in (
-            (self._heartbeat.lost, f"not been heard of for {self.liveness_seconds:g} s"),
-            (self._heartbeat.gone, "left the job"),
-        ):
+        for absent, what in self._heartbeat.absences:
             named = sorted(set(absent) & set(ranks))
             if named and (failure := self.find_explanation(named)) is not None:
                 return failure

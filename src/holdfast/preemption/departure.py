@@ -69,6 +69,7 @@ class Departure:
 
     Attributes:
         mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
+        missing: Who has died, so that nothing can be saved any more; empty if that is not why.
         tried: The last save, as often as it was tried.
         name: What a step is called where people read of it.
     """
@@ -91,7 +92,7 @@ class Departure:
             tell_notices: Tells why it leaves, as far as that has not been told yet.
             told: Called when all is saved, before the exit.
         """
-        self.mistake = ""
+        self.mistake = self.missing = ""
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
         self._manager = manager
@@ -315,6 +316,11 @@ class Departure:
 
     def _say_lost(self, step: int | None, error: str) -> str:
         newest = self._newest()
+        if self.missing:
+            restart = "begins anew: there is no checkpoint"
+            if newest is not None:
+                restart = f"goes on from {self.name(newest)}, the newest checkpoint"
+            return f"{self.missing}. Nothing can be saved without it. A restart {restart}; {then}."
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.peers import Failure, make_brief
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Failed
@@ -178,6 +177,7 @@ class JointGuard(Guard):
         blamed = error if isinstance(error, ClusterError) else cause
         loss = find_loss(blamed or error)
         if loss and self._is_to_leave():
+            self._note_missing(blamed)
             self._leave_alone(self._passed_step, loss)
         return None if blamed is error else cause
 
@@ -224,6 +224,7 @@ class JointGuard(Guard):
         self._log_failure(self._mishaps.failure, error)
         self._rescue.count_raise()
         if self._is_to_leave() and not is_cause(error):
+            self._note_missing(error)
             self._leave_alone(step, error.message)
         if is_of_save(error):
             # It has failed here too, and comes by itself.
@@ -297,8 +298,9 @@ class JointGuard(Guard):
         try:
             if stop.absent:
                 self._raise_cause()
-                who = f"{name_ranks(stop.absent)} of {self._peers.world_size}"
-                return self._leave_alone(step, f"{who} did not answer any more")
+                losses = [self._peers.make_error(self._peers.describe_loss(rank)) for rank in stop.absent]
+                self._note_missing(losses[0])
+                return self._leave_alone(step, "; ".join(loss.message for loss in losses))
             error = ""
             if step is not None and step > stop.step:
                 # If nothing could be lost, it is a first step of which nobody knew that it had begun.
@@ -370,6 +372,11 @@ class JointGuard(Guard):
         self._herald.send(lambda: ended.append(end(late)))
         self._herald.wait(lambda: bool(ended), time.monotonic() + _ANSWER_SECONDS)
         return not ended or ended[0]
+
+    def _note_missing(self, error: ClusterError | None) -> None:
+        """Has the exit say which worker is dead, if it is that, rather than that a step could not be saved."""
+        is_lost = isinstance(error, PeerError) and error.rank in self._peers.lost
+        self._departure.missing = error.message if is_lost and error is not None else ""
 
     def _raise_cause(self) -> None:
         """Nothing can be saved together any more: raises the error of another worker from which that comes, if any."""

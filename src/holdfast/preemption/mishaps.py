@@ -34,7 +34,6 @@ _VAIN_SECONDS: Final = 3.0
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
-_LOST_HINT: Final = "Look whether that process still runs, and what it has written last."
 _STORE_HINT: Final = "Look whether the process that hosts the job's store still runs, and can be reached from here."
 _EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
 
@@ -100,8 +99,7 @@ class Mishaps:
         if self.error is None and (self._is_holding or not is_settling):
             for rank in sorted(self._peers.lost - self._done):
                 if not self.is_done(rank):
-                    text = f"has not been heard of for {self._peers.liveness_seconds:g} s"
-                    self._err(Failure.of(rank, "AbsentError", text, _LOST_HINT))
+                    self._err(self._peers.describe_loss(rank))
         return self.error is not before
 
     def note_silence(self, seconds: float, what: str) -> None:
