@@ -29,7 +29,7 @@ _HOLD_LOOKS: Final = 150
 """What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
 counted, and not the time: where this process stands still, it does not miss anybody either."""
 
-_VAIN_SECONDS: Final = 3.0
+_VAIN_SECONDS: Final = 2.0
 """How long a worker waits in a collective which one that has ended its training never began."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
@@ -46,7 +46,7 @@ class Mishaps:
         step: How many steps are complete here.
         error: That another worker has failed, or that none can be reached any more; None if all is well.
         failure: What has failed there; None as long as nothing has, or where none can be reached.
-        erred_at: When that was heard, by the monotonic clock.
+        erred_at: When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
         is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
 
@@ -173,6 +173,9 @@ class Mishaps:
         cause: ClusterError | None = find_missing(error)
         if cause is None and is_of_collective(error):
             cause = self._await_cause()
+        if self.failure is not None and (cause or error) is self.error and not self._peers.is_leader:
+            # That was written down when it was heard, and the store may be gone with the worker that it is about.
+            return cause
         begun_at = time.monotonic()
         failure = replace(describe(cause or error, self._peers), step=self.step)
         found: list[Failure] = []
@@ -247,8 +250,13 @@ class Mishaps:
         if self._failure is None:
             self._failure = self._board.read(Failure, "failure")
             if self._failure is not None:
-                self._board.count("failure-heard", 1)
+                self._note_heard()
                 self._err(self._failure)
+
+    def _note_heard(self) -> None:
+        """The leader waits for the others before it takes the store along."""
+        if not self._peers.is_leader:
+            self._board.count("failure-heard", 1)
 
     def _look_for_vain_wait(self, end: EndRecord) -> None:
         """Whether this worker is in a collective of the step amid which another one has left its loop.
@@ -268,7 +276,7 @@ class Mishaps:
             return
         self._waits_since = self._waits_since or time.monotonic()
         if time.monotonic() - self._waits_since >= _VAIN_SECONDS:
-            self._err(_fail_absent(end))
+            self._err(_fail_absent(end), self._waits_since)
 
     def _look_for_explanation(self) -> None:
         """Whoever could not even begin has told of it where it said goodbye; in the thread that speaks with others."""
@@ -281,18 +289,24 @@ class Mishaps:
             if failure is not None:
                 self._err(failure)
 
-    def _err(self, failure: Failure) -> None:
-        """Takes note of a failure, and tells the others at once: what is told first is what all of them name."""
+    def _err(self, failure: Failure, since: float | None = None) -> None:
+        """Takes note of a failure, and tells the others at once: what is told first is what all of them name.
+
+        Args:
+            failure: What has failed.
+            since: Since when the training thread has been waiting in vain, by the monotonic clock; None if it has not.
+        """
         # What has ended here cannot fail any more, but for having ended too early for the others.
         if self.error is not None or (self._is_over and failure.rank != self._peers.rank):
             return
         if self._failure is None:
             # Without the store each worker names what it has found itself.
             with suppress(HoldfastError):
-                failure = self._board.settle(failure, "failure")
+                failure = self._failure = self._board.settle(failure, "failure")
+                self._note_heard()
                 self._board.rouse()
         error = self._peers.make_error(failure)
-        self.erred_at = time.monotonic()
+        self.erred_at = since or time.monotonic()
         self.failure, self.error = failure, error
 
 

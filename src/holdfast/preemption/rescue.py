@@ -23,7 +23,7 @@ _ABORT_SECONDS: Final = 1.5
 _END_SECONDS: Final = 4.0
 """How long after the news the training thread is interrupted, its collectives are aborted, and the process is ended."""
 
-_LOOKS: Final = 12
+_LOOKS: Final = 8
 """So often it was looked at by then, at the least: the whole machine may have stood still."""
 
 _CLEAN_UP_SECONDS: Final = 30.0

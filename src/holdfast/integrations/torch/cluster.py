@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 import torch.distributed
 
-from holdfast.cluster.engine import Connect
+from holdfast.cluster.engine import Connect, EngineStore
 from holdfast.cluster.joined import JoinedCluster
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.deadlines import JOIN_SECONDS
@@ -41,7 +42,7 @@ def open_environment(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = rank == 0 and not is_agents
     return JoinedCluster(
-        partial(_connect, address, port, hosts=hosts),
+        _fail_at_once(partial(_connect, address, port, hosts=hosts), address, port),
         rank,
         world_size,
         host=f"torchrun's agent at {address}:{port}" if is_agents else f"the process of rank 0 at {address}:{port}",
@@ -131,13 +132,30 @@ def _connect(address: str, port: int, timeout_seconds: float, *, hosts: bool) ->
 
 def _connect_like(store: Any) -> Connect:
     """How to make further connections to a store: while one waits for a key, nobody else gets through it."""
+    below = store
+    while isinstance(below, dist.PrefixStore):
+        below = below.underlying_store
+    connect: Connect = lambda _: TorchStore(store)  # noqa: E731
     if hasattr(store, "clone"):
-        return lambda _: TorchStore(store.clone())
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return partial(_connect, store.host, store.port, hosts=False)
-    return lambda _: TorchStore(store)
+        connect = lambda _: TorchStore(store.clone())  # noqa: E731
+    elif isinstance(below, dist.TCPStore):
+        connect = partial(_connect, below.host, below.port, hosts=False)
+    return _fail_at_once(connect, below.host, below.port) if isinstance(below, dist.TCPStore) else connect
+
+
+def _fail_at_once(connect: Connect, address: str, port: int) -> Connect:
+    """The same, where the host of a store that was there refuses a connection: torch asks until the time is over."""
+    is_there = False
+
+    def connect_again(timeout_seconds: float) -> EngineStore:
+        nonlocal is_there
+        if is_there:
+            socket.create_connection((address, port), timeout_seconds).close()
+        store = connect(timeout_seconds)
+        is_there = True
+        return store
+
+    return connect_again
 
 
 def _read_number(environment: Mapping[str, str], name: str) -> int:
