@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -26,6 +27,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import holdfast as hf
+import preloaded
 from holdfast.cli.main import holdfast
 
 PROGRAM: Final = Path(sys.executable).with_name("holdfast")
@@ -118,15 +120,19 @@ def run_program(*arguments: str | Path, **options: Any) -> subprocess.CompletedP
     )
 
 
-def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program text, which may be indented, in a Python process of its own."""
-    return subprocess.run(
+def run_python(
+    program: str, *arguments: str, preload: tuple[str, ...] | None = preloaded.HOLDFAST
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program text, which may be indented, in a Python process of its own; a fresh one if `preload` is None."""
+    run: Any = subprocess.run if preload is None else partial(preloaded.run, preload=preload)
+    done: subprocess.CompletedProcess[str] = run(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+    return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 python tests/elastic.py PROGRAM WORKERS RESTARTS ARGUMENT...
 python tests/elastic.py PROGRAM WORKERS RESTARTS ARGUMENT... -- WORKERS RESTARTS ARGUMENT... -- ...
 
-PROGRAM is a module beside this one; its `main` is called with the arguments. Several jobs run one after the other.
+PROGRAM is a module beside this one; its `main` is called with the arguments. Or it is the path of a program, which is
+run as one and gets no arguments. Several jobs run one after the other.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -17,12 +19,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def main(program: str, *words: str) -> None:
-    train = import_module(program).main
+    train = program_at(program) if program.endswith(".py") else import_module(program).main
     # An optimizer imports it with its first step, and each worker would anew.
     import_module("torch._dynamo")
     for is_end, job in groupby(words, "--".__eq__):
         if not is_end:
             launch(train, *job)
+
+
+def program_at(path: str) -> Callable[..., object]:
+    def run() -> None:
+        runpy.run_path(path, run_name="__main__")
+
+    return run
 
 
 def launch(train: Callable[..., object], workers: str, restarts: str, *arguments: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import preloaded
 from holdfast.testing.processes import Workers, python
 
 PROGRAM = Path(__file__).with_name("cluster_worker.py")
@@ -40,5 +41,6 @@ def start_like_torchrun(workers: Workers, count: int, *command: str | Path, worl
     """
     port = find_port()
     for rank in range(count):
-        workers.start(python(*command), environment(rank, world_size or count, port, agent=True))
-    workers.start(python("-c", HOST, str(port)))
+        told = environment(rank, world_size or count, port, agent=True)
+        workers.start(python(*command), told, preloaded.TrainingPopen)
+    workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)

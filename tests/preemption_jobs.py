@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from patience import PATIENCE_SECONDS, killed_after
 
 JOB = Path(__file__).with_name("preemptible_job.py")
@@ -22,7 +23,7 @@ class Job:
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None, **options: Any) -> None:
         self.directory = directory
         options = {"directory": str(directory), "total": TOTAL, **options}
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = preloaded.Popen(
             [sys.executable, str(JOB), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

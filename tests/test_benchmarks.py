@@ -69,7 +69,7 @@ MACHINE = Machine(
 
 
 TINY = ["--scale", "0.0005", "--rounds", "1"]
-FIRST = ("holdfast", "holdfast, overlapped", "torch.save", "safetensors", "DCP async, thread, cached")
+FIRST = ("holdfast", "holdfast, overlapped", "DCP async, thread, cached")
 GIVING_BACK = [name for name in PEERS if name in FIRST or "HOLDFAST_LONG" in os.environ]
 SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 

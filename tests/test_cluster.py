@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import preloaded
 from holdfast.cluster import AloneCluster, open_cluster
 from holdfast.cluster.opening import find_engine
 from holdfast.errors import UsageError
@@ -54,7 +55,7 @@ class TestDirectory(ClusterContract):
         for rank in range(cls.worker_count):
             told = environment(rank, cls.worker_count, 0, agent=False)
             place = on_another_machine() if rank == 0 else []
-            workers.start([*place, *python(PROGRAM, f"directory:{directory}/store", scenario)], told)
+            workers.start([*place, *python(PROGRAM, f"directory:{directory}/store", scenario)], told, preloaded.Popen)
 
 
 class TestAgentStore(ClusterContract):
@@ -79,7 +80,7 @@ class TestEnvironment(ClusterContract):
         port = find_port()
         for rank in range(cls.worker_count):
             told = environment(rank, cls.worker_count, port, agent=False)
-            workers.start(python(PROGRAM, "environment", scenario), told)
+            workers.start(python(PROGRAM, "environment", scenario), told, preloaded.TrainingPopen)
 
     @classmethod
     def store_host(cls) -> int | None:
@@ -198,9 +199,7 @@ def test_alone_imports_no_framework(tmp_path: Path) -> None:
 # torchrun itself.
 
 
-def run_torchrun(workers: Workers, script: Path, *options: str, count: int = 2) -> None:
-    workers.start(python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *options, script))
-
+ELASTIC = Path(__file__).with_name("elastic.py")
 
 RESTARTED = """
 import json, os, sys
@@ -230,7 +229,7 @@ def test_each_restart_by_torchrun_is_an_incarnation_of_its_own(tmp_path: Path) -
     script = tmp_path / "train.py"
     script.write_text(RESTARTED)
     with Workers(tmp_path) as workers:
-        run_torchrun(workers, script, "--max-restarts=2")
+        workers.start(python(ELASTIC, script, "2", "2"), popen=preloaded.TrainingPopen)
         assert workers.wait(120) == [0], workers.report(0)
         said = workers.records(0)
     starts = {record["start"]: record["incarnation"] for record in said}

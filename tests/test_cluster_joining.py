@@ -301,6 +301,7 @@ def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
         lanes.prepare(2)
         assert lanes.call(lambda store: 5, 10, "a call") == 5
         tell(2)
-        """
+        """,
+        preload=None,
     )
     assert done.stdout.split() == ["threads", "2", "threads", "0"], (done.stdout, done.stderr)

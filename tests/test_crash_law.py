@@ -103,11 +103,11 @@ JOBS: dict[str, tuple[Job, dict[int, float]]] = {
 @pytest.mark.parametrize(
     ("place", "incremental", "done", "name"),
     [
-        # In the gate each way of saving ends in each way once, on either place; on the disk, whose syncs take their
-        # time, only with the job that begins with all that the other one does.
+        # In the gate each way of saving ends in each way once, on either place, with the job that begins with all that
+        # the other one does.
         pytest.param(
             *(place, incremental, done, name),
-            marks=[] if done in usual and (place == "memory" or name == "replace") else pytest.mark.long,
+            marks=[] if done in usual and name == "replace" else pytest.mark.long,
         )
         for place, incremental, usual in (
             ("memory", False, ("nothing", "half", "all")),

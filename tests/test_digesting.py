@@ -200,5 +200,6 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
         """,
         str(tmp_path / "run"),
         str(tmp_path / "plain"),
+        preload=None,
     )
     assert done.returncode == 0, done.stderr

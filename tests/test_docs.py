@@ -10,11 +10,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import holdfast as hf
+import preloaded
 from reference_page import PAGE, make_page
 
 ROOT = Path(__file__).parent.parent
@@ -62,10 +65,16 @@ def has_runnable(page: Path) -> bool:
     return any(words in RUN_AS for _, words, _ in blocks(page, "python"))
 
 
-def launched(program: Path, words: str) -> list[str | Path]:
+FRESH = ("quickstart.md", "several-workers.md")
+"""Pages whose programs are run as their readers run them. To import torch takes longer than those of other pages."""
+
+
+def launched(program: Path, words: str, *, is_fresh: bool) -> list[str | Path]:
     """How the program of a page is run."""
     if words == "run":
         return [sys.executable, program]
+    if not is_fresh:
+        return [sys.executable, Path(__file__).with_name("elastic.py"), program, "2", "0"]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
 
 
@@ -94,9 +103,11 @@ def test_runnable_code_runs(page: Path, tmp_path: Path) -> None:
         if not lines:
             continue
         program = tmp_path / f"{page.stem}_{way}.py"
-        program.write_text("\n".join([*lines, LEAVE if way == "torchrun" else ""]))
-        ended = subprocess.run(
-            launched(program, way),
+        is_fresh = page.name in FRESH
+        program.write_text("\n".join([*lines, LEAVE if is_fresh and way == "torchrun" else ""]))
+        run: Any = subprocess.run if is_fresh else partial(preloaded.run, preload=preloaded.TRAINING)
+        ended = run(
+            launched(program, way, is_fresh=is_fresh),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
             cwd=tmp_path,

@@ -385,7 +385,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
             hf.import_checkpoint(out + "/" + source, out + "/run-" + source)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, "torch" in sys.modules)
     """
-    ended = run_python(program, str(tmp_path / "run"), str(tmp_path))
+    ended = run_python(program, str(tmp_path / "run"), str(tmp_path), preload=None)
     assert ended.returncode == 0, ended.stderr
     grown_kib, has_torch = ended.stdout.split()
     # The state has 256 MiB, a window 64.

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from epoch_jobs import TOTALS, FullStorage, Rows, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.catalog import read_catalog
 from holdfast.errors import (
@@ -880,7 +881,7 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
     moments = random.Random(11)
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     for kill in [True] * 6 + [False]:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
+        with preloaded.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
             assert program.stdout is not None
             assert read_line(program) == "begun\n"
             if kill:
@@ -937,7 +938,7 @@ with hf.LocalSession("a") as session:
 def test_a_job_that_is_asked_to_leave_ends_the_save_in_flight(way: str, tmp_path: Path) -> None:
     def run(way: str) -> tuple[int, str, str]:
         program = [sys.executable, "-c", LEAVING, str(tmp_path), way]
-        ran = subprocess.run(program, check=False, capture_output=True, text=True, timeout=120)
+        ran = preloaded.run(program, check=False, capture_output=True, text=True, timeout=120)
         return ran.returncode, ran.stdout.strip(), ran.stderr
 
     code, _, log = run(way)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
 from holdfast.errors import (
@@ -41,7 +42,7 @@ def start(workers: Workers, tmp_path: Path, *arguments: str | Path) -> None:
     store.mkdir(parents=True)
     for rank in range(3):
         environment = {"RANK": str(rank), "WORLD_SIZE": "3", "JOB_STORE": str(store)}
-        workers.start(python(PROGRAM, *arguments), environment)
+        workers.start(python(PROGRAM, *arguments), environment, preloaded.Popen)
 
 
 def epochs_of(place: Any) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import preloaded
 from holdfast.testing.processes import Workers, python
 from whole_runs import check_whole
 
@@ -21,7 +21,8 @@ PATIENCE_SECONDS = 120.0
 
 def start(workers: Workers, world_size: int, directory: Path, store: Path, what: str) -> None:
     for rank in range(world_size):
-        workers.start(python(WORKER, directory, store, what), {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+        told = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        workers.start(python(WORKER, directory, store, what), told, preloaded.Popen)
 
 
 def last(workers: Workers, number: int, key: str) -> dict[str, Any]:
@@ -91,7 +92,8 @@ def train(
     """Runs a job to its end; gives what its workers have said."""
     number = workers.start(
         python(HERE / "elastic.py", "joint_training", str(count), str(restarts), directory, str(total), death),
-        {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{':'.join(sys.path)}"},
+        {"OMP_NUM_THREADS": "1"},
+        preloaded.TrainingPopen,
     )
     assert workers.wait(2 * PATIENCE_SECONDS, [number]) == [0], workers.report(number)
     return workers.records(number)

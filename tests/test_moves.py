@@ -115,5 +115,6 @@ def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path, is_foreig
         """,
         str(tmp_path / "run"),
         str(tmp_path / "plain"),
+        preload=None,
     )
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +23,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import run_python
 from holdfast.errors import UsageError
 from holdfast.events import Event
 from holdfast.preemption import (
@@ -876,13 +875,7 @@ def test_handlers_are_chained_and_put_back() -> None:
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python(program, *arguments)
 
 
 def test_a_signal_that_is_not_taken_has_its_own_effect() -> None:
@@ -945,7 +938,7 @@ def test_a_forked_child_is_left_alone() -> None:
 
 
 def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_parent() -> None:
-    ended = run(
+    ended = run_python(
         """
         import os, signal
         is_forking = []
@@ -962,7 +955,8 @@ def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_pare
             os._exit(7)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(code, bell.listen(0.2), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        """
+        """,
+        preload=None,  # It registers something before the library does.
     )
     assert ended.stdout.strip() == "-15 [] set()", ended.stderr
 

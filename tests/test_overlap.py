@@ -27,6 +27,7 @@ from torch.optim.adam import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast as hf
+import preloaded
 from command_line import run_python
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned
@@ -478,6 +479,7 @@ def test_a_program_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
         manager.save(1)
         """,
         str(tmp_path),
+        preload=None,
     )
     assert done.returncode == 0, done.stderr
     with hf.CheckpointManager(tmp_path, hf.Checkpoint()) as manager:
@@ -794,7 +796,8 @@ def test_an_optimizer_may_be_collected_wherever_the_collector_of_garbage_comes()
             gc.set_threshold(0)
             met.append(gc.collect() == 0)
         print(met.count(True), met.count(False))
-        """
+        """,
+        preload=preloaded.TRAINING,
     )
     assert done.returncode == 0, done.stderr
     early, late = map(int, done.stdout.split())

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from command_line import run_python
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
@@ -350,7 +351,7 @@ def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> N
     for number, config in enumerate(("hf.TerminationConfig()", "'auto'")):
         script = f"import holdfast as hf\nCONFIG = {config}\n{EXIT_CAUGHT}"
         command = [sys.executable, "-c", script, str(tmp_path / str(number))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
 
 
@@ -1291,6 +1292,7 @@ def test_where_the_time_is_nearly_over_the_end_of_the_interpreter_is_not_waited_
         str(tmp_path),
         str(left_seconds),
         str(caught),
+        preload=None,
     )
     assert done.returncode == (3 if caught else 42), done.stderr
     is_ended = "the end of the interpreter" in done.stdout
@@ -1637,7 +1639,7 @@ def numbers():
 @pytest.mark.parametrize("loop", ["run", "steps"])
 def test_a_program_that_an_error_ends_saves_nothing_more_without_a_block_either(tmp_path: Path, loop: str) -> None:
     command = [sys.executable, "-c", WITHOUT_BLOCK, str(tmp_path / "run"), loop]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
     assert "half of the step is done" in done.stderr
     assert "is saved" not in done.stderr
@@ -1670,9 +1672,9 @@ with manager, hf.PreemptionCheckpointHandler(manager) as handler:
 
 def test_what_was_saved_before_going_back_is_not_taken_for_the_same_step_after_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BACK, str(tmp_path / "run")]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    asked = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert asked.returncode == 42, asked.stderr
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    again = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert again.stdout == "aaaaabbbbb\n", again.stderr
 
 
@@ -1873,7 +1875,7 @@ def test_each_sample_is_trained_once_where_batches_are_taken_before_their_steps(
         store = tmp_path / f"store-{life}"
         store.mkdir()
         processes = [
-            subprocess.Popen(
+            preloaded.Popen(
                 [sys.executable, "-c", TAKES_BATCHES_FOR_ITS_STEPS, tmp_path / "run", store, how, str(at)],
                 stdout=subprocess.PIPE,
                 text=True,

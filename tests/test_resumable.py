@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from command_line import run_python
 from holdfast.catalog import read_catalog
 from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
@@ -222,7 +223,7 @@ with hf.resumable(Held(directory) if mode == "held" else directory, state=state,
 
 
 def start(directory: Path, mode: str) -> subprocess.Popen[str]:
-    program = subprocess.Popen(
+    program = preloaded.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(directory), mode],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -293,7 +294,7 @@ def start_killed(directory: Path) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
     """
     arguments = [sys.executable, "-c", textwrap.dedent(program), os.fspath(directory)]
-    return subprocess.run(arguments, timeout=60, check=False).returncode
+    return preloaded.run(arguments, timeout=60, check=False).returncode
 
 
 def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:

@@ -159,7 +159,8 @@ def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
                     os._exit(0 if is_done else 1)
             _, status = os.waitpid(process, 0)
             assert status == 0, (spare, status)
-        """
+        """,
+        preload=None,
     )
     assert done.returncode == 0, done.stderr
 
@@ -167,5 +168,5 @@ def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
 def test_one_that_lives_until_the_interpreters_end_says_nothing_there() -> None:
     """Its module's names are gone by then."""
     keep = "import threading\nfrom holdfast.storage import crew\nthreading.kept = [crew, crew.Crew(2, 'kept')]"
-    done = run_python(keep)
+    done = run_python(keep, preload=None)
     assert (done.returncode, done.stderr) == (0, "")

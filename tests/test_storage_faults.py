@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from holdfast.format.names import data_name
 from holdfast.storage import Entry
 from holdfast.storage.direct import PAGE_BYTES
@@ -36,9 +37,9 @@ def failure(call, *arguments):
 def _run(root: Path, code: str, *, under: list[str] | None = None, env: dict[str, str] | None = None) -> str:
     """Runs code in a process of its own; what it printed."""
     command = [*(under or []), sys.executable, "-c", PRELUDE + code, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def _can_trace() -> bool:

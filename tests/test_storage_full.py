@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from holdfast.catalog import read_catalog
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.events import Event, Written
@@ -43,7 +44,7 @@ def failure(call, *arguments):
 def _run(root: Path, code: str) -> None:
     """Runs code in a process of its own, whose limits it may set."""
     command = [sys.executable, "-c", PRELUDE + code, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 

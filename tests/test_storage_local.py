@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import preloaded
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.descriptors import SharedDescriptor, open_directory
@@ -281,7 +282,7 @@ sys.stdin.readline()
 print("".join("01"[storage.publish(f"manifest-{{number}}", sys.argv[1].encode())] for number in range(50)))
 """
     children = [
-        subprocess.Popen(
+        preloaded.Popen(
             [sys.executable, "-c", code, f"child {number}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for number in range(8)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage, MemoryStorage
@@ -208,7 +209,7 @@ print(sha256(content).hexdigest())
 def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the file open, or mapped, while the body runs."""
     command = [sys.executable, "-c", READER, how, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with preloaded.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert read_line(reader) == "ready\n"
         try:
             yield reader

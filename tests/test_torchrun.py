@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 import holdfast as hf  # noqa: E402
+import preloaded  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
@@ -46,7 +47,7 @@ def test_a_job_is_killed_and_goes_on_as_any_other(job: str, tmp_path: Path) -> N
     for others, mode, layout in checks:
         launch += ["--", str(others), "0", mode, layout, tmp_path]
     with Workers(tmp_path) as workers:
-        number = workers.start(launch, ENVIRONMENT)
+        number = workers.start(launch, {"OMP_NUM_THREADS": "1"}, preloaded.TrainingPopen)
         assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
         records = workers.records(number)
         assert sorted(record["ended"] for record in records if "ended" in record) == list(range(count))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from holdfast.catalog import read_catalog
 from holdfast.errors import (
     FencedError,
@@ -191,7 +192,7 @@ print(trained, int(weights[0]))
 def fit(place: Path, epochs: int, *ending: str) -> tuple[str, str]:
     """A fit in the form in which Keras writes it, in a process of its own; what it prints, and what is in the log."""
     command = [sys.executable, "-c", FIT, str(place), str(epochs), *ending]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ran = preloaded.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert ran.returncode == (9 if "dies" in ending else 0), ran.stderr
     return ran.stdout.strip(), ran.stderr
 
@@ -409,7 +410,7 @@ def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> Non
     moments = random.Random(3)
     starts = []
     for kill in [*range(10), None]:
-        program = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
+        program = preloaded.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
         first = read_line(program)
         assert first, "the state did not fit the epoch"
         starts.append(int(first))
@@ -487,7 +488,7 @@ with hf.WorkerTrainingState(Slow(place + "/backup"), checkpoint, save_freq=3, si
 
 def ask_to_leave(place: Path, way: str) -> tuple[int, str, str]:
     program = [sys.executable, "-c", ASKED_TO_LEAVE, str(place), way]
-    ran = subprocess.run(program, check=False, capture_output=True, text=True, timeout=120)
+    ran = preloaded.run(program, check=False, capture_output=True, text=True, timeout=120)
     return ran.returncode, ran.stdout.strip(), ran.stderr
 
 

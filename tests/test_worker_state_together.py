@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from epoch_jobs import FullStorage, count_threads, wait_for_threads
 from holdfast.catalog import read_catalog
 from holdfast.cluster import Cluster
@@ -158,7 +158,7 @@ def test_what_the_leader_meets_with_is_told_to_the_others(tmp_path: Path) -> Non
         back_up_four(training)
         if training.rank == 0:
             command = [sys.executable, "-c", ANOTHER_JOB, str(tmp_path)]
-            subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)
+            preloaded.run(command, check=True, timeout=PATIENCE_SECONDS)
         late.wait(PATIENCE_SECONDS)
         return training.state.delete_backup()
 
@@ -240,7 +240,7 @@ def test_a_worker_killed_amid_an_epoch(tmp_path: Path) -> None:
     def start(workers: Workers, name: str, dies_in: int) -> None:
         for rank in range(3):
             command = python(PROGRAM, tmp_path / "run", tmp_path / name, str(dies_in))
-            workers.start(command, {"RANK": str(rank), "WORLD_SIZE": "3"})
+            workers.start(command, {"RANK": str(rank), "WORLD_SIZE": "3"}, preloaded.Popen)
 
     with Workers(tmp_path) as workers:
         start(workers, "store-1", 3)

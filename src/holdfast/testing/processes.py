@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,12 +39,17 @@ class Workers:
         self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> int:
+    def start(
+        self,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str] | None = None,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> int:
         """Starts one more, with these variables beside those of this process; gives its number, from 0."""
         number = len(self._processes)
         with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
             self._processes.append(
-                subprocess.Popen(
+                popen(
                     [str(part) for part in command],
                     env={**os.environ, _MARK: str(self._directory), **(environment or {})},
                     stdout=out,
