@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +415,150 @@ def test_an_epoch_that_is_kept_as_a_number_and_never_set_is_warned_of_at_the_end
     with hf.resumable(tmp_path / "other", epoch=0, num_epochs=3, sinks=[events.append]) as run:
         run.finish_step()
     assert len([event for event in events if isinstance(event, Warned)]) == len(told)
+
+
+def told(events: list[Event]) -> list[tuple[str, bool]]:
+    """What was warned of up to the colon before the advice, and whether as an error."""
+    return [(event.text.partition(": ")[0], event.is_error) for event in events if isinstance(event, Warned)]
+
+
+def test_a_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_its_end(tmp_path: Path) -> None:
+    sampler = hf.ResumableSampler(20, batch_size=4)
+    events: list[Event] = []
+    count = len(list(sampler))
+    loss = "batches were taken from sampler, but no step was counted, so nothing of it is saved"
+    with hf.resumable(tmp_path, sampler=sampler, save_every=hf.Steps(1), sinks=[events.append]) as run:
+        for _ in range(2):
+            for _ in sampler.batches(sampler):
+                pass
+        assert told(events) == [(f"8 {loss} yet", False)], "it is said while the loop runs, once"
+        assert copy.deepcopy(sampler).state_dict() == pickle.loads(pickle.dumps(sampler)).state_dict()
+    assert told(events)[1:] == [(f"{2 * count} {loss}", True)]
+    assert "run.finish_step()" in str(events[-1])
+    events.clear()
+    with suppress(KeyboardInterrupt), hf.resumable(tmp_path, sampler=sampler, sinks=[events.append]) as run:
+        for number, _ in enumerate(sampler.batches(sampler)):
+            if number == 2:
+                signal.raise_signal(signal.SIGINT)
+    assert told(events) == [(f"3 {loss}", True)]
+    # Where an error ends the block, a step is counted, or a batch is only looked at, there is nothing to say.
+    events.clear()
+    with suppress(ZeroDivisionError), hf.resumable(tmp_path, sampler=sampler, sinks=[events.append]) as run:
+        list(zip(sampler.batches(sampler), range(3), strict=False))
+        raise ZeroDivisionError
+    with hf.resumable(tmp_path, sampler=sampler, sinks=[events.append]) as run:
+        next(sampler.batches(sampler))
+    with hf.resumable(tmp_path, sampler=sampler, sinks=[events.append]) as run:
+        for _ in sampler.batches(sampler):
+            run.finish_step()
+        list(zip(sampler.stream(sampler), range(20), strict=False))
+    assert told(events) == []
+
+
+def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Path) -> None:
+    sampler = hf.ResumableSampler(20, batch_size=4)
+    events: list[Event] = []
+    for life in range(2):
+        with hf.resumable(tmp_path / "run", sampler=sampler, sinks=[events.append]) as run:
+            for _ in range(2):
+                list(zip(range(3), sampler.stream(sampler), strict=False))
+                run.save()
+        again = "batches were taken from sampler, but no step was counted, so"
+        first, unsaved = (3, 3) if life == 0 else (3, 6)
+        assert told(events) == [
+            (f"{first} {again} run.save() saves nothing", False),
+            (f"{unsaved} {again} nothing of it is saved", True),
+        ]
+        events.clear()
+    # What is saved is saved, and steps may be counted by saves of the manager's.
+    with hf.resumable(tmp_path / "once", sampler=sampler, sinks=[events.append]) as run:
+        list(zip(range(3), sampler.stream(sampler), strict=False))
+        run.save()
+    with hf.resumable(tmp_path / "manager", sampler=sampler, sinks=[events.append]) as run:
+        for step in range(12):
+            next(sampler.stream(sampler))
+            run.manager.save(step + 1)
+    assert told(events) == []
+
+
+def test_a_step_is_finished_within_a_loop_of_steps_by_that_alone(tmp_path: Path) -> None:
+    with hf.resumable(tmp_path, state=[0]) as run:
+        for step in run.steps(10):
+            with pytest.raises(UsageError, match="once more") as refused:
+                run.finish_step()
+            if step == 3:
+                break
+        assert "Remove the call" in str(refused.value)
+        run.finish_step()
+        assert run.step == 5, "the step that was left by break, and this one"
+        list(run.steps(7))
+        run.finish_step()
+        assert run.step == 8
+
+
+def test_the_steps_that_are_left_have_a_length(tmp_path: Path) -> None:
+    with hf.resumable(tmp_path, state=[0]) as run:
+        steps = run.steps(5)
+        assert (len(steps), next(steps), next(iter(steps)), len(steps)) == (5, 0, 1, 3)
+        assert [(step, len(steps)) for step in steps] == [(2, 2), (3, 1), (4, 0)]
+        assert (len(run.steps(3)), len(run.steps(5)), len(run.steps(9))) == (0, 0, 4)
+
+
+def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path) -> None:
+    def train(place: Path, total: int, stop_at: int | None = None) -> list[tuple[int, list[int]]]:
+        sampler = hf.ResumableSampler(20, batch_size=4, seed=3)
+        done: list[tuple[int, list[int]]] = []
+        with hf.resumable(place, sampler=sampler, save_every=hf.Steps(1)) as run:
+            while run.step < total and run.step != stop_at:
+                for step, batch in zip(run.steps(total), sampler.batches(sampler), strict=False):
+                    done.append((step, batch))
+                    if step + 1 == stop_at:
+                        break
+                run.save()
+        return done
+
+    whole = train(tmp_path / "whole", 12)
+    assert [step for step, _ in whole] == list(range(12))
+    for stop_at in (4, 5, 6):
+        place = tmp_path / str(stop_at)
+        assert train(place, 12, stop_at) + train(place, 12) == whole
+    with hf.resumable(tmp_path / "turned", sampler=(sampler := hf.ResumableSampler(20, batch_size=4))) as run:
+        for batches in (sampler.stream(sampler), sampler.batches(sampler)):
+            with pytest.raises(UsageError, match=r"sampler before the step .* zip\(loader, run.steps\(n\)\)"):
+                list(zip(batches, run.steps(3), strict=False))
+        assert list(zip(run.steps(3), sampler.stream(sampler), strict=False))[-1][0] == 2
+        # A step that takes batches of several passes is one, and so is one that takes none of what is kept.
+        for step in run.steps(5):
+            if step == 3:
+                list(sampler.batches(sampler))
+        assert run.step == 5
+    sampler = hf.ResumableSampler(20, batch_size=4)
+    with hf.CheckpointManager(tmp_path / "handler", hf.Checkpoint(sampler=sampler)) as manager:
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            done = [step for _ in range(2) for step, _ in zip(handler.steps(9), sampler.batches(sampler), strict=False)]
+        assert (done, handler.total_run_calls) == ([*range(9)], 9)
+        with hf.PreemptionCheckpointHandler(manager) as handler, pytest.raises(UsageError, match=r"handler.steps\(n\)"):
+            list(zip(sampler.stream(sampler), handler.steps(12), strict=False))
+
+
+def test_an_epoch_that_is_kept_as_a_number_is_warned_of_when_a_sampler_has_passed_it(tmp_path: Path) -> None:
+    def train(place: Path, steps: int, *, is_set: bool) -> list[str]:
+        sampler = hf.ResumableSampler(8, batch_size=4)
+        events: list[Event] = []
+        with (
+            suppress(ZeroDivisionError),
+            hf.resumable(place, sampler=sampler, epoch=0, save_every=hf.Steps(1), sinks=[events.append]) as run,
+        ):
+            batches = sampler.stream(sampler)
+            for _ in run.steps(run.step + steps):
+                next(batches)
+                if is_set:
+                    run.checkpoint.epoch = sampler.epoch
+            raise ZeroDivisionError
+        return [text.partition(", while ")[2][:25] for text, _ in told(events)]
+
+    assert train(tmp_path / "never", 4, is_set=False) == []
+    assert train(tmp_path / "never", 4, is_set=False) == ["sampler is in epoch 2"]
+    assert train(tmp_path / "never", 1, is_set=False) == ["sampler is in epoch 4"]
+    assert train(tmp_path / "set", 7, is_set=True) == []
+    assert train(tmp_path / "set", 7, is_set=True) == []

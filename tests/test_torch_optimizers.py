@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError
+from holdfast.events import Event, Warned
 from holdfast.format import codecs
 from holdfast.state.capture import capture_objects
 from holdfast.state.rng import RNG
@@ -637,3 +638,64 @@ def test_objects_in_the_state_of_an_optimizer_come_back_by_a_codec(tmp_path: Pat
     train(net, optimizer, seed=10)
     train(live, other, seed=10)
     assert same_state(live.state_dict(), net.state_dict())
+
+
+def test_an_optimizer_that_steps_where_no_step_is_counted_is_warned_of(tmp_path: Path) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    loader = hf.ResumableDataLoader(range(40), batch_size=4)
+    events: list[Event] = []
+
+    def train_step() -> None:
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    def warned() -> list[tuple[str, bool]]:
+        found = [(event.text.partition(": ")[0], event.is_error) for event in events if isinstance(event, Warned)]
+        events.clear()
+        return found
+
+    def enter(**objects: Any) -> Any:
+        return hf.resumable(tmp_path / "run", model=net, rng=hf.RNG(), sinks=[events.append], **objects)
+
+    uncounted = "but no step was counted, so"
+    with enter(optimizer=optimizer):
+        for _ in range(9):
+            train_step()
+    assert warned() == [
+        (f"optimizer has stepped 8 times, {uncounted} nothing of it is saved yet", False),
+        (f"optimizer has stepped 9 times, {uncounted} nothing of it is saved", True),
+    ]
+    with enter(optimizer=optimizer, loader=loader):
+        for _ in loader:
+            pass
+        assert not warned(), "an evaluation takes batches, and changes nothing"
+        for _ in loader:
+            train_step()
+    assert [is_error for _, is_error in warned()] == [False, True]
+    with enter(optimizer=optimizer, loader=loader) as run:
+        for number, _ in enumerate(loader):
+            train_step()
+            if number % 5 == 4:
+                run.finish_step()
+        for _ in range(9):
+            train_step()
+    assert not warned(), "a step is counted: it takes five batches"
+    assert not optimizer._optimizer_step_pre_hooks
+    checkpoint = hf.Checkpoint(model=net, optimizer=optimizer, rng=hf.RNG())
+    with hf.CheckpointManager(tmp_path / "handler", checkpoint, sinks=[events.append]) as manager:
+        with hf.PreemptionCheckpointHandler(manager):
+            train_step()
+        assert warned() == [
+            (f"optimizer has stepped once, {uncounted} no notice was acted on, and nothing of it is saved", True)
+        ]
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            handler.run(train_step)
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            handler.save_checkpoint_if_preempted()
+            train_step()
+        with hf.PreemptionCheckpointHandler(manager) as handler:
+            assert len(handler.steps(4)) == 2
+            for _ in handler.steps(4):
+                train_step()
+        assert not warned()

@@ -33,7 +33,7 @@ from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured, check_objects, list_shared
-from holdfast.state.oversights import find_fixed_epoch
+from holdfast.state.oversights import KeptEpoch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
@@ -147,6 +147,7 @@ class CheckpointManager:
             timeout_seconds=timeout_seconds,
             company=self.company,
         )
+        self._kept_epoch = KeptEpoch(checkpoint.objects)
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), Pace()
@@ -358,7 +359,8 @@ class CheckpointManager:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
         has_trained = error is None and self.restored is None and len(self._living) > 1
-        if has_trained and (text := find_fixed_epoch(self.checkpoint.objects, list_assigned(self.checkpoint))):
+        objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
+        if has_trained and (text := self._kept_epoch.look_at_end(objects, assigned)):
             self.emit(Warned(text=text))
         self._reports.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
@@ -405,6 +407,8 @@ class CheckpointManager:
         order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
         arguments.check_place(step, self.url, self._living, self.newest_asked, replace=replace)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
+        if text := self._kept_epoch.look(self.checkpoint.objects):
+            self._saver.emit_soon(Warned(text=text, step=step))
         untold = self._reports.take(last=False)
         handle.end_if_left = partial(self._saver.end_if_left, handle, self._begin)
         self._in_flight = handle

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from holdfast.events import Sink
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.checkpointable import Checkpointable
+    from holdfast.preemption.run_calls import Steps
     from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.driver import Restoration
     from holdfast.save.handle import SaveHandle
+    from holdfast.state.oversights import TrainingWatch
     from holdfast.storage import Storage
 
 
@@ -162,6 +165,7 @@ class Run:
     ) -> None:
         from holdfast.preemption.guards import make_guard
         from holdfast.preemption.last_save import LastSave
+        from holdfast.preemption.run_calls import Steps
         from holdfast.preemption.termination import TerminationConfig
         from holdfast.preemption.tolerance import Tolerance
 
@@ -176,40 +180,60 @@ class Run:
         self._newest_loop = -1
         self._last = LastSave()
         self._in_step = self._stop = self._is_used = self._entered = False
+        self._make_steps = partial(Steps, "run.steps(n)", manager.checkpoint)
+        # The loop of `steps` that is in a step, for as long as the program has it.
+        self._turn: Callable[[], Steps | None] = lambda: None
+        self._watch = self._make_watch({})
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.hearing)
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int) -> Steps:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete, and is saved if that is due; at the last turn it is
         saved in any case. Leaving with `break` counts the current step as complete as well, and so does an error that
-        is caught inside the block but outside the loop; let errors leave the block.
+        is caught inside the block but outside the loop; let errors leave the block. A turn that takes no batch, and
+        finds the end of an epoch of a `ResumableDataLoader` that is kept, does not count: the last turn of
+        `zip(run.steps(n), loader)` is one.
 
         Args:
             total: How many steps the run has in all, those of earlier processes included.
 
+        Returns:
+            An iterator whose `len` is how many are left.
+
         Raises:
+            UsageError: At the first turn, if a batch was taken since this call from a loader that is kept, as in
+                `zip(loader, run.steps(n))`.
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
             SystemExit: When the job was asked to leave, once the step before is complete and saved.
             PeerError: If another worker of the job has failed.
         """
         self._check_entered()
-        return iter(partial(self._next_step, check_whole("total", total), next(self._loops)), None)
+        whole = check_whole("total", total)
+        begin = partial(self._next_step, whole, next(self._loops))
+        return self._make_steps(begin, lambda: max(whole - self._count_done(), 0))
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
 
         Call it as the last act of each step, when model, loader and all else stand where the next step begins. What is
-        not saved by then is saved when the block is left. Do not mix it with `steps`.
+        not saved by then is saved when the block is left.
 
         Raises:
+            UsageError: If this is within a turn of `steps`, which counts that step by itself.
             SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
             SystemExit: When the job was asked to leave; the step is saved then.
         """
         self._check_entered()
-        self._note_behind(self._guard.begin_steps())
+        if self._in_step and self._turn() is not None:
+            raise UsageError(
+                "finish_step would count a step of run.steps once more",
+                hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
+            )
+        self._watch.note_counted()
+        self._go_on()
         self.step += 1
         self._guard.is_tentative = True
         self._guard.pass_boundary(self.step)
@@ -244,7 +268,7 @@ class Run:
         from holdfast.preemption.checkpointable import Checkpointable
 
         self._check_entered()
-        step = self.step + (self._in_step and step_done)
+        step = self._count_done() if step_done else self.step
         mark = None if self._guard.in_block or self._is_safe(step) or step == 0 else self.manager.mark(self._metrics)
         return Checkpointable(self._guard, step, mark=mark, saved=self._last.find(step), note=self._note_behind)
 
@@ -260,9 +284,10 @@ class Run:
         """
         if self._guard.is_resting:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
-        step = self.step + self._in_step
+        step = self._count_done()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         if self._is_safe(step) or (self._last.is_begun(step) and self.manager.company is not None):
+            self._watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
             return None
         return self._begin_save(step, metadata)
 
@@ -288,6 +313,7 @@ class Run:
             self.step = self.restored.step
             self._last.note(self.step, None)
         self._guard.rest(self.step)
+        self._watch = self._make_watch(self.checkpoint.objects)
         self._entered = True
         return self
 
@@ -298,6 +324,9 @@ class Run:
             return  # A forked child that leaves the block: the run is its parent's.
         hearing = self._guard.hearing
         hearing.patient = True
+        self._watch.end()
+        if not isinstance(error, Exception) and (text := self._watch.describe("nothing of it is saved")):
+            self._warn_uncounted(text, is_error=True)
         try:
             if error is None:
                 self._end_well()
@@ -340,13 +369,11 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    @short_traceback
-    def _next_step(self, total: int, loop: int) -> int | None:
+    def _next_step(self, total: int, loop: int, steps: Steps) -> int:
         if self._newest_loop > loop:
-            from holdfast.events import Warned
-
-            text = "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
-            self.manager.emit(Warned(text=text, step=self.step))
+            self._warn(
+                "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
+            )
             self._newest_loop = 0
         elif self._newest_loop:
             self._newest_loop = loop
@@ -359,8 +386,28 @@ class Run:
             raise StopIteration
         self._guard.pass_boundary(self.step)
         self._save_if_due()
-        self._in_step = True
+        self._watch.begin_step()
+        self._in_step, self._turn = True, weakref.ref(steps)
         return self.step
+
+    def _count_done(self) -> int:
+        """How many steps are complete if the one in progress counts."""
+        return self.step + (self._in_step and not self._watch.is_step_empty())
+
+    def _make_watch(self, objects: Mapping[str, object]) -> TrainingWatch:
+        from holdfast.state.oversights import TrainingWatch
+
+        advice = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
+        return TrainingWatch(objects, self._warn_uncounted, advice)
+
+    def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
+        if self.manager.newest_asked <= self.step:  # Otherwise the program saves by the manager, and counts by itself.
+            self._warn(text, is_error=is_error)
+
+    def _warn(self, text: str, *, is_error: bool = False) -> None:
+        from holdfast.events import Warned
+
+        self.manager.emit(Warned(text=text, step=self.step, is_error=is_error))
 
     def _save_if_due(self) -> None:
         with self._tolerance, self._noting(self.step):
@@ -378,7 +425,7 @@ class Run:
         """Counts the step in progress as complete, after whatever was done while the loop rested."""
         self._note_behind(self._guard.begin_steps())
         if self._in_step:
-            self.step, self._in_step = self.step + 1, False
+            self.step, self._in_step = self._count_done(), False
 
     def _save_last(self) -> None:
         """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
@@ -426,6 +473,7 @@ class Run:
     def _note_saved(self, step: int, handle: SaveHandle) -> None:
         if not handle.skipped:
             self._last.note(step, handle)
+            self._watch.note_saved()
             self._metrics, self._guard.provisional = {}, None
 
     @contextmanager

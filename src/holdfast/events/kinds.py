@@ -287,10 +287,12 @@ class Warned(Event, frozen=True):
     Attributes:
         text: One sentence.
         step: The step concerned, or None.
+        is_error: Whether it is logged as an error, since something is lost.
     """
 
     text: str
     step: int | None = None
+    is_error: bool = False
 
     def __str__(self) -> str:
         return self.text if self.step is None else f"step {self.step}: {self.text}"

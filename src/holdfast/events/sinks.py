@@ -71,7 +71,9 @@ class LoggingSink:
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
-        logger.log(_LEVELS.get(type(event), logging.INFO), "%s", event, extra={"event": event})
+        is_error = isinstance(event, Warned) and event.is_error
+        level = logging.ERROR if is_error else _LEVELS.get(type(event), logging.INFO)
+        logger.log(level, "%s", event, extra={"event": event})
 
 
 class Fanout:

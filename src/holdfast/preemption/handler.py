@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from holdfast.checkpoint import own_objects
 from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
@@ -17,16 +17,22 @@ from holdfast.format.names import RUN_CALLS
 from holdfast.numbers import check_whole
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
-from holdfast.preemption.run_calls import Manager, PlaceWatch, restore_calls
+from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
+from holdfast.state.oversights import TrainingWatch
 from holdfast.state.position import step_break
 from holdfast.tracebacks import short_traceback
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ADVICE: Final = (
+    "train in `for step in handler.steps(n)`, or by handler.run(train_step), or call "
+    "handler.save_checkpoint_if_preempted() at the end of each step"
+)
 
 
 @short_traceback
@@ -97,6 +103,8 @@ class PreemptionCheckpointHandler:
             finally:
                 self._guard.close()
             raise
+        self._first_count, self._first_asked = self._calls.count, manager.newest_asked
+        self._training = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE)
         atexit.register(self._close_at_exit)
         manager.closing.append(self._save_last)
 
@@ -130,6 +138,7 @@ class PreemptionCheckpointHandler:
             self._watch.begin_step()
         self._pass_boundary()
         step_break.end()
+        self._training.note_counted()
         self._calls.in_step, self._has_failed = True, False
         try:
             result = fn(*args, **kwargs)
@@ -153,24 +162,31 @@ class PreemptionCheckpointHandler:
             self._watch.end_step()
         return result
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int) -> Steps:
         """The numbers of the steps that are still to be run, from `total_run_calls` to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete. Leaving with `break` counts the current one as
         complete when the block of the handler is left, and so does an error that is caught inside the block but outside
         the loop; let errors leave the block. A last save is up to the caller. What is done in the loop is the step:
-        `run` would count it once more.
+        `run` would count it once more. A turn that takes no batch, and finds the end of an epoch of a
+        `ResumableDataLoader` that is kept, does not count: the last turn of `zip(handler.steps(n), loader)` is one.
 
         Args:
             total: How many steps the job has in all, those of earlier processes included.
 
+        Returns:
+            An iterator whose `len` is how many are left.
+
         Raises:
             SystemExit: When the job leaves.
-            UsageError: If this is within a step of `run` or of another loop.
+            UsageError: If this is within a step of `run` or of another loop; or if a batch was taken since this call
+                from a loader that is kept, as in `zip(loader, handler.steps(n))`.
             SaveFailedError: If saves by policy have failed.
         """
-        steps = self._steps(check_whole("total", total))
-        return iter(short_traceback(steps.__next__), None)
+        whole = check_whole("total", total)
+        numbers = self._steps(whole)
+        count_left = lambda: max(whole - self._count_done(), 0)  # noqa: E731
+        return Steps("handler.steps(n)", self._manager.checkpoint, lambda _: next(numbers), count_left)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.
@@ -190,6 +206,7 @@ class PreemptionCheckpointHandler:
         self._check_between_steps("save_checkpoint_if_preempted")
         self._finish_step()
         step_break.end()
+        self._training.note_counted()
         self._calls.count += 1
         self._guard.is_tentative = True
         self._save_options = kwargs
@@ -232,6 +249,7 @@ class PreemptionCheckpointHandler:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
+        self._note_end()
         try:
             self._finish_step()
             self._begin_steps()
@@ -261,6 +279,8 @@ class PreemptionCheckpointHandler:
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
         self._closed = self._calls.is_torn = True
+        if not isinstance(error, Exception):
+            self._note_end()
         try:
             cause = self._guard.fail(error)
         finally:
@@ -280,6 +300,7 @@ class PreemptionCheckpointHandler:
                 return
             self._pass_boundary()
             step_break.end()
+            self._training.begin_step()
             self._calls.amid.add(self)
             self._calls.in_step = True
             try:
@@ -300,9 +321,12 @@ class PreemptionCheckpointHandler:
             raise UsageError(f"{name} would count a step in the midst of another one", hint=hint)
 
     def _finish_step(self) -> None:
-        if self in self._calls.amid:
-            self._calls.count += 1
-            self._calls.amid.discard(self)
+        self._calls.count = self._count_done()
+        self._calls.amid.discard(self)
+
+    def _count_done(self) -> int:
+        """How many steps are complete if the one in progress in a loop of `steps` counts."""
+        return self._calls.count + (self in self._calls.amid and not self._training.is_step_empty())
 
     def _rest(self) -> None:
         """No step has been begun yet."""
@@ -385,9 +409,21 @@ class PreemptionCheckpointHandler:
     def _warn(self, text: str) -> None:
         self._manager.emit(Warned(text=text, step=self._calls.count))
 
+    def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
+        if self._calls.count == self._first_count:  # Another handler may count.
+            self._manager.emit(Warned(text=text, step=self._calls.count, is_error=is_error))
+
+    def _note_end(self) -> None:
+        """Says what was trained and not counted."""
+        is_lost = self._manager.newest_asked == self._first_asked
+        consequence = f"no notice was acted on{', and nothing of it is saved' if is_lost else ''}"
+        if text := self._training.describe(consequence):
+            self._warn_uncounted(text, is_error=is_lost)
+
     def _end(self) -> None:
         if self._save_last in self._manager.closing:
             self._manager.closing.remove(self._save_last)
+        self._training.end()
         if self._watch is not None:
             step_break.close()
         self._calls.amid.discard(self)

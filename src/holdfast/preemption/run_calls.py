@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from holdfast.checkpoint import Checkpoint, backup_url, own_objects
@@ -14,8 +14,9 @@ from holdfast.restore.driver import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
-from holdfast.state.finding import find_stateful
+from holdfast.state.oversights import count_taken, list_members
 from holdfast.state.rng import RNG
+from holdfast.tracebacks import short_traceback
 
 
 class Manager(Saves, Protocol):
@@ -148,6 +149,45 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
     return calls, restoration
 
 
+class Steps(Iterator[int]):
+    """The numbers of the steps that are still to be done, for one loop; `len` is how many are left."""
+
+    def __init__(
+        self, name: str, checkpoint: Checkpoint, begin: Callable[[Steps], int], count_left: Callable[[], int]
+    ) -> None:
+        """Makes the steps of a loop that begins at once: between this and the first step, no batch is taken.
+
+        Args:
+            name: How the program calls them, as "run.steps(n)".
+            checkpoint: What is kept, the loaders among it.
+            begin: Ends the step before, begins the next one and returns its number; raises StopIteration at the end.
+            count_left: Returns how many are left.
+        """
+        self._name, self._begin, self._count_left = name, begin, count_left
+        self._checkpoint = checkpoint
+        self._taken: dict[str, int] | None = count_taken(checkpoint.objects)
+
+    @short_traceback
+    def __next__(self) -> int:
+        if self._taken is not None:
+            self._check_begin(self._taken)
+            self._taken = None
+        return self._begin(self)
+
+    def __len__(self) -> int:
+        """How many steps are left."""
+        return self._count_left()
+
+    def _check_begin(self, taken: dict[str, int]) -> None:
+        for path, number in count_taken(self._checkpoint.objects).items():
+            if number > taken.get(path, number):
+                raise UsageError(
+                    f"a batch was taken from {path} before the step that trains it began, as zip(loader, {self._name}) "
+                    "does: the position that is saved would be one batch ahead, and a restart would leave it out",
+                    hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
+                )
+
+
 class PlaceWatch:
     """Finds loops that take batches, or draw random numbers, between the steps of `run`, where saves cannot see it.
 
@@ -158,12 +198,7 @@ class PlaceWatch:
 
     def __init__(self, checkpoint: Checkpoint, warn: Callable[[str], object]) -> None:
         """Begins when the first step has ended."""
-        members = [
-            (path, obj, adapter)
-            for name, root in checkpoint.objects.items()
-            for path, obj, adapter in find_stateful(root, name)
-            if adapter is not None
-        ]
+        members = list_members(checkpoint.objects)
         self._warn = warn
         self._loaders = {
             path: (obj, adapter)

@@ -290,8 +290,16 @@ class Adapter:
         """What a restart is likely to lack although the object is kept."""
         return Oversights()
 
-    def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
+    def before_step(
+        self, obj: Any, call: Callable[[object], None], *, is_own: bool = False
+    ) -> Callable[[], None] | None:
         """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.
+
+        Args:
+            obj: The object.
+            call: What is called.
+            is_own: True to have it called for the steps that the object itself takes, and for no others that change the
+                same arrays.
 
         Returns:
             What ends that, or None for an object that has no steps which could wait.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
+from holdfast.state.adapters import Adapter
 from holdfast.state.finding import find_stateful
 from holdfast.state.rng import RNG
+from holdfast.state.sampler import BatchCount, ResumableSampler, SamplerAdapter, batch_count
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
+_EPOCHS_BEFORE_WARNING: Final = 2
+# More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
+_MOST_IN_A_STEP: Final = 8
 
 
 def find_oversights(objects: Mapping[str, object]) -> list[str]:
@@ -18,12 +24,7 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     Args:
         objects: What is kept, by name.
     """
-    members = [
-        (path, obj, adapter)
-        for name, root in objects.items()
-        for path, obj, adapter in find_stateful(root, name)
-        if adapter is not None
-    ]
+    members = list_members(objects)
     # A program may keep the states of generators in a way of its own.
     keeps_draws = any(isinstance(obj, RNG) for _, obj, _ in members) or any(
         word in name.lower() for name in objects for word in _GENERATORS
@@ -39,19 +40,195 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     return texts
 
 
-def find_fixed_epoch(objects: Mapping[str, Any], assigned: frozenset[str]) -> str:
-    """**Pure.** What should be said, at the end of training, of an epoch that is kept as a number; "" if nothing.
+class KeptEpoch:
+    """Finds an epoch that is kept as a number, and that the program never sets."""
 
-    Args:
-        objects: What is kept, by name.
-        assigned: The names that were given another object since.
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        """Notes the numbers that the program begins with, before anything is restored."""
+        self._first = {name: objects[name] for name in _EPOCHS if _is_number(objects.get(name))}
+        self._has_warned = False
+
+    def look(self, objects: Mapping[str, Any]) -> str:
+        """Returns what should be said at a save; "" if nothing.
+
+        A loader's or sampler's own epoch shows that epochs have passed, in this process or an earlier one.
+        """
+        for name, first in [*self._first.items()]:
+            if objects.get(name) != first:
+                del self._first[name]  # The program sets it, or has set it before what was restored was saved.
+                continue
+            for path, sampler in _find_samplers(objects).items():
+                if sampler.epoch >= first + _EPOCHS_BEFORE_WARNING:
+                    del self._first[name]
+                    self._has_warned = True
+                    return _describe_epoch(name, first, f", while {path} is in epoch {sampler.epoch}")
+        return ""
+
+    def look_at_end(self, objects: Mapping[str, Any], assigned: frozenset[str]) -> str:
+        """Returns what should be said at the end of training; "" if nothing.
+
+        Args:
+            objects: What is kept, by name.
+            assigned: The names that were given another object since.
+        """
+        for name in () if self._has_warned else _EPOCHS:
+            if _is_number(objects.get(name)) and name not in assigned:
+                return _describe_epoch(name, objects[name], "")
+        return ""
+
+
+class TrainingWatch:
+    """Finds a program that trains and counts no step, so that nothing is saved.
+
+    Training shows by the steps of the kept optimizers. Where there is none that can be followed, it shows by the
+    batches that were taken from the kept loaders.
     """
-    for name in _EPOCHS:
-        value = objects.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and name not in assigned:
-            return (
-                f"{name} is kept as the number {value}, which nothing has set since: a loop's own variable is another. "
-                f"Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and begin with it, or take "
-                "the epochs from a ResumableDataLoader's epochs()"
-            )
-    return ""
+
+    def __init__(self, objects: Mapping[str, object], warn: Callable[[str], object], advice: str) -> None:
+        """Begins to watch.
+
+        Args:
+            objects: What is kept, by name.
+            warn: Called with a warning, at most once, on the thread that trains.
+            advice: What to call, and when.
+        """
+        self._warn, self._advice = warn, advice
+        self._is_counted = self._has_warned = False
+        self._counts: dict[str, BatchCount] = {
+            path: batch_count(sampler) for path, sampler in _find_samplers(objects).items()
+        }
+        self._updates: dict[str, int] = {}
+        self._ends: list[Callable[[], object]] = []
+        for path, obj, adapter in list_members(objects):
+            if (end := adapter.before_step(obj, partial(self._note_update, path), is_own=True)) is not None:
+                self._updates[path] = 0
+                self._ends.append(end)
+        for count in () if self._updates else self._counts.values():
+            count.calls.append(self._note_batch)
+            self._ends.append(partial(count.calls.remove, self._note_batch))
+        # The batches and updates until the watch began, or until the newest save.
+        self._seen = self._read()
+        self._step_began = self._count_batches()
+
+    def begin_step(self) -> None:
+        """A step begins that will be counted."""
+        self.note_counted()
+        self._step_began = self._count_batches()
+
+    def is_step_empty(self) -> bool:
+        """Whether the step took no batch and found the end of an epoch, as the last one of `zip(steps, loader)`."""
+        began, now = self._step_began, self._count_batches()
+        return now[1] > began[1] and now[0] == began[0]
+
+    def note_counted(self) -> None:
+        """A step is counted, so the program does count them."""
+        if not self._is_counted:
+            self._is_counted = True
+            self.end()
+
+    def note_saved(self) -> None:
+        """All that was trained until now is saved."""
+        self._seen = self._read()
+
+    def end(self) -> None:
+        """Ends following optimizers and loaders; harmless twice."""
+        while self._ends:
+            self._ends.pop()()
+
+    def describe(self, consequence: str, remark: str = "") -> str:
+        """Returns what was trained since the newest save and was not counted, and what to do; "" if nothing was.
+
+        Args:
+            consequence: What follows from it.
+            remark: When all is well all the same.
+        """
+        taken, updates = self._find_new()
+        # One batch may have been taken for a look at it. Where optimizers are followed, batches alone train nothing.
+        if self._is_counted or not (updates or (not self._updates and sum(taken.values()) > 1)):
+            return ""
+        parts = [
+            f"{number} {'batch was' if number == 1 else 'batches were'} taken from {path}"
+            for path, number in _largest(taken)
+        ]
+        parts += [
+            f"{path} has stepped {'once' if number == 1 else f'{number} times'}" for path, number in _largest(updates)
+        ]
+        return f"{' and '.join(parts)}, but no step was counted, so {consequence}: {self._advice}{remark}"
+
+    def warn_once(self, consequence: str, remark: str = "") -> None:
+        """Warns of what `describe` returns, unless this has warned before."""
+        if not self._has_warned and (text := self.describe(consequence, remark)):
+            self._has_warned = True
+            self._warn(text)
+
+    def _note_update(self, path: str, _: object) -> None:
+        self._updates[path] += 1
+        if self._updates[path] - self._seen[1][path] >= _MOST_IN_A_STEP:
+            self._warn_early()
+
+    def _note_batch(self) -> None:
+        if sum(self._find_new()[0].values()) >= _MOST_IN_A_STEP:
+            self._warn_early()
+
+    def _warn_early(self) -> None:
+        if not self._has_warned:
+            self.warn_once("nothing of it is saved yet", ". If one step takes even longer, all is well")
+
+    def _read(self) -> tuple[dict[str, int], dict[str, int]]:
+        return {path: count.batches for path, count in self._counts.items()}, dict(self._updates)
+
+    def _find_new(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The batches and updates that are new since what was seen, where there are any."""
+        taken, updates = (
+            {path: number - seen[path] for path, number in now.items() if number > seen[path]}
+            for now, seen in zip(self._read(), self._seen, strict=True)
+        )
+        return taken, updates
+
+    def _count_batches(self) -> tuple[int, int]:
+        batches = ends = 0
+        for count in self._counts.values():  # At each step: quicker than sums.
+            batches += count.batches
+            ends += count.ends
+        return batches, ends
+
+
+def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
+    """How many batches were taken in this process from each sampler that is kept, or that a kept loader is built on."""
+    return {path: batch_count(sampler).batches for path, sampler in _find_samplers(objects).items()}
+
+
+def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
+    """The objects with state, those within trees too, each with its path and adapter."""
+    return [
+        (path, obj, adapter)
+        for name, root in objects.items()
+        for path, obj, adapter in find_stateful(root, name)
+        if adapter is not None
+    ]
+
+
+def _find_samplers(objects: Mapping[str, object]) -> dict[str, ResumableSampler]:
+    """Each sampler once, though a loader that is built on it may be kept as well."""
+    found: dict[int, tuple[str, ResumableSampler]] = {}
+    for path, obj, adapter in list_members(objects):
+        sampler = adapter.find_sampler(obj) if isinstance(adapter, SamplerAdapter) else None
+        if sampler is not None:
+            found.setdefault(id(sampler), (path, sampler))
+    return dict(found.values())
+
+
+def _largest(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(numbers.items(), key=lambda item: -item[1])[:1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _describe_epoch(name: str, value: int, while_clause: str) -> str:
+    return (
+        f"{name} is kept as the number {value}, which nothing has set since{while_clause}: a loop's own variable is "
+        f"another. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and begin with it, or "
+        "take the epochs from a ResumableDataLoader's epochs()"
+    )

@@ -41,6 +41,25 @@ class _Pass(msgspec.Struct):
 _log: Final = logging.getLogger("holdfast")
 
 
+class BatchCount:
+    """Counts the batches that a training loop has taken from one sampler in this process.
+
+    A copy of the sampler, pickled or not, begins with a count of its own.
+
+    Attributes:
+        batches: How many were taken.
+        ends: How often the loop asked for another batch at the end of an epoch.
+        calls: Functions to call for each batch.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.ends = 0
+        self.calls: list[Callable[[], object]] = []
+
+    def __reduce__(self) -> tuple[type[BatchCount], tuple[()]]:
+        return BatchCount, ()
+
+
 class ResumableSampler:
     """Lists of indices, one list a batch, in an order that a job can take up again at any batch.
 
@@ -121,6 +140,7 @@ class ResumableSampler:
         self._taken_epoch: int | None = None
         self._is_restored = self._has_warned = False
         self._moves = 0
+        self._count = BatchCount()
 
     @property
     def epoch(self) -> int:
@@ -349,6 +369,9 @@ class ResumableSampler:
                 hint="Make the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
             )
         current.taken += 1
+        self._count.batches += 1
+        for call in [*self._count.calls]:
+            call()
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
         if not step_break.is_open:
@@ -361,6 +384,7 @@ class ResumableSampler:
 
     def _end_epoch(self, current: _Pass) -> None:
         self._check_current(current)
+        self._count.ends += 1
         if current.taken < current.batches:
             raise UsageError(
                 f"the loader ended after {current.taken} of the {current.batches} batches left in epoch {self._epoch}",
@@ -411,6 +435,10 @@ class SamplerAdapter(Adapter):
         """Takes the function that finds an object's sampler."""
         self._sampler_of = sampler_of
 
+    def find_sampler(self, obj: Any) -> ResumableSampler | None:
+        """The sampler that an object is built on; None if it keeps a position in another way."""
+        return self._sampler_of(obj)
+
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The sampler's state."""
         return self._sampler_of(obj).state_dict()
@@ -431,6 +459,11 @@ class SamplerAdapter(Adapter):
             loading.differences.wrong_shape.append(f"{loading.name()}: {difference}")
             return leave_alone
         return lambda: sampler.load_state_dict(state)
+
+
+def batch_count(sampler: ResumableSampler) -> BatchCount:
+    """The count of the batches that were taken from a sampler."""
+    return sampler._count
 
 
 def leave_alone() -> None:

@@ -299,6 +299,12 @@ class LoaderAdapter(SamplerAdapter):
         path = next((path for path, member in scene.members if member is obj), "")
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
 
+    def find_sampler(self, obj: Any) -> ResumableSampler | None:
+        """The loader's sampler, unless the loader has a state of its own or is given another sampler."""
+        sampler = getattr(obj, "batch_sampler", None)
+        has_state = callable(getattr(obj, "state_dict", None))
+        return sampler if isinstance(sampler, ResumableSampler) and not has_state else None
+
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: torch's own random sampler has no state, so that a loader passes over another order."""
         if not isinstance(obj.sampler, RandomSampler) or isinstance(obj.batch_sampler, ResumableSampler):

@@ -12,8 +12,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -118,11 +119,15 @@ class OptimizerAdapter(Adapter):
         parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
         return Replication(holders_of(parameters), is_trained=True)
 
-    def before_step(self, obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
+    def before_step(
+        self, obj: Any, call: Callable[[object], None], *, is_own: bool = False
+    ) -> Callable[[], None] | None:
         """A hook of all optimizers of torch, since another one may step the same parameters.
 
         Fused ones raise no version counter, so nothing would tell of it. It runs before the hooks of single optimizers.
         """
+        if is_own:
+            return _follow(obj, call)
         if getattr(obj, "register_step_pre_hook", None) is None:
             return None  # A wrapper, say, that passes on little of what it wraps.
 
@@ -188,6 +193,15 @@ class OptimizerAdapter(Adapter):
         state = _match_state(nodes, raw["state"], layout, known, stays, loading)
         ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
         return lambda: _load(obj, loading.complete(ready), layout)
+
+
+def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
+    """Adds a hook to one optimizer, or to the one in a wrapper that has no hooks; copies of it do not have it."""
+    for optimizer in (obj, getattr(obj, "optimizer", None)):
+        with suppress(AttributeError):  # A wrapper may inherit the method, and lack what torch's own class sets.
+            handle = cast(Any, optimizer).register_step_pre_hook(lambda stepping, *_: call(stepping))
+            return cast(Callable[[], None], handle.remove)
+    return None
 
 
 def parameter_names(scene: Scene) -> dict[int, str]:
