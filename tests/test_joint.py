@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import threading
 import time
@@ -973,7 +975,9 @@ def test_what_is_not_an_argument(tmp_path: Path) -> None:
         manager.save(1)
 
 
-def test_resumable_on_several_workers(tmp_path: Path) -> None:
+def test_resumable_on_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+
     def work(cluster: Cluster) -> int:
         toy = Toy(cluster.rank)
         run = hf.resumable(
@@ -986,5 +990,10 @@ def test_resumable_on_several_workers(tmp_path: Path) -> None:
 
     assert run_workers(2, work) == [0, 0]
     assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [4, 8, 10]
+    caplog.clear()
     assert run_workers(2, work) == [10, 10]
     check_whole(tmp_path)
+    # One of them says so.
+    said = [text for text in caplog.messages if "resumed" in text or "already" in text]
+    assert len(said) == 2
+    assert re.search(r"resumed \S+ at step 10 \(saved .+ by 2 workers\), next save at step 12$", said[0])

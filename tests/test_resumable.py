@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -562,3 +563,110 @@ def test_an_epoch_that_is_kept_as_a_number_is_warned_of_when_a_sampler_has_passe
     assert train(tmp_path / "never", 1, is_set=False) == ["sampler is in epoch 4"]
     assert train(tmp_path / "set", 7, is_set=True) == []
     assert train(tmp_path / "set", 7, is_set=True) == []
+
+
+# What a run says of itself.
+
+ANNOUNCING = """
+import logging, sys
+import holdfast as hf
+
+class Optimizer:
+    def __init__(self, lr):
+        self.param_groups = [{"params": [], "lr": lr}]
+    def state_dict(self):
+        return {"param_groups": self.param_groups}
+    def load_state_dict(self, state):
+        self.param_groups = state["param_groups"]
+
+def train(total, lr=0.1, **options):
+    with hf.resumable("runs/gpt", optimizer=Optimizer(lr), save_every=hf.Steps(5), keep=hf.Latest(2), **options) as run:
+        for _ in run.steps(total):
+            pass
+    sys.stderr.write("--\\n")
+
+def handle(total, **options):
+    with hf.CheckpointManager("runs/handled", hf.Checkpoint(optimizer=Optimizer(0.1))) as manager:
+        with hf.PreemptionCheckpointHandler(manager, **options) as handler:
+            for _ in handler.steps(total):
+                pass
+            if total == 3:
+                manager.save(3).wait_committed()
+    sys.stderr.write("--\\n")
+
+def back_up(epochs, **options):
+    with hf.WorkerTrainingState("runs/backup", hf.Checkpoint(optimizer=Optimizer(0.1)), **options) as state:
+        state.restore()
+        for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):
+            state.back_up(epoch)
+        if epochs == 4:
+            state.delete_backup()
+    sys.stderr.write("--\\n")
+
+train(7)
+train(16, 0.5)
+train(16)
+train(17, quiet=True)
+train(5, begin_anew=True, keep_current="optimizer.lr")
+handle(3)
+handle(4)
+handle(5, quiet=True)
+back_up(2)
+back_up(3)
+back_up(3, quiet=True)
+back_up(4)
+logging.getLogger("holdfast").setLevel(logging.WARNING)
+train(6)
+logging.getLogger("holdfast").setLevel(logging.NOTSET)
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+train(6)
+"""
+
+SAID = """
+holdfast: runs/gpt is new; first save at step 5
+holdfast: runs/gpt is at step 7, saved; 2 checkpoints kept
+--
+holdfast: resumed runs/gpt at step 7 (saved N), next save at step 10; optimizer.lr 0.1 restored (your script says \
+0.5); keep_current=["optimizer.lr"] keeps the script's
+holdfast: runs/gpt is at step 16, saved; 2 checkpoints kept
+--
+holdfast: resumed runs/gpt at step 16 (saved N), next save at step 20
+holdfast: runs/gpt was at step 16 already; no step was added
+--
+--
+holdfast: runs/gpt starts anew; first save at step 5
+holdfast: runs/gpt is at step 5, saved; 1 checkpoint kept
+--
+holdfast: runs/handled is new
+holdfast: runs/handled is at step 3, saved; 1 checkpoint kept
+--
+holdfast: resumed runs/handled at step 3 (saved N)
+holdfast: runs/handled is at step 4; the newest checkpoint is step 3
+--
+--
+holdfast: runs/backup has no backup; training starts at the beginning
+holdfast: runs/backup: the backup of epoch 1 is kept
+--
+holdfast: resumed runs/backup after epoch 1 (saved N)
+holdfast: runs/backup: the backup of epoch 2 is kept
+--
+holdfast: PLACE/runs/backup: no backup was made after that of epoch 2, which was restored. If all epochs were \
+trained, call delete_backup(): until then each run begins behind that epoch
+--
+holdfast: resumed runs/backup after epoch 2 (saved N)
+holdfast: runs/backup: training is over, and its backup is deleted
+--
+--
+INFO step 6 restored: 0 B in N
+INFO resumed runs/gpt at step 6 (saved N), next save at step 10
+INFO runs/gpt was at step 6 already; no step was added
+--
+"""
+
+
+def test_a_run_says_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(ANNOUNCING)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    said = re.sub(r"(?<=saved )(\d+ s ago|just now)|(?<=0 B in )[\d.]+ m?s", "N", done.stderr)
+    assert said == SAID.replace("\\\n", "").replace("PLACE", str(tmp_path)).lstrip()

@@ -173,7 +173,7 @@ FIT = """
 import logging, os, sys, numpy as np, holdfast as hf
 place, epochs, dies, deletes = sys.argv[1], int(sys.argv[2]), "dies" in sys.argv, "deletes" in sys.argv
 weights = np.zeros(10)
-with hf.WorkerTrainingState(place, hf.Checkpoint(weights=weights)) as state:
+with hf.WorkerTrainingState(place, hf.Checkpoint(weights=weights), quiet=True) as state:
     state.restore()
     trained = []
     for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned
+from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
@@ -33,6 +33,7 @@ from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured, check_objects, list_shared
+from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import KeptEpoch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
@@ -46,6 +47,7 @@ class CheckpointManager:
 
     Attributes:
         begin_anew: Whether it was made to begin from nothing.
+        save_every: When `save_if_due` saves; None for never.
         timeout_seconds: The deadline of every wait that names none of its own.
         restored: The newest restore of all that is kept; None before one.
         worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
@@ -121,8 +123,9 @@ class CheckpointManager:
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         check_objects(checkpoint.objects)
         listeners = tuple(sinks)
+        note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
-        self._save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
+        self.save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
         self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
@@ -232,15 +235,20 @@ class CheckpointManager:
         """
         self._saver.give_sign()
         step = arguments.check_step(step)
-        if self._save_every is None:
+        if self.save_every is None:
             return None
-        reason = try_plan_save(self._save_every, self._pace.moment(step, *self._saver.costs), self.company)
+        reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.company)
         if reason is None or step in self._living:
             return None
         return self._save(step, metrics, metadata, reason=reason)
 
     def restore(
-        self, step: int | None = None, *, only: str | Iterable[str] | None = None, strict: bool = True
+        self,
+        step: int | None = None,
+        *,
+        only: str | Iterable[str] | None = None,
+        strict: bool = True,
+        keep_current: str | Iterable[str] = (),
     ) -> Restoration | None:
         """**Blocks.** Gives the live objects the state of a checkpoint; every byte that is read is checked.
 
@@ -251,6 +259,8 @@ class CheckpointManager:
                 for the newest whole one of the living line (with `begin_anew`: saved since then).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left as it is.
             strict: False to take what fits, and be told of the rest in the result.
+            keep_current: What stays as the program has it: hyperparameters such as `"optimizer.lr"`, which a schedule
+                then goes on from in proportion, or names of whole objects, such as `"schedule"`.
 
         Returns:
             What was done, or None if the run has no checkpoint yet.
@@ -258,6 +268,7 @@ class CheckpointManager:
         Raises:
             MismatchError: If checkpoint and objects differ, or the number of workers does and that is refused; it says
                 how, and nothing has been changed.
+            UsageError: If an argument is wrong, or what is to be kept cannot be; nothing has been changed.
             NoCheckpointError: If there is no such step.
             NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
             StorageError: If the place fails.
@@ -265,6 +276,7 @@ class CheckpointManager:
         arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
         self._settle(None)
         check_objects(self.checkpoint.objects)
+        script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
         restoration = restore_objects(
             self._storage,
             all_objects(self.checkpoint),
@@ -275,6 +287,7 @@ class CheckpointManager:
             strict=strict,
             threads=self._threads,
             emit=self.emit,
+            keeping=Keeping(script, self.checkpoint.objects, list_kept(keep_current)),
             worker=self.worker,
             named=frozenset() if self.company is None else frozenset().union(*self.company.named),
             agreement=make_agreement(None if self.company is None else self.company.peers, self.url),

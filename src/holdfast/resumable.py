@@ -53,6 +53,8 @@ def resumable(
     check_replicas: bool | Literal["first"] = "first",
     on_resize: Literal["allow", "refuse"] = "allow",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+    keep_current: str | Iterable[str] = (),
+    quiet: bool = False,
     **objects: object,
 ) -> Run:
     """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
@@ -89,6 +91,9 @@ def resumable(
         on_resize: "refuse" to go on only with as many workers as have saved; "allow" for any number.
         preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
             place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
+        keep_current: What the restore leaves as the script has it, as `CheckpointManager.restore` says: hyperparameters
+            such as `"optimizer.lr"`, or names of whole objects.
+        quiet: True to leave out the lines that say where the run begins and ends; warnings and errors stay.
         **objects: What is to be kept, by name. Names of arguments can be given to a `Checkpoint` only.
 
     Raises:
@@ -116,9 +121,12 @@ def resumable(
         raise UsageError(f"strict={strict!r} is neither True nor False")
     if not objects:
         raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
+    arguments.check_switches(quiet=quiet)
     with EarlyNotices(termination) as early:
         from holdfast.manager import CheckpointManager
+        from holdfast.state.hyperparameters import check_kept
 
+        kept = check_kept(keep_current, objects)
         manager = CheckpointManager(
             directory,
             Checkpoint(**objects),
@@ -139,7 +147,8 @@ def resumable(
             check_replicas=check_replicas,
             on_resize=on_resize,
         )
-        run = Run(manager, strict=strict, begin_anew=begin_anew, termination=termination)
+        options: dict[str, Any] = {"keep_current": kept, "quiet": quiet}
+        run = Run(manager, strict=strict, begin_anew=begin_anew, termination=termination, **options)
         early.hand_over(run._guard.hearing.hear)
     return run
 
@@ -162,7 +171,10 @@ class Run:
         strict: bool = True,
         begin_anew: bool = False,
         termination: TerminationConfig | None = None,
+        keep_current: str | Iterable[str] = (),
+        quiet: bool = False,
     ) -> None:
+        from holdfast.preemption.announcements import Announcements
         from holdfast.preemption.guards import make_guard
         from holdfast.preemption.last_save import LastSave
         from holdfast.preemption.run_calls import Steps
@@ -173,7 +185,8 @@ class Run:
         self.checkpoint = manager.checkpoint
         self.step = 0
         self.restored: Restoration | None = None
-        self._strict, self._begin_anew = strict, begin_anew
+        self._strict, self._begin_anew, self._keep_current = strict, begin_anew, keep_current
+        self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self._metrics: dict[str, float] = {}
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
@@ -302,7 +315,7 @@ class Run:
             self._guard.rest(None)
             self._guard.open()
             if not self._begin_anew:
-                self.restored = self.manager.restore(strict=self._strict)
+                self.restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
         except BaseException as error:
             try:
                 self._end_badly(error)
@@ -314,6 +327,7 @@ class Run:
             self._last.note(self.step, None)
         self._guard.rest(self.step)
         self._watch = self._make_watch(self.checkpoint.objects)
+        self._announcements.begin(self.manager, self.restored, self.step)
         self._entered = True
         return self
 
@@ -357,6 +371,7 @@ class Run:
             self.manager.wait()
             self._guard.pass_end(self.step)
             self.manager.__exit__(None, None, None)
+            self._announcements.end(self.manager, self.step)
         except Exception as error:
             self._end_badly(error)
             raise

@@ -28,13 +28,15 @@ from holdfast.events.sinks import LoggingSink
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Latest, RetentionPolicy
+from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
-from holdfast.save.arguments import check_numbers, check_resizing
+from holdfast.save.arguments import check_numbers, check_resizing, check_switches
 from holdfast.save.handle import SaveHandle
 from holdfast.save.together import Together
+from holdfast.state.hyperparameters import check_kept
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
@@ -86,6 +88,8 @@ class WorkerTrainingState:
         liveness_seconds: float = LIVENESS_SECONDS,
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
         on_resize: Literal["allow", "refuse"] = "allow",
+        keep_current: str | Iterable[str] = (),
+        quiet: bool = False,
     ) -> None:
         """Looks at what lies in the directory; makes nothing there until the first backup.
 
@@ -112,6 +116,9 @@ class WorkerTrainingState:
                 backup or `maybe_load_initial_...` on, until the backup is deleted or this is closed. Where a run or a
                 `PreemptionCheckpointHandler` listens in the same thread, that one leaves.
             on_resize: "refuse" to restore only what as many workers have backed up; "allow" for any number.
+            keep_current: What `restore` leaves as the script has it, as `CheckpointManager.restore` says:
+                hyperparameters such as `"optimizer.lr"`, or names of whole objects.
+            quiet: True to leave out the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -139,6 +146,8 @@ class WorkerTrainingState:
             "on_resize": on_resize,
         }
         check_resizing(on_resize)
+        check_switches(quiet=quiet)
+        self._keep_current = check_kept(keep_current, checkpoint.objects)
         check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
         self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._manager: CheckpointManager | None = None
@@ -154,6 +163,7 @@ class WorkerTrainingState:
                 self._manager.close()
             self._together.close()
             raise
+        self._announcements = Announcements(self._storage.url, self._manager.worker, quiet=quiet)
         self._generation = catalog.generation
         self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
         # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
@@ -265,13 +275,14 @@ class WorkerTrainingState:
         damage = make_agreement(peers, self._storage.url).run(self._refuse_others)
         if damage is not None:
             raise damage
-        restoration = None if self._begins_anew else manager.restore(strict=strict)
+        restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
         note_backup(self.checkpoint, self._storage.url)
         self._in_flight = None
         self._saved = self._began_from = None
         self._kept_for = ""
         self._unseen = self._trains = False
         if restoration is None:
+            self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
             return None
         self._generation = max(self._generation, restoration.name.generation)
         self._step = max(self._step, restoration.step)
@@ -279,6 +290,7 @@ class WorkerTrainingState:
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
         self._began_from = self._backups[restoration.step] = self._saved
+        self._announcements.begin_epochs(self._saved, begins_anew=False)
         return self._saved
 
     def delete_backup(self) -> bool:
@@ -333,6 +345,7 @@ class WorkerTrainingState:
         self._backups.clear()
         for problem in clearing.problems:
             raise problem
+        self._announcements.end_epochs(None)
         return True
 
     def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
@@ -406,6 +419,8 @@ class WorkerTrainingState:
             self._warn_if_idle()
             if self._manager is not None:
                 self._manager.close(timeout_seconds)
+            if self._began_from is None and self.saved is not None:
+                self._announcements.end_epochs(self.saved)
 
     def __enter__(self) -> Self:
         return self
@@ -418,6 +433,8 @@ class WorkerTrainingState:
                 self._warn_if_idle()
             if self._manager is not None:
                 self._manager.__exit__(kind, error, trace)
+            if error is None and self._began_from is None and self.saved is not None:
+                self._announcements.end_epochs(self.saved)
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:

@@ -19,6 +19,9 @@ OWN_PREFIX: Final = "$"
 RUN_CALLS: Final = OWN_PREFIX + "total_run_calls"
 """Names the count of a `PreemptionCheckpointHandler`."""
 
+HYPERPARAMETERS: Final = OWN_PREFIX + "hyperparameters"
+"""Names what the script said of optimizers and schedules."""
+
 OLD_RUN_CALLS: Final = "total_run_calls"
 """What that count was called before holdfast had names of its own."""
 

@@ -320,7 +320,7 @@ class Departure:
             restart = "begins anew: there is no checkpoint"
             if newest is not None:
                 restart = f"goes on from {self.name(newest)}, the newest checkpoint"
-            return f"{self.missing}. Nothing can be saved without it. A restart {restart}; {then}."
+            return f"{self.missing}. Nothing can be saved without it. A restart {restart}"
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
 

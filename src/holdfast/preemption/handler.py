@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
@@ -15,13 +15,16 @@ from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, Usage
 from holdfast.events import Warned
 from holdfast.format.names import RUN_CALLS
 from holdfast.numbers import check_whole
+from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
 from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
+from holdfast.save.arguments import check_switches
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
+from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch
 from holdfast.state.position import step_break
 from holdfast.tracebacks import short_traceback
@@ -64,6 +67,8 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
         *,
         strict: bool = True,
+        keep_current: str | Iterable[str] = (),
+        quiet: bool = False,
     ) -> None:
         """**Blocks** while it restores, and listens for notices from then on.
 
@@ -71,6 +76,9 @@ class PreemptionCheckpointHandler:
             manager: The manager that saves and restores.
             termination_config: How to hear a notice, and how to leave.
             strict: False to take from the checkpoint what fits, if objects have changed since.
+            keep_current: What the restore leaves as the script has it, as `CheckpointManager.restore` says:
+                hyperparameters such as `"optimizer.lr"`, or names of whole objects.
+            quiet: True to leave out the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
             UsageError: If an argument is wrong, or a source of notices cannot be used here.
@@ -84,19 +92,25 @@ class PreemptionCheckpointHandler:
         self._save_options: dict[str, Any] = {}
         self._watch: PlaceWatch | None = None
         self._has_failed = False  # The last step of `run` has raised, so that the state may be that of half a step.
+        check_switches(quiet=quiet)
         termination = TerminationConfig() if termination_config is None else termination_config
         self._guard = make_guard(manager, termination, self._keep)
+        kept = check_kept(keep_current, manager.checkpoint.objects)
         self._tolerance = Tolerance(self._guard.hearing)
+        self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         if RUN_CALLS not in own_objects(manager.checkpoint):
             # Where there is a count already, something may have been trained that is not saved.
             self._guard.rest(None)
         self._guard.open()
         try:
-            self._calls, self.restored = restore_calls(manager, strict)
+            earlier = manager.restored
+            self._calls, self.restored = restore_calls(manager, strict, kept)
             self._calls.is_torn = False
             self._calls.join(manager)
             if not self._guard.is_beside_training:
                 self._rest()
+            if self.restored is not earlier or not self._calls.count:
+                self._announcements.begin(manager, self.restored, self._calls.count)
         except BaseException as error:
             try:
                 self._guard.fail(error)
@@ -261,6 +275,7 @@ class PreemptionCheckpointHandler:
                 # Amid a step of another handler's loop the state is that of no step; that one hears of it too.
                 if not self._calls.amid:
                     self._guard.pass_last(self._calls.count, is_over=True)
+                    self._announcements.end(self._manager, self._calls.count)
         finally:
             self._end()
 

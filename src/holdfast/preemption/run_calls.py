@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from holdfast.checkpoint import Checkpoint, backup_url, own_objects
 from holdfast.errors import UsageError
 from holdfast.format.names import RUN_CALLS
+from holdfast.policies import SavePolicy
 from holdfast.preemption.departure import Saves
 from holdfast.preemption.last_save import LastSave
 from holdfast.restore.driver import Restoration
@@ -27,6 +28,7 @@ class Manager(Saves, Protocol):
     restored: Restoration | None
     newest_asked: int
     closing: list[Callable[[], object]]
+    save_every: SavePolicy | None
 
     def save(
         self,
@@ -43,8 +45,14 @@ class Manager(Saves, Protocol):
         """Saves if the manager's policy says so."""
         ...
 
-    def restore(self, step: int | None = None, *, only: str | None = None, strict: bool = True) -> Restoration | None:
+    def restore(
+        self, step: int | None = None, *, only: str | None = None, strict: bool = True, keep_current: Iterable[str] = ()
+    ) -> Restoration | None:
         """Gives the live objects the state of a checkpoint."""
+        ...
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are committed on the living line."""
         ...
 
 
@@ -106,8 +114,12 @@ class RunCalls:
         return step == 0 or self.last.is_whole(step, provisional)
 
 
-def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration | None]:
+def restore_calls(
+    manager: Manager, strict: bool, keep_current: Iterable[str] = ()
+) -> tuple[RunCalls, Restoration | None]:
     """**Blocks.** Adds the count to what is kept, and restores unless what the manager keeps is live already.
+
+    The further arguments are those of `CheckpointManager.restore`.
 
     Returns:
         The count, and what was restored; None if nothing was.
@@ -142,7 +154,7 @@ def restore_calls(manager: Manager, strict: bool) -> tuple[RunCalls, Restoration
             f"another state over that, the newest step of {manager.url}",
             hint="Make the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
         )
-    restoration = manager.restore(strict=strict)
+    restoration = manager.restore(strict=strict, keep_current=keep_current)
     if restoration is not None and not calls.is_loaded:
         # The run was begun without a handler: its steps are what was counted.
         calls.count = restoration.step

@@ -24,7 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.manifest import SHARDS, Manifest
-from holdfast.format.names import StepName
+from holdfast.format.names import StepName, is_own
 from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.assemble import assign_parts, read_orders
@@ -37,6 +37,7 @@ from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
 from holdfast.state.collection import no_collection
+from holdfast.state.hyperparameters import HyperparameterChange, Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
 
@@ -57,6 +58,8 @@ class Restoration:
         differences: What did not fit and was left as it was; empty unless `strict=False`.
         replaced: New values of named objects that could not be changed in place, such as numbers.
         passed_over: Newer checkpoints that were found damaged.
+        hyperparameters: What the script says otherwise than the one that made the checkpoint, and was restored all the
+            same; by paths such as `optimizer.lr`.
         path: Where the checkpoint lies: its directory, or what stands for that in another storage.
         size_bytes: What was read and checked.
         seconds: How long it took.
@@ -69,6 +72,7 @@ class Restoration:
     differences: Differences
     replaced: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[DamageError, ...] = ()
+    hyperparameters: Mapping[str, HyperparameterChange] = field(default_factory=dict)
     path: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
@@ -99,6 +103,7 @@ def restore_objects(
     agreement: Agreement | None = None,
     begins_anew: bool = False,
     on_resize: Literal["allow", "refuse"] = "allow",
+    keeping: Keeping | None = None,
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -122,6 +127,7 @@ def restore_objects(
         agreement: How it keeps together with the others; None for a worker by itself.
         begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
         on_resize: What to do with a checkpoint of another number of workers.
+        keeping: What stays as the script has it; None to restore everything.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
@@ -159,7 +165,7 @@ def restore_objects(
     looks = 1
     while candidates:
         name, *candidates = candidates
-        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named, on_resize)
+        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named, on_resize, keeping)
         try:
             damage = trial.go(agreement)
             found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
@@ -209,6 +215,7 @@ def restore_objects(
             differences=matching.differences,
             replaced=trial.replaced,
             passed_over=tuple(damages.values()),
+            hyperparameters={} if select or keeping is None else keeping.list_changes(),
             path=f"{storage.url.rstrip('/')}/{name.directory}",
             size_bytes=trial.size_bytes,
             seconds=seconds,
@@ -254,7 +261,10 @@ class _Trial:
         touched: bool,
         named: Collection[str],
         on_resize: Literal["allow", "refuse"],
+        keeping: Keeping | None,
     ) -> None:
+        self._keeping = keeping
+        self._left_out = frozenset() if keeping is None else keeping.whole
         self._storage = storage
         self._named = named
         self._on_resize = on_resize
@@ -299,7 +309,7 @@ class _Trial:
         opened = self.opened
         with _enough_memory(opened):
             self.matching = _match(
-                opened, stored, self._objects, self._select, self._strict, self.touched, self._worker
+                opened, stored, self._objects, self._select, self._strict, self.touched, self._worker, self._left_out
             )
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
@@ -331,7 +341,9 @@ class _Trial:
         stored = {
             name: state for name, state in own.objects.items() if name in self._objects or name not in self._named
         }
-        missing = {name for name in list_shared(self._objects) if name not in stored}
+        # What holdfast itself adds lies with every worker, or with none.
+        missing = {name for name in list_shared(self._objects) if name not in stored and not is_own(name)}
+        missing -= self._left_out
         if self._select is not None:
             missing = set(filter(self._select.concerns, missing))
         manifest = self.opened.manifest
@@ -369,6 +381,8 @@ class _Trial:
     def _apply(self) -> None:
         """Sets all else, when every byte has been checked, by all workers."""
         self.replaced = self.matching.apply()
+        if self._keeping is not None:
+            self._keeping.put_back()
 
 
 def _match(
@@ -379,6 +393,7 @@ def _match(
     strict: bool,
     touched: bool,
     worker: Worker,
+    left_out: frozenset[str],
 ) -> Matching:
     matching = match_objects(
         objects,
@@ -387,11 +402,13 @@ def _match(
         select=select,
         worker=worker,
         stored_workers=opened.manifest.world_size,
+        left_out=left_out,
     )
     if select is not None and select.unmatched:
+        names = ", ".join(repr(name) for name in stored if not is_own(name))
         raise UsageError(
             f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, stored))}; a leaf is named like 'model/head.weight'.",
+            hint=f"Its objects are {names}; a leaf is named like 'model/head.weight'.",
         )
     if strict and matching.differences:
         state = "arrays hold what was read from a newer, damaged checkpoint" if touched else "nothing was changed"

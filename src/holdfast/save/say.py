@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 from typing import TextIO
+
+from holdfast.events.sinks import logger
 
 
 def say(text: str) -> None:
@@ -23,6 +26,17 @@ def say(text: str) -> None:
             if stream is sys.__stderr__:
                 _lead_nowhere(sys.stderr)
             raise
+
+
+def inform(text: str) -> None:
+    """**Thread-safe.** Logs a line at level INFO; where no logging is set up, prints it.
+
+    Python itself prints warnings and errors only there. A level that the program has set counts in any case.
+    """
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    elif logger.level <= logging.INFO and logger.manager.disable < logging.INFO and not logger.disabled:
+        say(f"holdfast: {text}")
 
 
 def keep_exit_code() -> None:

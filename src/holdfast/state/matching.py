@@ -6,7 +6,7 @@ and prepares each object's loading. When the arrays have been filled, `Matching.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -89,6 +89,7 @@ def match_objects(
     select: Callable[[str], bool] | None = None,
     worker: Worker = ALONE,
     stored_workers: int = 1,
+    left_out: Collection[str] = (),
 ) -> Matching:
     """Holds stored state against live objects, which are not changed.
 
@@ -101,6 +102,7 @@ def match_objects(
             difference. Without it, everything is. It is for the caller to find out whether it was ever true.
         worker: Which worker this is.
         stored_workers: How many workers there were when the state was stored.
+        left_out: The names of objects that stay as they are, whatever is stored for them.
 
     Raises:
         FormatError: If the stored state is malformed.
@@ -115,6 +117,8 @@ def match_objects(
     renewals = []
     for name, live in objects.items():
         path = escape(name)
+        if name in left_out:
+            continue
         if name in stored_objects:
             value = comparison.decode(stored_objects[name], live, path)
             if value is not live and value is not ABSENT:
@@ -125,7 +129,7 @@ def match_objects(
     for name, stored in stored_objects.items():
         if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
             continue  # It is a worker's that is no more.
-        if name not in objects and not is_own(name) and comparison.wants(escape(name)):
+        if name not in objects and name not in left_out and not is_own(name) and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
     return Matching(
         differences=comparison.differences,

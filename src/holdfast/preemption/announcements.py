@@ -1,0 +1,177 @@
+"""The lines that say where a training begins, and how far it is when it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.events.event import span_text
+from holdfast.events.sinks import logger
+from holdfast.format.workers import Worker
+from holdfast.policies import AnySave, SavePolicy, Seconds, Steps
+from holdfast.restore.backup import Backup
+from holdfast.restore.driver import Restoration
+from holdfast.save.say import inform
+from holdfast.state.hyperparameters import HyperparameterChange
+
+_MOST_SHOWN: Final = 3
+
+
+class Announced(Protocol):
+    """What is asked of a manager: `CheckpointManager` has it."""
+
+    begin_anew: bool
+    save_every: SavePolicy | None
+
+    @property
+    def url(self) -> str:
+        """Where the run lies."""
+        ...
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are committed on the living line."""
+        ...
+
+
+class Announcements:
+    """Says on the leader where training begins and ends: in the log at level INFO, or on standard error without one."""
+
+    def __init__(self, url: str, worker: Worker, *, quiet: bool) -> None:
+        """Says nothing yet.
+
+        Args:
+            url: Where the run lies.
+            worker: Which worker this is.
+            quiet: True to say nothing.
+        """
+        self.place = name_place(url)
+        self._worker = worker
+        self._is_quiet = quiet or not worker.is_leader
+        self._began_at: int | None = None
+
+    def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
+        """Training begins with a step, after what was restored, if anything was."""
+        self._began_at = step
+        due = describe_next_save(manager.save_every, step)
+        if restored is None:
+            how = "starts anew" if manager.begin_anew else "is new"
+            self.say(f"{self.place} {how}" + (f"; first save {due}" if due else ""))
+        else:
+            self.say(self.describe(restored, f"at step {step}", f"next save {due}" if due else ""))
+
+    def end(self, manager: Announced, step: int) -> None:
+        """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
+
+        Args:
+            manager: What has saved it.
+            step: How many steps are complete.
+        """
+        if self._is_quiet or self._began_at is None or not step:
+            return
+        # The state is safe by now, or its error is raised: the line is no reason for another one.
+        with suppress(HoldfastError):
+            steps = manager.steps()
+            if step == self._began_at:
+                self.say(f"{self.place} was at step {step} already; no step was added")
+            elif step in steps:
+                kept = f"{len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'} kept"
+                self.say(f"{self.place} is at step {step}, saved; {kept}")
+            else:
+                newest = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint"
+                self.say(f"{self.place} is at step {step}; {newest}")
+
+    def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
+        """Training in epochs begins, after a backup that was restored, if one was."""
+        self._began_at = 0
+        if backup is None or backup.restoration is None:
+            self.say(
+                f"{self.place} starts anew"
+                if begins_anew
+                else f"{self.place} has no backup; training starts at the beginning"
+            )
+        else:
+            self.say(self.describe(backup.restoration, f"after {backup}"))
+
+    def end_epochs(self, backup: Backup | None) -> None:
+        """Training in epochs has ended, with a backup that stays; None if it is deleted. This is said once."""
+        if self._began_at is not None:
+            self._began_at = None
+            end = "training is over, and its backup is deleted" if backup is None else f"the backup of {backup} is kept"
+            self.say(f"{self.place}: {end}")
+
+    def describe(self, restored: Restoration, where: str, due: str = "") -> str:
+        """What was restored, in one line.
+
+        Args:
+            restored: What was restored.
+            where: Where training goes on.
+            due: When it is saved next; empty if that is not known.
+        """
+        seconds = time.time() - restored.manifest.committed_at_unix_seconds
+        ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
+        # Of another number of workers there is a warning already.
+        is_shared = restored.workers == self._worker.world_size > 1
+        by = f" by {restored.workers} workers" if is_shared else ""
+        text = f"resumed {self.place} {where} (saved {ago}{by})" + (f", {due}" if due else "")
+        every = restored.hyperparameters
+        if len(every) > _MOST_SHOWN:
+            logger.debug("%s: %s", self.place, describe_changes(every, len(every)))
+        return f"{text}; {describe_changes(every)}" if every else text
+
+    def say(self, text: str) -> None:
+        """Says it, unless this is to be quiet."""
+        if not self._is_quiet:
+            inform(text)
+
+
+def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _MOST_SHOWN) -> str:
+    """**Pure.** What was restored although the script says otherwise by now; empty if there is nothing.
+
+    Args:
+        changes: By path, what has changed.
+        most: How many are named.
+    """
+    if not changes:
+        return ""
+    shown = list(changes.items())[:most]
+    told = [
+        f"{path} {_value_text(one.restored)} restored (your script says {_value_text(one.script)})"
+        for path, one in shown
+    ]
+    more = [f"and {len(changes) - most} more"] if len(changes) > most else []
+    kept = ", ".join(f'"{path}"' for path, one in shown if one.can_be_kept)
+    hint = f"; keep_current=[{kept}] keeps the script's" if kept else ""
+    return ", ".join([*told, *more]) + hint
+
+
+def describe_next_save(policy: SavePolicy | None, step: int) -> str:
+    """**Pure.** When the next save after a step is due, such as `at step 500`; empty if that is not known."""
+    if isinstance(policy, Steps):
+        return f"at step {(step // policy.n + 1) * policy.n}"
+    if isinstance(policy, Seconds):
+        return f"within {span_text(policy.seconds)}"
+    if isinstance(policy, AnySave):
+        parts = [describe_next_save(each, step) for each in policy.policies]
+        return " or ".join(parts) if all(parts) else ""
+    return ""
+
+
+def name_place(url: str) -> str:
+    """The path as it is seen from where the program runs, if that is shorter."""
+    with suppress(OSError, ValueError):
+        relative = os.path.relpath(url) if os.path.isabs(url) else url  # noqa: PTH117
+        return url if relative.startswith(".") else relative
+    return url
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        shown = ", ".join(map(_value_text, value[:_MOST_SHOWN]))
+        return f"[{shown}{', ...' if len(value) > _MOST_SHOWN else ''}]"
+    return str(value)

@@ -1,0 +1,434 @@
+"""Hyperparameters of optimizers and learning rate schedules: what the script says, and what a restore brings back.
+
+A restore takes `lr`, `weight_decay` or `T_max` from the checkpoint, whatever the script says by now. Each checkpoint
+holds what the script said that began with them. So a value that training itself has changed (a schedule, say) is not
+taken for one that a person has changed.
+
+Optimizers are known by their `param_groups`, schedules by their `optimizer`, so that no framework is imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from holdfast.errors import ApplyError, UsageError
+from holdfast.format.names import HYPERPARAMETERS
+from holdfast.state.finding import find_stateful
+
+Settings: TypeAlias = dict[str, list[Any]]
+"""By hyperparameter the value of each group of an optimizer; one value alone if all groups have the same."""
+
+_RATE: Final = "lr"
+_INITIAL_RATE: Final = "initial_lr"
+_NOT_SET: Final = ("params", "param_names", _INITIAL_RATE)
+_CYCLED: Final = ("max_lr", "min_lr", "base_momentum", "max_momentum")
+"""What cyclic schedules keep in an optimizer's groups."""
+
+_CYCLIC: Final = frozenset({"OneCycleLR", "CyclicLR", "SWALR"})
+"""Schedules that go between rates of their own, so that they are not proportional to the optimizer's."""
+
+_ODD: Final = object()
+
+
+class HyperparameterChange(NamedTuple):
+    """A hyperparameter that the script has changed since the checkpoint was made.
+
+    Attributes:
+        script: What the script says.
+        restored: What was restored. In both, a list if the groups of an optimizer differ.
+        can_be_kept: Whether `keep_current` takes it.
+    """
+
+    script: Any
+    restored: Any
+    can_be_kept: bool
+
+
+class Hyperparameters:
+    """What the script gave to optimizers and schedules when it made them, by their paths. It is saved with them.
+
+    Attributes:
+        built: What this process's script says.
+        valid: What the script said from which the live values come: this one, or that of the checkpoint.
+        is_loaded: Whether the last restore found such a record.
+    """
+
+    def __init__(self) -> None:
+        self.built: dict[str, Settings] = {}
+        self.valid: dict[str, Settings] = {}
+        self.is_loaded = False
+        # As they stand in the groups of an optimizer, or in a schedule.
+        self.raw: dict[str, list[dict[str, Any]]] = {}
+
+    def note(self, objects: Mapping[str, object]) -> None:
+        """Reads objects that are not known yet, before anything is restored or trained."""
+        for path, obj in _list_members(objects).items():
+            if path not in self.built and (settings := read_settings(obj)):
+                self.built[path] = self.valid[path] = settings
+                self.raw[path] = _read_raw(obj)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is valid."""
+        return {"valid": self.valid}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what was valid in a checkpoint."""
+        stored, self.is_loaded = state.get("valid", {}), True
+        # What the checkpoint does not know comes from this script.
+        self.valid = {path: {**built, **_common(stored.get(path), built)} for path, built in self.built.items()}
+
+
+class Keeping:
+    """What one restore leaves as the script has it, and what it does not.
+
+    Attributes:
+        whole: The names of objects that are not restored at all.
+    """
+
+    def __init__(self, record: Hyperparameters, objects: Mapping[str, object], keep: Sequence[str]) -> None:
+        """Finds what is named.
+
+        Args:
+            record: What the script says.
+            objects: The live objects by name.
+            keep: Names of objects, and hyperparameters such as `optimizer.lr`.
+
+        Raises:
+            UsageError: If there is no such object or hyperparameter, or its value cannot be kept alone.
+        """
+        self._record = record
+        self._members = _list_members(objects)
+        self.whole, self._keys = _find_kept(keep, objects, record.built)
+        for path, keys in self._keys.items():
+            for key in keys:
+                if problem := self._find_problem(path, key):
+                    raise UsageError(f"{path}.{key} cannot be kept: {problem}", hint=_KEEP_SCHEDULE_HINT)
+        record.is_loaded = False
+
+    def put_back(self) -> None:
+        """Gives the restored objects the values of the script that are to be kept.
+
+        Raises:
+            ApplyError: If a rate is to be kept that was 0 before.
+        """
+        for path in self._members:
+            if self._is_whole(path):
+                self._keep_whole(path)
+        paths = sorted(self._keys, key=lambda path: _is_schedule(self._members[path]))
+        for path in paths:  # Schedules last: they set the rate.
+            for key in self._keys[path]:
+                self._keep(path, key)
+                self._record.valid[path] = {**self._record.valid[path], key: self._record.built[path][key]}
+
+    def list_changes(self) -> dict[str, HyperparameterChange]:
+        """What the script says otherwise than the one that made the checkpoint, by paths such as `optimizer.lr`."""
+        changes: dict[str, HyperparameterChange] = {}
+        record = self._record
+        for path, built in record.built.items():
+            obj = self._members.get(path)
+            if obj is None or not (record.is_loaded or hasattr(obj, "param_groups")):
+                continue
+            now = read_settings(obj)
+            for key, said in built.items():
+                # A checkpoint without a record does not say what its script said, and what a schedule has changed.
+                is_same = _same(record.valid[path].get(key), said) if record.is_loaded else _is_cycled(key, built)
+                if not is_same and key in now and not _same(now[key], said):
+                    can_be_kept = not self._find_problem(path, key)
+                    changes[f"{path}.{key}"] = HyperparameterChange(_shown(said), _shown(now[key]), can_be_kept)
+        return changes
+
+    def _is_whole(self, path: str) -> bool:
+        return path.partition("/")[0] in self.whole
+
+    def _schedules_of(self, path: str) -> dict[str, Any]:
+        """The schedules of an optimizer that are restored, by their paths."""
+        groups = self._members[path].param_groups
+        schedules = {name: _unwrap(obj) for name, obj in self._members.items() if not self._is_whole(name)}
+        return {
+            name: obj for name, obj in schedules.items() if _is_schedule(obj) and obj.optimizer.param_groups is groups
+        }
+
+    def _find_problem(self, path: str, key: str) -> str:
+        """Why a value cannot be kept without all else of its object; empty if it can."""
+        obj = _unwrap(self._members[path])
+        if not _is_schedule(obj):
+            schedules = [part for one in self._schedules_of(path).values() for part in _parts_of(one)]
+            if schedules and (key == _RATE or _is_cycled(key, self._record.built[path])):
+                for part in schedules:
+                    if names := _CYCLIC & {cls.__name__ for cls in type(part).__mro__}:
+                        return f"a {min(names)} sets it, between values of its own"
+                    if key == _RATE and len(schedules) > 1 and getattr(part, "eta_min", None):
+                        return f"a {type(part).__name__} with eta_min={part.eta_min} sets it together with others"
+            return ""
+        if hasattr(obj, "num_bad_epochs"):
+            return ""  # That changes the rate from what it is, now and then.
+        others = [one for one, member in self._members.items() if one != path and _shares_optimizer(member, obj)]
+        if "." in key or others or not hasattr(obj, "_get_closed_form_lr"):
+            return "the rate that follows from it is not known in the middle of the schedule"
+        return ""
+
+    def _keep(self, path: str, key: str) -> None:
+        obj = _unwrap(self._members[path])
+        raw = self._record.raw[path]
+        if _is_schedule(obj):
+            setattr(obj, key, raw[0][key])
+            if not hasattr(obj, "num_bad_epochs"):
+                _set_rates([obj], obj.optimizer.param_groups, obj._get_closed_form_lr())
+        elif key == _RATE:
+            self._keep_rate(path)
+        else:
+            for group, own in zip(obj.param_groups, raw, strict=False):
+                if key in own:
+                    _set(group, key, own[key])
+
+    def _keep_rate(self, path: str) -> None:
+        groups, raw = self._members[path].param_groups, self._record.raw[path]
+        schedules = [part for one in self._schedules_of(path).values() for part in _parts_of(one)]
+        said = [own.get(_INITIAL_RATE, own[_RATE]) for own in raw]
+        plateau = any(hasattr(one, "num_bad_epochs") for one in schedules)
+        before = self._record.valid[path].get(_RATE, []) if plateau and self._record.is_loaded else []
+        rates = []
+        for number, (group, own, rate) in enumerate(zip(groups, raw, said, strict=False)):
+            known = before[number % len(before)] if before else None
+            old = _value(group[_INITIAL_RATE]) if _INITIAL_RATE in group and _INITIAL_RATE in own else known
+            # With one schedule alone; see `_find_problem`.
+            floor = getattr(schedules[0], "eta_min", 0) if schedules else 0
+            now = _value(group[_RATE])
+            if old is None:
+                rates.append(rate)
+            elif old != floor:
+                rates.append(floor + (now - floor) * ((rate - floor) / (old - floor)))
+            elif now == old:
+                rates.append(rate)
+            else:
+                raise ApplyError(
+                    f"{path}.lr cannot be kept: it was {old} when the schedule began, and nothing follows from that",
+                    hint="Restore without that in keep_current; the objects hold what was restored.",
+                )
+            if _INITIAL_RATE in group:
+                _set(group, _INITIAL_RATE, rate)
+        for schedule in schedules:
+            if hasattr(schedule, "base_lrs"):
+                schedule.base_lrs = [_like(one, rate) for one, rate in zip(schedule.base_lrs, said, strict=False)]
+        _set_rates(schedules, groups, rates)
+
+    def _keep_whole(self, path: str) -> None:
+        """A schedule begins anew with the rates of the script, whichever the optimizer was saved with."""
+        record, obj = self._record, _unwrap(self._members[path])
+        if path in record.built:
+            record.valid[path] = record.built[path]
+        if not _is_schedule(obj):
+            return
+        groups: list[dict[str, Any]] = obj.optimizer.param_groups
+        for other, optimizer in self._members.items():
+            if getattr(optimizer, "param_groups", None) is groups and not self._is_whole(other):
+                built = record.built[other]
+                for group, own in zip(groups, record.raw[other], strict=False):
+                    for key, value in own.items():
+                        if key in (_RATE, _INITIAL_RATE) or _is_cycled(key, built):
+                            _set(group, key, value)
+                said = {key: value for key, value in built.items() if key == _RATE or _is_cycled(key, built)}
+                record.valid[other] = {**record.valid[other], **said}
+
+
+def note_script(objects: Mapping[str, object], own: dict[str, Any]) -> Hyperparameters:
+    """What the script says of the objects, kept with those that holdfast itself adds to a checkpoint.
+
+    Args:
+        objects: The live objects by name.
+        own: Those that holdfast has added. The record is added if there is anything to record.
+    """
+    record: Hyperparameters = own.get(HYPERPARAMETERS) or Hyperparameters()
+    record.note(objects)
+    if record.built:
+        own[HYPERPARAMETERS] = record
+    return record
+
+
+def check_kept(keep: str | Iterable[str], objects: Mapping[str, object]) -> tuple[str, ...]:
+    """What a restore is to leave as the script has it: names of objects, and hyperparameters such as `optimizer.lr`.
+
+    Raises:
+        UsageError: If there is no such object or hyperparameter, or its value cannot be kept alone.
+    """
+    names = list_kept(keep)
+    if names:
+        record = Hyperparameters()
+        record.note(objects)
+        Keeping(record, objects, names)
+    return names
+
+
+def list_kept(keep: str | Iterable[str]) -> tuple[str, ...]:
+    """**Pure.** The names in an argument `keep_current`.
+
+    Raises:
+        UsageError: If it holds none.
+    """
+    if not isinstance(keep, Iterable):
+        raise UsageError(f"keep_current={keep!r} is no list of names", hint='Write keep_current=["optimizer.lr"].')
+    return (keep,) if isinstance(keep, str) else tuple(keep)
+
+
+def read_settings(obj: Any) -> Settings:
+    """The hyperparameters of an optimizer or a schedule as they are now; empty for any other object.
+
+    The rate of an optimizer with a schedule is the one with which that begins.
+    """
+    groups = _read_raw(obj)
+    if _is_schedule(_unwrap(obj)):
+        return {key: [value] for key, one in groups[0].items() if (value := _plain(one)) is not _ODD}
+    settings: Settings = {}
+    for key in dict.fromkeys(key for group in groups for key in group):
+        name = _INITIAL_RATE if key == _RATE else key
+        values = [_plain(group.get(name, group.get(key, _ODD))) for group in groups]
+        if key not in _NOT_SET and _ODD not in values:
+            settings[key] = values[:1] if all(_same(value, values[0]) for value in values) else values
+    return settings
+
+
+def _read_raw(obj: Any) -> list[dict[str, Any]]:
+    """Of each group of an optimizer, or of a schedule, what it is set to."""
+    schedule = _unwrap(obj)
+    if _is_schedule(schedule):
+        return [_read_schedule(schedule)]
+    groups = getattr(obj, "param_groups", None)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
+        return []
+    # A tensor is the rate itself, which a restore fills.
+    return [{key: _value(one) for key, one in group.items() if key not in _NOT_SET[:2]} for group in groups]
+
+
+def _read_schedule(schedule: Any) -> dict[str, Any]:
+    values = {
+        key: value for key, value in getattr(schedule, "__dict__", {}).items() if key[0] != "_" or key == "_milestones"
+    }
+    found = {
+        key.lstrip("_"): value
+        for key, value in values.items()
+        if key not in ("optimizer", "base_lrs", "last_epoch") and _plain(value) is not _ODD
+    }
+    for number, part in enumerate(getattr(schedule, "_schedulers", ())):
+        found |= {f"{number}.{key}": value for key, value in _read_schedule(part).items()}
+    return found
+
+
+def _find_kept(
+    keep: Sequence[str], objects: Mapping[str, object], built: Mapping[str, Settings]
+) -> tuple[frozenset[str], dict[str, list[str]]]:
+    """The names of whole objects, and by path the hyperparameters."""
+    whole, keys = set(), dict[str, list[str]]()
+    for name in keep:
+        if isinstance(name, str) and name in objects:
+            whole.add(name)
+            continue
+        paths = [path for path in built if isinstance(name, str) and name.startswith(f"{path}.")]
+        path = max(paths, key=len, default="")
+        key = name[len(path) + 1 :] if path else ""
+        if key not in built.get(path, ()):
+            known = [*objects, *(f"{path}.{key}" for path, settings in built.items() for key in settings)]
+            raise UsageError(
+                f"keep_current has {name!r}, and there is no such object or hyperparameter",
+                hint=f"There are {', '.join(map(repr, known))}.",
+            )
+        keys.setdefault(path, []).append(key)
+    return frozenset(whole), {path: found for path, found in keys.items() if path.partition("/")[0] not in whole}
+
+
+def _list_members(objects: Mapping[str, object]) -> dict[str, Any]:
+    """The optimizers and schedules among the objects, by their paths."""
+    members = (member for name, root in objects.items() for member in find_stateful(root, name))
+    return {
+        path: obj
+        for path, obj, adapter in members
+        if adapter is not None and (_is_schedule(_unwrap(obj)) or isinstance(getattr(obj, "param_groups", None), list))
+    }
+
+
+def _unwrap(obj: Any) -> Any:
+    """The schedule in a wrapper, such as accelerate has; otherwise the object."""
+    inner = getattr(obj, "scheduler", None)
+    return inner if _is_schedule(inner) else obj
+
+
+def _is_schedule(obj: Any) -> bool:
+    optimizer = None if isinstance(obj, type) else getattr(obj, "optimizer", None)
+    is_one = hasattr(obj, "last_epoch") or hasattr(obj, "_schedulers")
+    return is_one and isinstance(getattr(optimizer, "param_groups", None), list)
+
+
+def _parts_of(schedule: Any) -> list[Any]:
+    """A schedule, and those that it is made of."""
+    parts = [part for one in getattr(schedule, "_schedulers", ()) for part in _parts_of(one)]
+    return [schedule, *parts]
+
+
+def _shares_optimizer(obj: Any, schedule: Any) -> bool:
+    other = _unwrap(obj)
+    return _is_schedule(other) and other.optimizer.param_groups is schedule.optimizer.param_groups
+
+
+def _is_cycled(key: str, settings: Settings) -> bool:
+    """Whether a cyclic schedule changes a value of an optimizer, or keeps its own bounds there."""
+    return key in _CYCLED or (key in ("momentum", "betas") and "max_momentum" in settings)
+
+
+def _set_rates(schedules: Iterable[Any], groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
+    for group, rate in zip(groups, rates, strict=False):
+        _set(group, _RATE, rate)
+    for schedule in schedules:
+        if hasattr(schedule, "_last_lr"):
+            schedule._last_lr = [_like(one, rate) for one, rate in zip(schedule._last_lr, rates, strict=False)]
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """A value that is a tensor stays that tensor: a compiled step may hold it."""
+    if hasattr(group.get(key), "fill_"):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def _like(present: Any, value: Any) -> Any:
+    return present.clone().fill_(value) if hasattr(present, "fill_") else value
+
+
+def _value(value: Any) -> Any:
+    """The number in a tensor or an array of one."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except Exception:  # noqa: BLE001  Of many elements, or on no device: it is not a plain value.
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """The value as it is stored and compared, with lists for tuples; `_ODD` if it is not a plain one."""
+    value = _value(value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Counter):
+        return _plain(sorted(value.elements()))
+    if isinstance(value, list | tuple):
+        parts = list(map(_plain, value))
+        return _ODD if any(part is _ODD for part in parts) else parts
+    return _ODD
+
+
+def _common(stored: Any, built: Settings) -> Settings:
+    return {key: stored[key] for key in built if key in stored} if isinstance(stored, dict) else {}
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(left == right) or repr(left) == repr(right)  # NaN is not equal to itself.
+
+
+def _shown(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+_KEEP_SCHEDULE_HINT: Final = (
+    "Keep the schedule, by its name in keep_current: it begins anew then, with the optimizer's rates as the script has "
+    "them. Or set the values yourself, after the restore."
+)
