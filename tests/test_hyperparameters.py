@@ -251,7 +251,7 @@ def test_all_that_restores_takes_it(tmp_path: Path) -> None:
             assert made["optimizer"].param_groups[1]["weight_decay"] == 0.5
         for wrong in (hf.PreemptionCheckpointHandler, hf.CheckpointManager.restore):
             with pytest.raises(UsageError, match="keep_current=1"):
-                wrong(manager, keep_current=1)  # type: ignore[arg-type, operator]
+                wrong(manager, keep_current=1)  # type: ignore[arg-type]
     with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(**make(None))) as state:
         state.restore()
         state.back_up(0)
