@@ -18,6 +18,7 @@ from holdfast.events import Event, Warned
 from holdfast.format import codecs
 from holdfast.state.capture import capture_objects
 from holdfast.state.rng import RNG
+from holdfast.storage import MemoryStorage
 from state_trip import Stored, bring_back, match, store
 from torch_models import model, same_state, train
 
@@ -699,3 +700,80 @@ def test_an_optimizer_that_steps_where_no_step_is_counted_is_warned_of(tmp_path:
             for _ in handler.steps(4):
                 train_step()
         assert not warned()
+
+
+def accumulate(a: Any, b: Any, step: int) -> None:
+    a.backward()
+    if step % 4 == 0:
+        a.optimizer.step()
+        a.optimizer.zero_grad()
+
+
+def zero_first(a: Any, b: Any, step: int) -> None:
+    a.optimizer.zero_grad()
+    a.backward()
+    a.optimizer.step()
+
+
+def zero_last(a: Any, b: Any, step: int) -> None:
+    a.backward()
+    a.optimizer.step()
+    a.optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def in_turn(a: Any, b: Any, step: int) -> None:
+    """As a generator and a discriminator: what is left over in one is set to zero before it is used."""
+    for own, other in ((a, b), (b, a)):
+        own.optimizer.zero_grad()
+        own.backward()
+        other.backward()
+        own.optimizer.step()
+
+
+def scaled(a: Any, b: Any, step: int) -> None:
+    """The gradients overflow at first, and no step is made."""
+    if step == 1:
+        b.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    a.optimizer.zero_grad()
+    b.scaler.scale(1e3 * a.loss()).backward()
+    b.scaler.step(a.optimizer)
+    b.scaler.update()
+    assert step > 1 or not a.optimizer.state
+
+
+class Trained:
+    def __init__(self) -> None:
+        self.net = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(self) -> torch.Tensor:
+        return torch.Tensor(self.net(torch.ones(4, 3)).square().mean())
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+
+@pytest.mark.parametrize(
+    ("turn", "every", "warned"),
+    [
+        (accumulate, 3, True),
+        (accumulate, 4, False),
+        (zero_first, 1, False),
+        (zero_last, 1, False),
+        (in_turn, 1, False),
+        (scaled, 1, False),
+    ],
+)
+def test_gradients_that_wait_for_a_step_at_a_save_are_warned_of_once(turn: Any, every: int, warned: bool) -> None:
+    a, b = Trained(), Trained()
+    events: list[Event] = []
+    checkpoint = hf.Checkpoint(a=a.net, b=b.net, optimizer=a.optimizer, other=b.optimizer)
+    with hf.CheckpointManager(MemoryStorage(), checkpoint, sinks=[events.append]) as manager:
+        manager.restore()
+        for step in range(1, 9):
+            turn(a, b, step)
+            if step % every == 0:
+                manager.save(step)
+    told = [event.text for event in events if isinstance(event, Warned)]
+    assert len(told) == warned
+    assert all(text.startswith("optimizer: the save came between backward() and optimizer.step()") for text in told)

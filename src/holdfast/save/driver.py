@@ -26,7 +26,7 @@ from holdfast.save.stage import Stager, Staging
 from holdfast.save.within import is_within
 from holdfast.state import Captured, Captures, capture_objects
 from holdfast.state.fixed import FixedArrays
-from holdfast.state.oversights import find_oversights
+from holdfast.state.oversights import LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
 from holdfast.storage.digesting import find_native
@@ -84,6 +84,7 @@ class Saver:
         self._captures = Captures()
         self._objects = objects
         self._fixed = FixedArrays()
+        self._loss_watch = LossWatch()
         self._is_looked_over = False
         self._reports = reports
         self._crew: Crew | None = None
@@ -142,10 +143,10 @@ class Saver:
         self._work = None
         crew = self._crew = Crew(self._threads, f"holdfast-save-{order.step}")
         inbox = self._inbox = queue.SimpleQueue()
-        warning = self._fixed.look(self._objects, order.step)
-        warnings = [] if self._is_looked_over else find_oversights(self._objects)
+        warnings = [self._fixed.look(self._objects, order.step), self._loss_watch.look(self._objects)]
+        warnings += [] if self._is_looked_over else find_oversights(self._objects)
         self._is_looked_over = True
-        for text in [warning, *warnings] if warning else warnings:
+        for text in filter(None, warnings):
             self.emit_soon(Warned(text=text))
         try:
             # All threads are started while there is nothing to lose yet.
@@ -226,6 +227,7 @@ class Saver:
         """Counts training time from now on, since what came before that step cannot be lost (a restore, say)."""
         self._background.protected_since_at = time.monotonic()
         self._fixed.begin(self._objects, step)
+        self._loss_watch.begin(self._objects)
 
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""

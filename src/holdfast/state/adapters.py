@@ -232,10 +232,13 @@ class Oversights(NamedTuple):
     Attributes:
         lack: What the object lacks after a restore.
         draws: What of the object draws from the generators that the whole process shares.
+        find_loss: Says of a save that is made when it is called what of the object's work that leaves out, "" if
+            nothing; None where there never is such a thing. It may compare with the moment when it was made.
     """
 
     lack: str = ""
     draws: str = ""
+    find_loss: Callable[[], str] | None = None
 
 
 class Adapter:

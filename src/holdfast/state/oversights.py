@@ -16,6 +16,33 @@ _EPOCHS: Final = ("epoch", "current_epoch")
 _EPOCHS_BEFORE_WARNING: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
+_MOST_WATCHED: Final = 8
+"""More optimizers than a program has, unless each parameter has one of its own, which steps within backward()."""
+
+
+class LossWatch:
+    """Finds saves that leave out what training is in the midst of; the first one is told of."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, Callable[[], str]]] | None = None
+
+    def begin(self, objects: Mapping[str, object]) -> None:
+        """Watches the objects from now on."""
+        found = [one for name, root in objects.items() for one in find_stateful(root, name)]
+        watches = [(path, adapter.oversights_of(obj).find_loss) for path, obj, adapter in found if adapter is not None]
+        watched = [(path, find) for path, find in watches if find is not None]
+        self._watched = watched if len(watched) <= _MOST_WATCHED else []
+
+    def look(self, objects: Mapping[str, object]) -> str:
+        """A warning of a save that is made now; "" if there is nothing to say, or it was said."""
+        if self._watched is None:
+            self.begin(objects)
+        for path, find in self._watched or ():
+            text = find()
+            if text:
+                self._watched = []
+                return f"{path}: {text}"
+        return ""
 
 
 def find_oversights(objects: Mapping[str, object]) -> list[str]:

@@ -19,12 +19,13 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
-from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Replication, Scene, make_refusal
+from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Oversights, Replication, Scene, make_refusal
 from holdfast.state.leaves import Skeleton
 
 
@@ -38,19 +39,20 @@ class _Layout:
 
 
 class _Steps:
-    """**Thread-safe.** What is called before each step of any optimizer of torch.
+    """**Thread-safe.** What is called before, or after, each step of any optimizer of torch.
 
     torch's own list of hooks is not to change while another thread's optimizer goes through it: so one stands there,
     from the first time that one is needed, and it goes through a copy of those behind it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
         # Guards the hook. The calls have no lock: one is removed by the end of an optimizer too, which the collector
         # of garbage may bring about anywhere, with the lock held as well.
         self._lock = threading.RLock()
         self._calls: dict[object, Callable[[object], None]] = {}
         self._hook: Callable[..., None] | None = None
         self._is_left_alone = False
+        self._register = register
 
     def add(self, call: Callable[[object], None]) -> Callable[[], None]:
         """From now on that is called as well, until what is returned is called; harmless twice."""
@@ -61,20 +63,73 @@ class _Steps:
             # where nothing is compiled.
             if self._hook is None or ("torch._dynamo" in sys.modules and not self._is_left_alone):
                 self._is_left_alone = "torch._dynamo" in sys.modules
-                self._hook = torch.compiler.disable(self._before) if self._is_left_alone else self._before
-                register_optimizer_step_pre_hook(self._hook)
+                self._hook = torch.compiler.disable(self._pass_on) if self._is_left_alone else self._pass_on
+                self._register(self._hook)
 
         def remove() -> None:
             self._calls.pop(key, None)
 
         return remove
 
-    def _before(self, optimizer: object, *_: object) -> None:
+    def _pass_on(self, optimizer: object, *_: object) -> None:
         for call in self._calls.copy().values():
             call(optimizer)
 
 
-_STEPS: Final = _Steps()
+_STEPS: Final = _Steps(register_optimizer_step_pre_hook)
+_STEPPED: Final = _Steps(register_optimizer_step_post_hook)
+
+
+class _Gradients:
+    """Two gradients of an optimizer, as they were after the newest step of any optimizer.
+
+    What has come since waits for a step. The steps of other optimizers count too: the loss of a generator reaches the
+    discriminator, whose gradients are then set to zero and not used.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._seen: list[tuple[TensorWeakRef, int]] = []
+        self.note()
+        # The call must not keep this alive: it ends with the save's interest in it.
+        note = weakref.WeakMethod(self.note)
+        weakref.finalize(self, _STEPPED.add(lambda _: _call(note))).atexit = False
+
+    def note(self) -> None:
+        """Called after each step."""
+        self._seen = [(TensorWeakRef(one), one._version) for one in self._sample()]
+
+    def find_loss(self) -> str:
+        """What is to be said of a save that is made now, if gradients wait for a step.
+
+        Those that were set to zero do not, nor those that overflowed, for which a gradient scaler skips the step.
+        """
+        seen = [(ref(), version) for ref, version in self._seen]
+        new = [one for one in self._sample() if not any(one is old and one._version == count for old, count in seen)]
+        # Of a divided one only what lies here: nothing is asked of other workers.
+        parts = [getattr(one, "_local_tensor", one) for one in new]
+        local = [one for one in parts if type(one) is torch.Tensor and one.layout is torch.strided]
+        if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
+            return ""
+        return (
+            "the save came between backward() and optimizer.step(), and gradients are not kept, so a restart trains "
+            "without these: count a step only when optimizer.step() has used them (call run.finish_step() there, or "
+            "take all batches of a step within one turn of run.steps())"
+        )
+
+    def _sample(self) -> list[torch.Tensor]:
+        """The gradients of the first parameter that has one, and of the last."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        first = next((one.grad for group in groups for one in group if one.grad is not None), None)
+        last = next((one.grad for group in reversed(groups) for one in reversed(group) if one.grad is not None), None)
+        return [one for one in (first, last) if one is not None]
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()
 
 
 class OptimizerAdapter(Adapter):
@@ -134,6 +189,10 @@ class OptimizerAdapter(Adapter):
         remove = _STEPS.add(call)
         weakref.finalize(obj, remove).atexit = False
         return remove
+
+    def oversights_of(self, obj: Any) -> Oversights:
+        """See `Adapter`: gradients that wait for a step are not kept."""
+        return Oversights(find_loss=_Gradients(obj).find_loss)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
         """The parameters, and the tensors that stand in their state."""
