@@ -219,6 +219,11 @@ def test_what_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep_current=True"):
         hf.resumable(tmp_path / "run", **made, keep_current=True)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+    # An object that is kept no more is none of them.
+    with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(**made)) as manager:
+        del manager.checkpoint["optimizer"]
+        with pytest.raises(UsageError, match="no such object or hyperparameter"):
+            manager.restore(keep_current="optimizer.lr")
     # A rate of 0 says nothing of what the schedule has made of it.
     zero = make(PROPORTIONAL["cosine"], 0.0)
     for group in zero["optimizer"].param_groups:

@@ -29,6 +29,9 @@ _CYCLED: Final = ("max_lr", "min_lr", "base_momentum", "max_momentum")
 _CYCLIC: Final = frozenset({"OneCycleLR", "CyclicLR", "SWALR"})
 """Schedules that go between rates of their own, so that they are not proportional to the optimizer's."""
 
+_MOST_PARTS: Final = 64
+"""A longer list is no setting that a person has written."""
+
 _ODD: Final = object()
 
 
@@ -100,7 +103,8 @@ class Keeping:
         """
         self._record = record
         self._members = _list_members(objects)
-        self.whole, self._keys = _find_kept(keep, objects, record.built)
+        built = {path: settings for path, settings in record.built.items() if path in self._members}
+        self.whole, self._keys = _find_kept(keep, objects, built)
         for path, keys in self._keys.items():
             for key in keys:
                 if problem := self._find_problem(path, key):
@@ -410,7 +414,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Counter):
         return _plain(sorted(value.elements()))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and len(value) <= _MOST_PARTS:
         parts = list(map(_plain, value))
         return _ODD if any(part is _ODD for part in parts) else parts
     return _ODD
