@@ -322,6 +322,18 @@ class TestPreparedLoaders:
             capture_objects({"data": {"train": Prepared(loader)}})
         assert "ResumableDataLoader" in refused.value.hint
 
+    def test_a_handler_refuses_it_by_name_before_the_first_step(self, tmp_path: Path) -> None:
+        prepared = Prepared(DataLoader(Augmented(), batch_size=BATCH))
+        taken: list[int] = []
+        manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(data=prepared))
+        with (
+            manager,
+            hf.PreemptionCheckpointHandler(manager, termination_config=hf.TerminationConfig(sources=[])) as handler,
+            pytest.raises(UnsupportedValueError, match=r"^data: Prepared wraps a DataLoader"),
+        ):
+            handler.run(taken.append, 1)
+        assert taken == []
+
     @pytest.mark.parametrize("is_stateful", [False, True])
     def test_those_of_accelerate(self, is_stateful: bool) -> None:
         accelerate = pytest.importorskip("accelerate")

@@ -18,7 +18,7 @@ from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.guards import make_guard
-from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, restore_calls
+from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_loaders, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.arguments import check_switches
@@ -139,6 +139,7 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves; its code says whether everything is saved.
             ClosedError: If the handler is closed.
+            UnsupportedValueError: If a loader that is kept does not keep its place, before the first step.
             UsageError: If this is within a step of `run` or of the loop of `steps`; or if another loader that is kept
                 gave a batch between the first two steps, which a restart would leave out.
             SaveFailedError: If saves by policy have failed.
@@ -148,7 +149,9 @@ class PreemptionCheckpointHandler:
         """
         self._check_between_steps("run")
         self._finish_step()
-        if self._watch is not None:
+        if self._watch is None:
+            check_loaders(self._manager.checkpoint)
+        else:
             self._watch.begin_step()
         self._pass_boundary()
         step_break.end()

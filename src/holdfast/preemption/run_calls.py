@@ -200,6 +200,16 @@ class Steps(Iterator[int]):
                 )
 
 
+def check_loaders(checkpoint: Checkpoint) -> None:
+    """Makes sure, before the first step, that what gives batches has a place in the data that can be kept.
+
+    Raises:
+        UnsupportedValueError: If it has not, as what accelerate makes of a loader.
+    """
+    for path, obj, adapter in list_members(checkpoint.objects):
+        adapter.gives_batches(obj, path)
+
+
 class PlaceWatch:
     """Finds loops that take batches, or draw random numbers, between the steps of `run`, where saves cannot see it.
 
@@ -269,7 +279,7 @@ class PlaceWatch:
         return {
             path: capture_objects({"loader": obj}).objects
             for path, (obj, adapter) in self._loaders.items()
-            if adapter.gives_batches(obj)
+            if adapter.gives_batches(obj, path)
         }
 
     def _read_generators(self) -> Any:

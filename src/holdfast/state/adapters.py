@@ -285,8 +285,16 @@ class Adapter:
         """Which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
         return Replication()
 
-    def gives_batches(self, obj: Any) -> bool:
-        """Whether the object's own state is a place in the data, which moves when a batch is taken from the object."""
+    def gives_batches(self, obj: Any, path: str) -> bool:
+        """Whether the object's own state is a place in the data, which moves when a batch is taken from the object.
+
+        Args:
+            obj: The object.
+            path: What it is called in an error.
+
+        Raises:
+            UnsupportedValueError: If it has a place in the data that cannot be kept.
+        """
         return False
 
     def oversights_of(self, obj: Any) -> Oversights:
@@ -392,7 +400,7 @@ class StateDictAdapter(StateAdapter):
         """Always: what `state_dict` does is not known."""
         return True
 
-    def gives_batches(self, obj: Any) -> bool:
+    def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`: what is iterated and is no collection."""
         cls = type(obj)
         return hasattr(cls, "__next__") or (hasattr(cls, "__iter__") and not hasattr(cls, "__getitem__"))

@@ -314,9 +314,9 @@ class LoaderAdapter(SamplerAdapter):
             f"{type(obj).__name__} shuffle=True in its place, or use ResumableDataLoader"
         )
 
-    def gives_batches(self, obj: Any) -> bool:
+    def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, since that would start its workers."""
-        return _has_state(obj, "") and getattr(obj, "_iterator", None) is not None
+        return _has_state(obj, path) and getattr(obj, "_iterator", None) is not None
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares the loader, or its sampler.
