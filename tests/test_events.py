@@ -124,6 +124,8 @@ def test_the_lines_for_people() -> None:
     assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
     failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
+    none = Leaving(step=None, exit_code=42, reason="it was asked to", saved="nothing is saved yet")
+    assert str(none) == "leaving with exit code 42, nothing is saved yet (it was asked to)"
     assert str(failed) == "leaving with exit code 74, and the state could not be saved: no space"
 
 

@@ -464,6 +464,9 @@ with hf.WorkerTrainingState(Slow(place + "/backup"), checkpoint, save_freq=3, si
     backup = state.restore()
     first, done = state.maybe_load_initial_counters_from_ckpt(10, 0, "train", epochs=3)
     print(first, done, int(weights[0]), flush=True)
+    if way == "first":
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigwait([signal.SIGUSR1])
     if backup is None or way == "batches":
         for epoch in range(first, 2):
             for batch in range(done, 10):
@@ -493,6 +496,9 @@ def ask_to_leave(place: Path, way: str) -> tuple[int, str, str]:
 
 
 def test_a_job_that_is_asked_to_leave_ends_the_backup_in_flight(tmp_path: Path) -> None:
+    code, printed, log = ask_to_leave(tmp_path, "first")
+    assert (code, printed) == (42, "0 0 0"), log
+    assert "no epoch is saved yet, and the one in progress will be trained again; leaving" in log
     code, printed, log = ask_to_leave(tmp_path, "epochs")
     assert (code, printed) == (42, "0 0 0"), log
     assert "the backup of epoch 1 is saved; leaving with exit code 42" in log

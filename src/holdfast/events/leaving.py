@@ -34,6 +34,7 @@ class Leaving(Event, frozen=True):
         reason: Why now.
         error: Why the state could not be saved; empty if it was.
         blocked_seconds: How long training was held up for the last save.
+        saved: What is saved, as people read it: "step 500 is saved", say; empty if the state could not be saved.
     """
 
     step: int | None
@@ -41,8 +42,9 @@ class Leaving(Event, frozen=True):
     reason: str
     error: str = ""
     blocked_seconds: float = 0.0
+    saved: str = ""
 
     def __str__(self) -> str:
         if self.error:
             return f"leaving with exit code {self.exit_code}, and the state could not be saved: {self.error}"
-        return f"leaving with exit code {self.exit_code}, step {self.step} is saved ({self.reason})"
+        return f"leaving with exit code {self.exit_code}, {self.saved or f'step {self.step} is saved'} ({self.reason})"

@@ -72,6 +72,7 @@ class Departure:
         missing: Who has died, so that nothing can be saved any more; empty if that is not why.
         tried: The last save, as often as it was tried.
         name: What a step is called where people read of it.
+        nothing: What is said where nothing is saved, and nothing has gone wrong.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Departure:
         self.mistake = self.missing = ""
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
+        self.nothing = "nothing was trained that could be lost"
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -263,7 +265,7 @@ class Departure:
         if interrupts and error:
             raise SaveFailedError(self._say_lost(step, error), step=step or 0)
         if interrupts and exit_fn is None:
-            raise KeyboardInterrupt(self._say_saved(step))
+            raise KeyboardInterrupt(self._describe_saved(step))
         if not error:
             self._told()
         if exit_fn is None:
@@ -291,6 +293,7 @@ class Departure:
                 reason=reason,
                 error=error,
                 blocked_seconds=blocked_seconds,
+                saved="" if error else self._describe_saved(step),
             )
         )
         worker = self._manager.worker
@@ -301,7 +304,7 @@ class Departure:
             then = "raising SaveFailedError" if error else "raising KeyboardInterrupt"
         else:
             then = f"leaving with exit code {code}"
-        line = self._say_lost(step, error) if error else self._say_saved(step)
+        line = self._say_lost(step, error) if error else self._describe_saved(step)
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:
@@ -310,9 +313,6 @@ class Departure:
             self._manager.wait(_until(end_at))
         except SaveFailedError:
             return
-
-    def _say_saved(self, step: int | None) -> str:
-        return f"{self.name(step)} is saved" if step else "nothing was trained that could be lost"
 
     def _say_lost(self, step: int | None, error: str) -> str:
         newest = self._newest()
@@ -323,6 +323,9 @@ class Departure:
             return f"{self.missing}. Nothing can be saved without it. A restart {restart}"
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
+
+    def _describe_saved(self, step: int | None) -> str:
+        return f"{self.name(step)} is saved" if step else self.nothing
 
     def _newest(self) -> int | None:
         try:

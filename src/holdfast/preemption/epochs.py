@@ -35,6 +35,7 @@ class EpochGuard(Guard):
         """
         super().__init__(manager, config, keep)
         self._departure.name = name
+        self._departure.nothing = "no epoch is saved yet, and the one in progress will be trained again"
 
     def hold(self) -> None:
         """The training thread saves, and nothing is done behind its back. Ctrl-C has the effect that it always had."""

@@ -22,7 +22,7 @@ from holdfast.preemption.posts import Post, take_post
 from holdfast.preemption.rest import Rest
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.exit import is_interactive
-from holdfast.save.handle import SILENT_SECONDS, SaveHandle, find_limit
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import say
 
@@ -201,7 +201,8 @@ class Guard:
         while not self._is_alert():
             if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
                 is_told = True
-                say(f"holdfast: waiting for the save in flight, for {end_at - time.monotonic():.0f} s at most.")
+                limit = describe_limit(end_at - time.monotonic())
+                say(f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice ends it.")
             if time.monotonic() >= end_at:
                 hint = "It goes on. Look whether the storage still answers."
                 raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)

@@ -23,6 +23,14 @@ _GRACE_SHARE: Final = 0.1
 SILENT_SECONDS: Final = 2.0
 """After how long a program that ends says what it waits for."""
 
+_NEAR_SECONDS: Final = 120.0
+"""When the end of a wait is so near that a person should know of it."""
+
+
+def describe_limit(left_seconds: float) -> str:
+    """**Pure.** How long a wait lasts at most, in words; empty if that is far away, and would only frighten."""
+    return f", for {left_seconds:.0f} s at most" if left_seconds <= _NEAR_SECONDS else ""
+
 
 def find_limit(timeout_seconds: float, worker: Worker) -> float:
     """**Pure.** How long to wait for a save; longer with other workers, for whom the save itself waits that long."""
@@ -217,8 +225,8 @@ class SaveHandle:
         if left_seconds > SILENT_SECONDS and not self._ended.wait(SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
-                f"holdfast: waiting for the save of step {self.step} into {self._url}, for {left_seconds:.0f} s at "
-                "most; Ctrl-C ends the wait."
+                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being written"
+                f"{describe_limit(left_seconds)}; Ctrl-C ends the wait."
             )
         self._wait_for(self._ended, left_seconds, "did not end", limit_seconds)
 
