@@ -31,7 +31,7 @@ class HeldStorage(LocalStorage):
         super().write(path, data)
 
     def publish(self, path: str, data: bytes) -> bool:
-        if path.endswith("manifest.json"):
+        if path.startswith("step-") and path.endswith("manifest.json"):
             self._pass("publish")
         return super().publish(path, data)
 

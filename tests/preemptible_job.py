@@ -140,10 +140,10 @@ class SilentStorage(LocalStorage):
         return super().list(path)
 
     def publish(self, path: str, data: bytes) -> bool:
-        if path.endswith(MANIFEST_NAME):
+        if path.startswith("step-") and path.endswith(MANIFEST_NAME):
             pause("publishing")
         published = super().publish(path, data)
-        if path.endswith(MANIFEST_NAME):
+        if path.startswith("step-") and path.endswith(MANIFEST_NAME):
             pause("published")
         return published
 

@@ -21,6 +21,7 @@ from holdfast.errors import (
     PeerError,
     SaveFailedError,
     StorageError,
+    UnsupportedValueError,
     UsageError,
 )
 from holdfast.events import Event, NoticeHeard
@@ -101,6 +102,38 @@ def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, 
         assert isinstance(error, PeerError | SaveFailedError)
         text = rf"rank {blind} on node-{blind}: UsageError: .*/file is there, but is no directory"
         assert re.search(text, str(error)), error
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_all_hear_before_the_first_step_of_a_worker_whose_state_cannot_be_saved(
+    tmp_path: Path, begins_anew: bool
+) -> None:
+    def work(cluster: Cluster) -> list[BaseException]:
+        errors: list[BaseException] = []
+        options: Any = {"cluster": cluster, "begin_anew": begins_anew}
+        checkpoint = hf.Checkpoint(rule=(lambda: 1) if cluster.rank == 1 else 1)
+        try:
+            with hf.resumable(tmp_path / "run", **checkpoint.objects, **options):
+                pytest.fail("it has begun")
+        except HoldfastError as error:
+            errors.append(error)
+        try:
+            with hf.CheckpointManager(tmp_path / "run", checkpoint, **options) as manager:
+                hf.PreemptionCheckpointHandler(manager)
+        except HoldfastError as error:
+            errors.append(error)
+        try:
+            with hf.WorkerTrainingState(tmp_path / "epochs", checkpoint, **options) as state:
+                state.restore()
+                state.maybe_load_initial_epoch_from_ckpt(0, "train")
+        except HoldfastError as error:
+            errors.append(error)
+        return errors
+
+    for rank, errors in enumerate(run_workers(3, work)):
+        assert [type(error) for error in errors] == 3 * [UnsupportedValueError if rank == 1 else PeerError]
+        assert all("rule: a value of type builtins.function" in str(error) for error in errors)
+        assert all(getattr(error, "rank", 1) == 1 for error in errors)
 
 
 def test_survivors_whose_collective_breaks_name_the_worker_that_has_failed(tmp_path: Path) -> None:

@@ -16,15 +16,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast as hf
 import preloaded
 from command_line import run_python
 from holdfast.catalog import read_catalog
-from holdfast.errors import MismatchError, SaveFailedError, StorageFullError, UsageError
+from holdfast.errors import (
+    MismatchError,
+    SaveFailedError,
+    StorageError,
+    StorageFullError,
+    UnsupportedValueError,
+    UsageError,
+)
 from holdfast.events import Event, Failed, Retained, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
+from mounts import fill, mounted
 from patience import PATIENCE_SECONDS, killed_after, read_line
 
 
@@ -670,3 +679,123 @@ def test_a_run_says_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = re.sub(r"(?<=saved )(\d+ s ago|just now)|(?<=0 B in )[\d.]+ m?s", "N", done.stderr)
     assert said == SAID.replace("\\\n", "").replace("PLACE", str(tmp_path)).lstrip()
+
+
+@pytest.mark.parametrize("door", ["resumable", "handler"])
+def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, door: str) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(parameters, lr=0.1), lambda epoch: 1.0)
+    scheduler.log = lambda: None  # type: ignore[attr-defined]
+    loader: Any = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    for name, value, said in (
+        ("loader", loader, "loader: this DataLoader does not know how far"),
+        ("decay", lambda step: 0.1, "decay: a value of type builtins.function"),
+        ("counts", {"seen": [1, object()]}, "counts/seen/1: a value of type builtins.object"),
+        ("scheduler", scheduler, "scheduler/log: a value of type builtins.function"),
+    ):
+        with pytest.raises(UnsupportedValueError, match=said):
+            begin(tmp_path / name, door, **{name: value})
+        assert not (tmp_path / name).exists()
+
+
+def begin(place: Any, door: str, **objects: Any) -> None:
+    """Enters a loop, and trains nothing in it."""
+    if door == "resumable":
+        with hf.resumable(place, **objects):
+            pass
+    elif door == "handler":
+        with hf.CheckpointManager(place, hf.Checkpoint(**objects)) as manager, hf.PreemptionCheckpointHandler(manager):
+            pass
+    else:
+        with hf.WorkerTrainingState(place, hf.Checkpoint(**objects)) as state:
+            state.restore()
+            state.maybe_load_initial_epoch_from_ckpt(0, "test")
+            if door == "epochs":
+                state.maybe_load_initial_epoch_from_ckpt(0, "train")
+
+
+class Watched:
+    """Counts how often its state is read, and how often it is asked to prepare that."""
+
+    def __init__(self) -> None:
+        self.read = self.prepared = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.read += 1
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+    def prepare_for_checkpoint(self) -> None:
+        self.prepared += 1
+
+
+class Prepared(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Any = object()
+
+    def prepare_for_checkpoint(self) -> None:
+        self.cache = None
+
+    def get_extra_state(self) -> Any:
+        return self.cache
+
+
+def test_entering_a_run_reads_no_state_that_is_not_ready_or_may_change(tmp_path: Path) -> None:
+    watched = Watched()
+    objects: Any = {
+        "later": None,
+        "lazy": torch.nn.LazyLinear(2),
+        "prepared": Prepared(),
+        "deep": {"watched": [watched]},
+    }
+    with hf.resumable(tmp_path, **objects) as run:
+        assert (watched.read, watched.prepared) == (0, 0)
+        for _ in run.steps(1):
+            objects["lazy"](torch.zeros(1, 3))
+    assert (watched.read, watched.prepared) == (1, 1)
+    assert steps_of(tmp_path) == [1]
+
+
+def test_a_directory_that_takes_no_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    state = {"value": np.zeros(10)}
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100k", "tmpfs") as disk:
+        begin(disk / "run", "resumable", state=state)
+        assert list((disk / "run").iterdir()) == []
+        train(disk / "run", 1)
+        with hf.WorkerTrainingState(disk / "epochs", hf.Checkpoint(state=state)) as epochs:
+            epochs.back_up(0)
+        fill(disk)
+        with pytest.raises(StorageFullError, match=r"run: no checkpoint can be saved here: .*ENOSPC"):
+            begin(disk / "run", "resumable", state=state)
+        warned: list[Event] = []
+        begin(disk / "run", "resumable", state=state, failures_allowed=1, sinks=[warned.append])
+        assert "ENOSPC" in str([event for event in warned if isinstance(event, Warned)])
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for place, door in (("run", "resumable"), ("run", "handler"), ("epochs", "epochs")):
+            with pytest.raises(StorageError, match=rf"{place}: no checkpoint can be saved here: .*EROFS"):
+                begin(disk / place, door, state=state)
+        # What is only evaluated is not written.
+        begin(disk / "epochs", "evaluation", state=state)
+        with hf.CheckpointManager(disk / "run", hf.Checkpoint(state=state)) as manager:
+            assert manager.restore() is not None
+    with pytest.raises(StorageError, match="/proc/nope/run: no checkpoint can be saved here: cannot make"):
+        begin("/proc/nope/run", "resumable", state=state)
+
+
+def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal, holdfast as hf
+        from holdfast.storage import LocalStorage
+        class Killed(LocalStorage):
+            def read(self, path, limit_bytes):
+                os.kill(os.getpid(), signal.SIGKILL)
+        with hf.resumable(Killed({str(tmp_path)!r}), epoch=1): pass
+    """
+    assert run_python(textwrap.dedent(code)).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    (left / ".manifest.json.0123456789abcdef.tmp").touch()  # As if it had died a little earlier.
+    train(tmp_path, 1)
+    assert not left.exists()

@@ -31,6 +31,7 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_notes
 from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
+from holdfast.save.prepare import Readiness
 from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
@@ -52,6 +53,7 @@ class CheckpointManager:
         restored: The newest restore of all that is kept; None before one.
         worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
+        check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class CheckpointManager:
         # What may fail comes before: from here on the others know of this worker.
         self.emit = open_audience(self._storage, [self._totals, *listeners], keeps_journal=self.worker.is_leader)
         self._reports = SaveReports(failures_allowed)
-        self._saver = Saver(
+        self._saver = saver = Saver(
             self._storage,
             keep or All(),
             self.emit,
@@ -158,6 +160,14 @@ class CheckpointManager:
         # Called when this is closed, unless by an error: saves that a loop has still to make.
         self.closing: list[Callable[[], object]] = []
         self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
+        self.check_ready: Callable[[], None] = Readiness(
+            self._storage,
+            lambda: saver.check_capture(all_objects(checkpoint)),
+            make_agreement(None if self.company is None else self.company.peers, self.url).run,
+            is_leader=self.worker.is_leader,
+            failures_allowed=failures_allowed,
+            emit=self.emit,
+        )
         if reserve_bytes is not None:
             self._saver.prepare(reserve_bytes)
         self.begin_anew, self._closed = begin_anew, False

@@ -305,6 +305,15 @@ class Run:
         return self._begin_save(step, metadata)
 
     def __enter__(self) -> Self:
+        """**Blocks.** Restores, and checks that the objects and the directory can be saved.
+
+        Raises:
+            MismatchError: If checkpoint and objects differ.
+            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            StorageError: If the place fails, or the directory cannot be made or written.
+            PeerError: If one of these has happened on another worker.
+        """
         if self._is_used:
             raise ClosedError(
                 "this run was entered before, and a run is entered once",
@@ -316,6 +325,7 @@ class Run:
             self._guard.open()
             if not self._begin_anew:
                 self.restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
+            self.manager.check_ready()
         except BaseException as error:
             try:
                 self._end_badly(error)

@@ -351,6 +351,8 @@ class WorkerTrainingState:
     def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
         """**Blocks.** The epoch with which to begin; call it after `restore`.
 
+        Before training, this checks that the objects can be backed up, and that the directory can be written.
+
         Args:
             initial_epoch: The epoch with which training is to begin if there is no backup, counted from 0.
             mode: What is about to run. Only training goes on where it stopped.
@@ -363,6 +365,8 @@ class WorkerTrainingState:
 
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            StorageError: If the directory cannot be made or written.
         """
         first = check_whole("initial_epoch", initial_epoch)
         total = None if epochs is None else check_whole("epochs", epochs)
@@ -372,6 +376,7 @@ class WorkerTrainingState:
             return first
         if self._unseen:
             raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
+        self._open().check_ready()
         backup = self._settle()
         self._trains, self._total = True, total
         self._listen()

@@ -84,7 +84,8 @@ class PreemptionCheckpointHandler:
             UsageError: If an argument is wrong, or a source of notices cannot be used here.
             MismatchError: If checkpoint and objects differ.
             NoWholeCheckpointError: If checkpoints are there but none is whole.
-            StorageError: If the place fails.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            StorageError: If the place fails, or the directory cannot be made or written.
         """
         self._manager = manager
         self._process = os.getpid()
@@ -105,6 +106,7 @@ class PreemptionCheckpointHandler:
         try:
             earlier = manager.restored
             self._calls, self.restored = restore_calls(manager, strict, kept)
+            manager.check_ready()
             self._calls.is_torn = False
             self._calls.join(manager)
             if not self._guard.is_beside_training:

@@ -29,6 +29,7 @@ class Manager(Saves, Protocol):
     newest_asked: int
     closing: list[Callable[[], object]]
     save_every: SavePolicy | None
+    check_ready: Callable[[], None]
 
     def save(
         self,

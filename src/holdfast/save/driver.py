@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -24,7 +24,7 @@ from holdfast.save.prepare import Preparation, try_prepare
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
 from holdfast.save.within import is_within
-from holdfast.state import Captured, Captures, capture_objects
+from holdfast.state import Captured, Captures, capture_objects, check_capture
 from holdfast.state.fixed import FixedArrays
 from holdfast.state.oversights import LossWatch, find_oversights
 from holdfast.storage import Storage
@@ -126,9 +126,20 @@ class Saver:
         hold = None if self._hold is None else self._hold.try_hold
         is_first = self._joint is not None and not self._joint.has_compared
         check_replicas = is_first if self._check_replicas == "first" else self._check_replicas
-        holders = {} if self._company is None else self._company.holders
-        captured = capture_objects(objects, self._captures, hold, self._worker, check_replicas, holders)
+        captured = capture_objects(objects, self._captures, hold, self._worker, check_replicas, self._holders)
         return captured if self._hold is None else keep_steady(captured, self._hold)
+
+    def check_capture(self, objects: Mapping[str, object]) -> None:
+        """Makes sure, without a change to them, that the state of the live objects can be taken.
+
+        Raises:
+            UnsupportedValueError: If something cannot be stored.
+        """
+        check_capture(objects, self._captures, self._worker, self._holders)
+
+    @property
+    def _holders(self) -> Mapping[str, Sequence[int]]:
+        return {} if self._company is None else self._company.holders
 
     def begin(self, captured: Captured, order: SaveOrder, handle: SaveHandle) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.

@@ -1,20 +1,111 @@
-"""Memory for the first save, made ready before it comes."""
+"""What is made ready and checked before the first save: memory, the objects, and the directory."""
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Final, Literal
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Sink, Warned
+from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
 from holdfast.save.buffer import HostBuffer
 from holdfast.state import capture_objects
-from holdfast.state.finding import find_stateful
+from holdfast.state.finding import may_change_when_read
 from holdfast.state.registry import adapter_of
 from holdfast.storage.crew import Crew
+from holdfast.storage.protocol import Storage
 
 _THREADS: Final = 2
+
+
+class Readiness:
+    """**Collective.** **Blocks.** Checks, at its first call, that the objects and the directory can be saved.
+
+    A job calls it once it has restored, so that a mistake shows before training begins and not at the first save.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        capture: Callable[[], object],
+        agree: Callable[[Callable[[], None]], DamageError | None],
+        *,
+        is_leader: bool,
+        failures_allowed: int,
+        emit: Sink,
+    ) -> None:
+        """Checks nothing yet.
+
+        Args:
+            storage: The run.
+            capture: Raises if the state of an object cannot be stored.
+            agree: Runs the check; raises on all workers what it raises on one of them.
+            is_leader: Whether this worker checks the directory.
+            failures_allowed: How many saves in a row may fail.
+            emit: Told of the warning.
+        """
+        self._storage = storage
+        self._capture = capture
+        self._agree = agree
+        self._is_leader = is_leader
+        self._failures_allowed = failures_allowed
+        self._emit = emit
+        self._is_checked = False
+
+    def __call__(self) -> None:
+        """Checks, unless that was done before.
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+            StorageError: If the directory cannot be made, or nothing can be written into it.
+            PeerError: If the check has failed on another worker.
+        """
+        if not self._is_checked:
+            self._agree(self._check)
+            self._is_checked = True
+
+    def _check(self) -> None:
+        self._capture()
+        if not self._is_leader:
+            return
+        try:
+            check_writable(self._storage)
+        except StorageFullError as error:
+            if not self._failures_allowed:
+                raise
+            # There may be room by the time that something is saved.
+            self._emit(Warned(text=error.message))
+
+
+def check_writable(storage: Storage) -> None:
+    """**Blocks.** Makes sure that a run can be saved: makes its directory, and publishes and removes a small file.
+
+    A crash at any point leaves at most a directory that is set aside, which the next save sweeps away.
+
+    Raises:
+        StorageError: If something of that cannot be done.
+    """
+    trial = f"{TRASH_PREFIX}{os.urandom(8).hex()}-trial"
+    path, token = f"{trial}/{MANIFEST_NAME}", os.urandom(16)
+    try:
+        storage.make_directory("")
+        storage.make_directory(trial)
+        try:
+            # Another job that saves there may sweep it away meanwhile.
+            with suppress(NotFoundError):
+                if not storage.publish(path, token) or storage.read(path, len(token)) != token:
+                    raise StorageError(f"{path} does not hold what was just written", path=path)
+        finally:
+            with suppress(HoldfastError):
+                storage.remove(path)
+                storage.remove_directory(trial)
+    except HoldfastError as error:
+        kind = type(error) if isinstance(error, StorageError) else StorageError
+        text = f"{storage.url}: no checkpoint can be saved here: {error.message}"
+        raise kind(text, path=path, hint=error.hint or "Give a directory that can be written.") from error.__cause__
 
 
 class Preparation:
@@ -74,14 +165,9 @@ def reckon_bytes(objects: Mapping[str, object]) -> int:
     Raises:
         UnsupportedValueError: If something cannot be stored.
     """
-    captured = capture_objects({name: obj for name, obj in objects.items() if not _may_change_when_read(obj)})
+    captured = capture_objects({name: obj for name, obj in objects.items() if not may_change_when_read(obj)})
     awaited_bytes = sum(
         adapter.awaited_bytes(obj) for obj in objects.values() if (adapter := adapter_of(obj)) is not None
     )
     # And a header, of about so many bytes for each leaf.
     return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)
-
-
-def _may_change_when_read(obj: object) -> bool:
-    found = find_stateful(obj, "")
-    return any(adapter is not None and adapter.may_change_when_read(part) for _, part, adapter in found)

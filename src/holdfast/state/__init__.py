@@ -1,7 +1,7 @@
 """What is saved: live objects to named leaves, and back."""
 
 from holdfast.format.codecs import register_codec, register_type
-from holdfast.state.capture import Captures, capture_objects, check_objects, list_shared
+from holdfast.state.capture import Captures, capture_objects, check_capture, check_objects, list_shared
 from holdfast.state.leaves import ArraySpec, Captured, Differences, Target
 from holdfast.state.matching import Matching, match_objects
 from holdfast.state.rng import RNG
@@ -20,6 +20,7 @@ __all__ = [
     "Shard",
     "Target",
     "capture_objects",
+    "check_capture",
     "check_objects",
     "list_shared",
     "match_objects",

@@ -10,6 +10,7 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -241,6 +242,21 @@ class Oversights(NamedTuple):
     find_loss: Callable[[], str] | None = None
 
 
+class Readable(enum.Enum):
+    """When the state of an object may be read.
+
+    Attributes:
+        ALWAYS: At any time.
+        LATER: Once the object has been prepared or used; before that, its state may be another one, or none.
+        WHEN_SAVED: When it is saved, and otherwise only where nothing else will do: to read it may change the object. A
+            loader of data may start its workers, or draw random numbers.
+    """
+
+    ALWAYS = "always"
+    LATER = "later"
+    WHEN_SAVED = "when saved"
+
+
 class Adapter:
     """Reads the state of one kind of object and puts it back. Adapters hold no state of their own.
 
@@ -274,12 +290,9 @@ class Adapter:
         """The state, as a tree of values."""
         raise NotImplementedError  # Each kind of object has its own. Not abstract: a plain Adapter() prepares others.
 
-    def may_change_when_read(self, obj: Any) -> bool:
-        """Whether `state_of` may change the object: a loader of data may start its workers, or draw random numbers.
-
-        Such state is read when it is saved, and otherwise only where nothing else will do.
-        """
-        return False
+    def readable(self, obj: Any) -> Readable:
+        """When `state_of` may be called: once it is prepared, for an object that asks for that."""
+        return Readable.LATER if callable(getattr(obj, "prepare_for_checkpoint", None)) else Readable.ALWAYS
 
     def replication_of(self, obj: Any) -> Replication:
         """Which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
@@ -393,12 +406,18 @@ class StateDictAdapter(StateAdapter):
     A restore hands over what is stored and does not ask the object for its present state, unless it cannot do without.
     """
 
-    def __init__(self) -> None:
-        super().__init__("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
+    def __init__(self, *, may_change: bool = True) -> None:
+        """Makes one.
 
-    def may_change_when_read(self, obj: Any) -> bool:
-        """Always: what `state_dict` does is not known."""
-        return True
+        Args:
+            may_change: False for classes that `state_dict` is known not to change.
+        """
+        super().__init__("state_dict", lambda obj: obj.state_dict(), lambda obj, state: obj.load_state_dict(state))
+        self._may_change = may_change
+
+    def readable(self, obj: Any) -> Readable:
+        """See `Adapter`. What `state_dict` does is not known, unless the class is."""
+        return Readable.WHEN_SAVED if self._may_change else super().readable(obj)
 
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`: what is iterated and is no collection."""

@@ -11,7 +11,7 @@ from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.adapters import Adapter, Made
+from holdfast.state.adapters import Adapter, Made, Readable
 from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
 from holdfast.state.collection import no_collection
 from holdfast.state.finding import find_stateful, parts_of
@@ -98,6 +98,31 @@ def capture_objects(
             if hold is not None and adapter is not None and hold(obj, adapter):
                 capturing.note_held(adapter.stepped_arrays(obj))
         return capturing.captured(skeletons)
+
+
+def check_capture(
+    objects: Mapping[str, object], captures: Captures, worker: Worker, holders: Mapping[str, Sequence[int]]
+) -> None:
+    """Makes sure that `capture_objects` can take the state of the objects, as far as that shows without changing them.
+
+    Nothing is prepared. An object is left out if reading its state may change it, or if it is not ready to be read yet,
+    such as a lazy module without its shapes.
+
+    Args:
+        objects: The objects by name.
+        captures: As for `capture_objects`, which is quicker after this.
+        worker: As there.
+        holders: As there.
+
+    Raises:
+        UnsupportedValueError: If something cannot be stored.
+    """
+    with no_collection():
+        sharing = Sharing(worker)
+        trial = _Trial(Cast(objects), captures, sharing)
+        for name, obj in objects.items():
+            sharing.holders = holders.get(name, range(worker.world_size))
+            trial.encode(obj, escape(name))
 
 
 def check_objects(objects: Mapping[str, object]) -> None:
@@ -408,6 +433,15 @@ class _Capturing(Encoder):
                 self._by_memory.setdefault(bank.backend.name, {}).update(zip(bank.memories, places, strict=True))
             self._banks.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
+
+
+class _Trial(_Capturing):
+    """Encodes what can be read without a change to any object, to see whether that can be done."""
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
+        """As in a capture; an object that is left out gets an empty node."""
+        is_left_out = (adapter_of(value) or _ANY).readable(value) is not Readable.ALWAYS
+        return "" if is_left_out and not self._is_coding else super().special(value, path, depth)
 
 
 def list_shared(objects: Mapping[str, object]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.encoding import path_part
 from holdfast.format.scalars import ENCODERS
-from holdfast.state.adapters import Adapter
+from holdfast.state.adapters import Adapter, Readable
 from holdfast.state.leaves import ArrayBackend
 from holdfast.state.registry import adapter_of, backend_of_type, is_made_of_tensors, sharder_of_type
 
@@ -25,6 +25,12 @@ def find_stateful(root: object, path: str) -> Iterator[tuple[str, object, Adapte
     """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
     for trail, value, handler in _walk(root, is_sought=lambda _: False):
         yield _path(path, trail), value, cast("Adapter | None", handler)
+
+
+def may_change_when_read(root: object) -> bool:
+    """Whether reading the state of an object, or of one in a tree of values, may change it."""
+    found = find_stateful(root, "")
+    return any(adapter is not None and adapter.readable(part) is Readable.WHEN_SAVED for _, part, adapter in found)
 
 
 def state_paths(live: object, path: str) -> list[str]:

@@ -23,6 +23,7 @@ __all__ = [
     "Rules",
     "Scene",
     "StateAdapter",
+    "StateDictAdapter",
     "adapter_of",
     "backend_named",
     "backend_of",

@@ -11,8 +11,8 @@ import msgspec
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
 from holdfast.format.workers import Worker
-from holdfast.state.adapters import OWNED, Adapter, Loading, Scene
-from holdfast.state.finding import find_stateful
+from holdfast.state.adapters import OWNED, Adapter, Loading, Readable, Scene
+from holdfast.state.finding import find_stateful, may_change_when_read
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_like
 from holdfast.state.pending import PendingArray
 from holdfast.state.registry import backend_of, register_adapter, register_sharder
@@ -194,9 +194,8 @@ class _PerWorkerAdapter(Adapter):
         for _, part, adapter in find_stateful(obj.value, ""):
             (adapter or Adapter()).prepare(part)
 
-    def may_change_when_read(self, obj: Any) -> bool:
-        found = find_stateful(obj.value, "")
-        return any(adapter is not None and adapter.may_change_when_read(part) for _, part, adapter in found)
+    def readable(self, obj: Any) -> Readable:
+        return Readable.WHEN_SAVED if may_change_when_read(obj.value) else Readable.ALWAYS
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         return obj.value

@@ -14,7 +14,7 @@ from holdfast.integrations.torch.generators import CPU_SOURCE, CUDA_SOURCE, GENE
 from holdfast.integrations.torch.modules import ModuleAdapter
 from holdfast.integrations.torch.optimizers import OptimizerAdapter
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.registry import register_adapter, register_backend
+from holdfast.state.registry import StateDictAdapter, register_adapter, register_backend
 from holdfast.state.rng import register_random_source
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -35,6 +35,7 @@ register_type_source(_find_declared_safe)
 register_backend(torch.Tensor, TorchBackend())
 register_adapter(torch.nn.Module, ModuleAdapter())
 register_adapter(torch.optim.Optimizer, OptimizerAdapter())
+register_adapter(torch.optim.lr_scheduler.LRScheduler, StateDictAdapter(may_change=False))
 register_adapter(torch.Generator, GENERATOR)
 register_random_source("torch", CPU_SOURCE)
 register_random_source("torch.cuda", CUDA_SOURCE)

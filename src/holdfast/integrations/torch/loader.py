@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
 from holdfast.numbers import check_whole
-from holdfast.state.adapters import Loading, Oversights, Scene
+from holdfast.state.adapters import Loading, Oversights, Readable, Scene
 from holdfast.state.leaves import Skeleton
 from holdfast.state.permutation import derive
 from holdfast.state.position import is_position
@@ -286,9 +286,9 @@ class LoaderAdapter(SamplerAdapter):
     def __init__(self) -> None:
         super().__init__(_sampler_of)
 
-    def may_change_when_read(self, obj: Any) -> bool:
-        """Whether it has a state of its own: torchdata's loader starts its workers when it is asked for that."""
-        return callable(getattr(obj, "state_dict", None))
+    def readable(self, obj: Any) -> Readable:
+        """See `Adapter`. torchdata's loader has a state of its own, and starts its workers when it is asked for it."""
+        return Readable.WHEN_SAVED if callable(getattr(obj, "state_dict", None)) else super().readable(obj)
 
     def state_of(self, obj: Any, scene: Scene) -> Any:
         """The loader's own state, or that of its sampler.

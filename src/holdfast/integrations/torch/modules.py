@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.adapters import OWNED, Adapter, Loading, Oversights, Replication, Scene, refuse_type
+from holdfast.state.adapters import OWNED, Adapter, Loading, Oversights, Readable, Replication, Scene, refuse_type
 from holdfast.state.leaves import ArraySpec, Skeleton
 from holdfast.state.registry import is_made_of_tensors
 
@@ -65,6 +65,13 @@ class ModuleAdapter(Adapter):
         for module in obj.modules():
             if hasattr(type(module), "prepare_for_checkpoint"):
                 module.prepare_for_checkpoint()
+
+    def readable(self, obj: Any) -> Readable:
+        """See `Adapter`. A lazy module gets its shapes, and one on the meta device its memory, before it is used."""
+        tensors = (*obj.parameters(), *obj.buffers())
+        is_prepared = any(hasattr(type(module), "prepare_for_checkpoint") for module in obj.modules())
+        is_unfinished = is_prepared or any(is_lazy(tensor) or tensor.is_meta for tensor in tensors)
+        return Readable.LATER if is_unfinished else Readable.ALWAYS
 
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`. A module of torch's own that has no parameters, a loss say, has nothing to keep."""
