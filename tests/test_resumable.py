@@ -21,7 +21,7 @@ import torch
 import holdfast as hf
 import preloaded
 from command_line import run_python
-from holdfast.catalog import read_catalog
+from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import (
     MismatchError,
     SaveFailedError,
@@ -150,8 +150,6 @@ def test_figures_are_kept_with_the_save_that_follows_them(tmp_path: Path) -> Non
         storage = LocalStorage(tmp_path)
         run.manager.wait(60)
         names = read_catalog(storage).living
-        from holdfast.catalog import read_manifest
-
         assert [read_manifest(storage, name).metrics for name in names] == [{"loss": 1.0}, {}, {"loss": 4.0}]
 
 
@@ -799,3 +797,37 @@ def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_p
     (left / ".manifest.json.0123456789abcdef.tmp").touch()  # As if it had died a little earlier.
     train(tmp_path, 1)
     assert not left.exists()
+
+
+def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
+    bad: Any
+    for bad, said in (
+        ("a", "metric 'loss' must be a number, got 'a'"),
+        ("0.5", "metric 'loss' must be a number, got '0.5'"),
+        (None, "metric 'loss' must be a number, got None"),
+        ([0.5], r"metric 'loss' must be a number, got \[0.5\]"),
+        (10**400, "metric 'loss' must be a number, got 1000"),
+        (np.zeros(3), r"metric 'loss' must be a number, got a ndarray of shape \(3,\)"),
+        (torch.zeros(2, 1), r"metric 'loss' must be a number, got a Tensor of shape \(2, 1\)"),
+    ):
+        with hf.resumable(tmp_path / "run", state=1) as run, pytest.raises(UsageError, match=said):
+            run.report(loss=bad)
+        manager = hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(state=1), save_every=hf.Steps(100))
+        with manager, hf.PreemptionCheckpointHandler(manager) as handler, pytest.raises(UsageError, match=said):
+            handler.save_checkpoint_if_preempted(metrics={"loss": bad})
+        with pytest.raises(UsageError, match=said):
+            manager.save_if_due(1, metrics={"loss": bad})
+        with (
+            hf.WorkerTrainingState(tmp_path / "epochs", hf.Checkpoint(state=1)) as state,
+            pytest.raises(UsageError, match=said),
+        ):
+            state.back_up_if_due(0, 0, metrics={"loss": bad})
+    with pytest.raises(UsageError, match=r"metrics must be numbers by name, got 0\.5"):
+        manager.save_if_due(1, metrics=0.5)  # type: ignore[arg-type]
+    loss = torch.ones(1, requires_grad=True)
+    with hf.resumable(tmp_path / "run", state=1) as run:
+        for _ in run.steps(1):
+            run.report(loss=loss, lr=np.float32(0.5), acc=np.array(2), nan=float("nan"), seen=True)
+    storage = LocalStorage(tmp_path / "run")
+    manifest = read_manifest(storage, read_catalog(storage).living[-1])
+    assert manifest.metrics == {"loss": 1.0, "lr": 0.5, "acc": 2.0, "seen": 1.0}

@@ -28,7 +28,7 @@ from holdfast.save.companies import open_company, try_plan_save
 from holdfast.save.driver import Saver
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.notes import check_notes
+from holdfast.save.notes import check_metrics, check_notes
 from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import Readiness
@@ -244,7 +244,7 @@ class CheckpointManager:
             SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
         """
         self._saver.give_sign()
-        step = arguments.check_step(step)
+        step, metrics = arguments.check_step(step), check_metrics(metrics)
         if self.save_every is None:
             return None
         reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.company)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -187,7 +187,7 @@ class Run:
         self.restored: Restoration | None = None
         self._strict, self._begin_anew, self._keep_current = strict, begin_anew, keep_current
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Any] = {}
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
         self._newest_loop = -1
@@ -252,9 +252,19 @@ class Run:
         self._guard.pass_boundary(self.step)
         self._save_if_due()
 
-    def report(self, **metrics: float) -> None:
-        """Notes figures; the next save keeps those that were reported since the save before."""
-        self._metrics.update(metrics)
+    def report(self, **metrics: SupportsFloat) -> None:
+        """Notes figures; the next save keeps those that were reported since the save before.
+
+        Args:
+            **metrics: Numbers, or arrays with one element; these are read when they are saved. One that is not finite
+                by then is not kept.
+
+        Raises:
+            UsageError: If one is no number.
+        """
+        from holdfast.save.notes import check_metrics
+
+        self._metrics.update(check_metrics(metrics))
 
     def stop(self) -> None:
         """Ends the loop when the current step is complete."""

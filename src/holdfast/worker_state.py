@@ -35,6 +35,7 @@ from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_switches
 from holdfast.save.handle import SaveHandle
+from holdfast.save.notes import check_metrics
 from holdfast.save.together import Together
 from holdfast.state.hyperparameters import check_kept
 from holdfast.storage import Storage, open_storage
@@ -245,6 +246,7 @@ class WorkerTrainingState:
             DeadlineError: As there.
         """
         backup = self._check_backup(epoch, batch)
+        metrics = check_metrics(metrics)
         is_last = self._steps_per_epoch is not None and batch + 1 >= self._steps_per_epoch
         is_due = isinstance(self._save_freq, int) and (batch + 1) % self._save_freq == 0 and not is_last
         with self._saving(rests=is_last or self._manager is None or self._manager.company is not None):

@@ -24,6 +24,7 @@ from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.arguments import check_switches
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
+from holdfast.save.notes import check_metrics, check_notes
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch
 from holdfast.state.position import step_break
@@ -97,6 +98,7 @@ class PreemptionCheckpointHandler:
         termination = TerminationConfig() if termination_config is None else termination_config
         self._guard = make_guard(manager, termination, self._keep)
         kept = check_kept(keep_current, manager.checkpoint.objects)
+        self._has_save_fn = termination.save_fn is not None
         self._tolerance = Tolerance(self._guard.hearing)
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         if RUN_CALLS not in own_objects(manager.checkpoint):
@@ -219,10 +221,15 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job leaves.
             ClosedError: If the handler is closed.
-            UsageError: If this is within a step of `run` or of the loop of `steps`.
+            UsageError: If this is within a step of `run` or of the loop of `steps`, or metrics or metadata cannot be
+                saved.
             SaveFailedError: If saves by policy have failed.
         """
         self._check_between_steps("save_checkpoint_if_preempted")
+        if not self._has_save_fn:
+            # Mostly they are not saved. When they are, it is too late to say that they cannot be.
+            check_metrics(kwargs.get("metrics"))
+            check_notes(None, kwargs.get("metadata"))
         self._finish_step()
         step_break.end()
         self._training.note_counted()
