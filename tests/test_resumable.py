@@ -331,11 +331,54 @@ def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 10))
 
 
-@pytest.mark.parametrize("name", ["save_evry", "kep", "begin_anw", "thread", "failure_allowed"])
-def test_a_misspelt_option_is_no_object(tmp_path: Path, name: str) -> None:
-    objects: dict[str, Any] = {"a": np.zeros(3), name: 1}
-    with pytest.raises(UsageError, match=name):
-        hf.resumable(tmp_path, **objects)
+def test_a_misspelt_option_is_no_object(tmp_path: Path) -> None:
+    misspelt = {
+        "save_evry": "save_every",
+        "kep": "keep",
+        "begin_anw": "begin_anew",
+        "thread": "threads",
+        "num_threads": "threads",
+        "failure_allowed": "failures_allowed",
+        "keep_latest": "keep",
+        "max_to_keep": "keep",
+        "timeout": "timeout_seconds",
+        "save_steps": "save_every",
+    }
+    for name, meant in misspelt.items():
+        objects: Any = {"a": np.zeros(3), name: 1}
+        with pytest.raises(UsageError, match=f"{name} is not an option of resumable; did you mean {meant}"):
+            hf.resumable(tmp_path, **objects)
+        assert hf.resumable(tmp_path, hf.Checkpoint(**objects)).checkpoint[name] == 1
+
+
+def test_an_object_with_the_name_of_an_option_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    names = [*(hf.resumable.__kwdefaults__ or ()), "directory"]
+    for value in ({"a": 1}, torch.nn.Linear(1, 1), np.zeros(3)):
+        for name in names[:-1]:
+            objects: Any = {"epoch": 0, name: value}
+            with pytest.raises(
+                UsageError, match=f"^{name} is an option of resumable.*{type(value).__name__}"
+            ) as refused:
+                hf.resumable(tmp_path, **objects)
+            assert f"resumable(directory, Checkpoint({name}=..., ...))" in str(refused.value)
+    checkpoint = hf.Checkpoint(**{name: number for number, name in enumerate(names)})
+    with hf.resumable(tmp_path, checkpoint) as run:
+        assert run.checkpoint is checkpoint
+        for _ in run.steps(1):
+            checkpoint.threads = -1
+    again = hf.Checkpoint(**dict.fromkeys(names))
+    with hf.resumable(tmp_path, again):
+        assert list(again.objects.values()) == [-1 if name == "threads" else n for n, name in enumerate(names)]
+    given: Any
+    for given in (
+        lambda: hf.resumable(tmp_path, checkpoint, model=1),
+        lambda: hf.resumable(tmp_path, checkpoint=checkpoint),
+        lambda: hf.resumable(checkpoint, tmp_path),  # type: ignore[arg-type]
+        lambda: hf.resumable(tmp_path, hf.Checkpoint()),
+        lambda: hf.resumable(tmp_path, a=1, sinks=print),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError, match=r"Checkpoint|nothing is to be kept|sinks must be a list of functions"):
+            given()
 
 
 def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
@@ -343,7 +386,8 @@ def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> 
         hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))
     with pytest.raises(UsageError, match="strict"):
         hf.resumable(tmp_path, a=np.zeros(3), strict="no")  # type: ignore[arg-type]
-    for unnamed in (lambda: hf.resumable(tmp_path, np.zeros(3), 5), lambda: hf.Checkpoint(np.zeros(3), 5)):
+    arrays: Any = np.zeros(3), 5
+    for unnamed in (lambda: hf.resumable(tmp_path, *arrays), lambda: hf.Checkpoint(np.zeros(3), 5)):
         with pytest.raises(TypeError, match="ndarray, int has none") as refused:
             unnamed()
         assert "model=model" in str(refused.value)

@@ -123,8 +123,8 @@ class CheckpointManager:
         arguments.check_comparing(check_replicas)
         arguments.check_resizing(on_resize)
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
+        hear = arguments.check_sinks(sinks)
         check_objects(checkpoint.objects)
-        listeners = tuple(sinks)
         note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self.save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
@@ -136,7 +136,7 @@ class CheckpointManager:
         if self.company is not None:
             self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
-        self.emit = open_audience(self._storage, [self._totals, *listeners], keeps_journal=self.worker.is_leader)
+        self.emit = open_audience(self._storage, [self._totals, *hear], keeps_journal=self.worker.is_leader)
         self._reports = SaveReports(failures_allowed)
         self._saver = saver = Saver(
             self._storage,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @short_traceback
 def resumable(
     directory: str | os.PathLike[str] | Storage,
-    *unnamed: object,
+    *checkpoint: Checkpoint,
     save_every: SavePolicy | None = None,
     keep: RetentionPolicy | None = None,
     strict: bool = True,
@@ -70,7 +70,7 @@ def resumable(
 
     Args:
         directory: The run's directory, a URL, or an open storage.
-        unnamed: Nothing: objects are given by name.
+        checkpoint: A `Checkpoint` with the objects, in place of `objects`: it may have any names.
         save_every: When to save; None for `Auto()`, which measures what a save costs.
         keep: What to keep; None for `Latest(3)`.
         strict: False to take from the checkpoint what fits, if objects have changed since.
@@ -94,7 +94,8 @@ def resumable(
         keep_current: What the restore leaves as the script has it, as `CheckpointManager.restore` says: hyperparameters
             such as `"optimizer.lr"`, or names of whole objects.
         quiet: True to leave out the lines that say where the run begins and ends; warnings and errors stay.
-        **objects: What is to be kept, by name. Names of arguments can be given to a `Checkpoint` only.
+        **objects: What is to be kept, by name. An object with the name of an option needs a `Checkpoint`:
+            `resumable(directory, Checkpoint(threads=..., model=model))`.
 
     Raises:
         UsageError: If an argument is wrong, or nothing is to be kept.
@@ -104,32 +105,28 @@ def resumable(
         AbsentError: If other workers of the job do not come.
         ClusterError: If the job's store does not answer.
     """
+    given = locals()
+    options = {name: given[name] for name in resumable.__kwdefaults__ or ()}
     # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
     from holdfast.preemption.early import EarlyNotices
     from holdfast.preemption.termination import make_termination
     from holdfast.save import arguments
 
-    if unnamed:
-        given = ", ".join(type(obj).__name__ for obj in unnamed)
-        raise UnnamedError(
-            f"what is kept is given by name, and {given} has none",
-            hint="Write resumable(directory, model=model, optimizer=optimizer): it is stored under that name.",
-        )
-    arguments.check_names(objects, ("directory", *(resumable.__kwdefaults__ or ())))
+    arguments.check_options(options)
+    kept = _find_checkpoint(directory, checkpoint, objects)
+    arguments.check_names(objects, ("directory", *options))
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
-    if not objects:
-        raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
     arguments.check_switches(quiet=quiet)
     with EarlyNotices(termination) as early:
         from holdfast.manager import CheckpointManager
         from holdfast.state.hyperparameters import check_kept
 
-        kept = check_kept(keep_current, objects)
+        names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(
             directory,
-            Checkpoint(**objects),
+            kept,
             save_every=save_every or Auto(),
             keep=keep or Latest(3),
             when_busy=when_busy,
@@ -147,10 +144,33 @@ def resumable(
             check_replicas=check_replicas,
             on_resize=on_resize,
         )
-        options: dict[str, Any] = {"keep_current": kept, "quiet": quiet}
-        run = Run(manager, strict=strict, begin_anew=begin_anew, termination=termination, **options)
+        run = Run(
+            manager, strict=strict, begin_anew=begin_anew, termination=termination, keep_current=names, quiet=quiet
+        )
         early.hand_over(run._guard.hearing.hear)
     return run
+
+
+def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapping[str, object]) -> Checkpoint:
+    """**Pure.** The objects to keep, whichever way they are given."""
+    named = objects.get("checkpoint")
+    if isinstance(directory, Checkpoint) or isinstance(named, Checkpoint):
+        raise UsageError(
+            "resumable takes the directory first and a Checkpoint second",
+            hint="Write resumable(directory, Checkpoint(model=model, ...)).",
+        )
+    unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
+    if unnamed:
+        raise UnnamedError(
+            f"what is kept is given by name, and {unnamed} has none",
+            hint="Write resumable(directory, model=model, optimizer=optimizer): it is stored under that name.",
+        )
+    if len(given) + bool(objects) > 1:
+        raise UsageError("the objects to keep are given in one Checkpoint or by name, not both")
+    kept = given[0] if given else Checkpoint(**objects)
+    if not isinstance(kept, Checkpoint) or not kept.objects:
+        raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
+    return kept
 
 
 @short_traceback

@@ -33,7 +33,7 @@ from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
-from holdfast.save.arguments import check_numbers, check_resizing, check_switches
+from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_metrics
 from holdfast.save.together import Together
@@ -135,7 +135,7 @@ class WorkerTrainingState:
         )
         self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
-        self._sinks = tuple(sinks)
+        self._sinks = check_sinks(sinks)
         self._emit = Fanout([LoggingSink(), *self._sinks])
         self._options: dict[str, Any] = {
             "keep": keep or Latest(2),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import ClosedError, StepExistsError, UsageError
+from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
 from holdfast.save.within import is_within
@@ -205,25 +207,77 @@ def check_liveness(seconds: object) -> None:
     check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
+def check_options(options: Mapping[str, object]) -> None:
+    """**Pure.** Options of `resumable` that were given what looks like an object to keep.
+
+    Raises:
+        UsageError: If there is one; it says how to keep an object of that name.
+    """
+    for name, value in options.items():
+        is_policy = hasattr(value, "decide_save") or hasattr(value, "choose_kept")
+        if not is_policy and _looks_kept(value):
+            raise UsageError(
+                f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
+                "object to keep",
+                hint=f"To keep an object of that name, write resumable(directory, Checkpoint({name}=..., ...)).",
+            )
+
+
+def _looks_kept(value: object) -> bool:
+    if isinstance(value, type):
+        return False
+    is_array = bool(getattr(value, "shape", ()))
+    return is_array or isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
+
+
+def check_sinks(sinks: object) -> tuple[Sink, ...]:
+    """Functions that are told of each event.
+
+    Raises:
+        UsageError: If they are something else.
+    """
+    found = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
+    if not isinstance(sinks, Iterable) or not all(map(callable, found)):
+        raise UsageError(f"sinks must be a list of functions, got {reprlib.repr(sinks)}", hint="Such as sinks=[print].")
+    return found
+
+
 def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:
     """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
 
     Raises:
         UsageError: If one is too like an option's, or its value is one.
     """
+    for name, value in objects.items():
+        is_policy = hasattr(value, "decide_save") or hasattr(value, "choose_kept")
+        if is_policy:
+            option = "save_every" if hasattr(value, "decide_save") else "keep"
+        else:
+            option = _find_meant(name, value, options)
+        if option:
+            what = ", and a policy is no object to keep" if is_policy else ""
+            raise UsageError(
+                f"{name} is not an option of resumable{what}; did you mean {option}?",
+                hint=f"Write {option}=..."
+                if is_policy
+                else f"To keep an object of that name, write resumable(directory, Checkpoint({name}=..., ...)).",
+            )
+
+
+def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
+    """**Pure.** The option that was meant by a name; empty if it may well be that of an object."""
     from difflib import get_close_matches
 
-    for name, value in objects.items():
-        if hasattr(value, "decide_save") or hasattr(value, "choose_kept"):
-            raise UsageError(
-                f"{name}={value!r} is a policy, and {name!r} is no option of resumable",
-                hint="Policies are given as save_every= and keep=.",
-            )
-        for option in get_close_matches(name, options, 1, 0.8):
-            raise UsageError(
-                f"{name!r} is no option of resumable, and too like {option!r} to be an object's name",
-                hint=f"Write {option}=, or give the object another name.",
-            )
+    near = get_close_matches(name, options, 1, 0.8)
+    if not near and isinstance(value, bool | int | float | str | None):
+        # keep_latest=3, num_threads=4, timeout=60: a number says nothing of what it is.
+        near = [
+            option
+            for option in options
+            if name.startswith(f"{option}_") or name.endswith(f"_{option}") or option.startswith(f"{name}_")
+        ]
+        near += ["save_every"] if name.startswith("save_") else []
+    return near[0] if near else ""
 
 
 def look_into(storage: Storage) -> Catalog:
