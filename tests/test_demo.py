@@ -174,7 +174,7 @@ def test_without_torch_it_says_what_to_install() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "pip install 'holdfast[torch]'" in done.stderr
+    assert "From a checkout of holdfast: pip install '.[torch]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -19,7 +19,7 @@ import torch
 # Before JAX is imported: one processor stands for several devices.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'holdfast[jax]'")
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install '.[jax]'")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402

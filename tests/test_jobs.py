@@ -241,16 +241,30 @@ def test_nodes_have_names_of_their_own() -> None:
         assert session.nodes == ("node",)
 
 
-def test_a_part_whose_package_is_missing_says_what_to_install() -> None:
-    # Where Ray is installed, a process that does not find it.
-    program = (
-        "import sys; sys.modules['ray'] = None\n"
-        "try:\n    from holdfast import RaySession\n"
-        "except ImportError as error:\n    print(type(error).__name__, error)"
-    )
+def test_a_part_whose_package_is_missing_is_an_error_only_where_it_is_used() -> None:
+    # Where they are installed, a process that does not find them.
+    program = """
+import sys
+sys.modules["ray"] = sys.modules["torch"] = None
+import inspect, pydoc, holdfast as hf
+from holdfast import *
+assert {name for name, _ in inspect.getmembers(hf)} >= set(hf.__all__)
+text = pydoc.plain(pydoc.render_doc(hf))
+assert "class RaySession" in text and "Needs ray, which is not installed." in text and "class JobRunner" in text
+assert all(hasattr(hf, name) for name in hf.__all__) and RaySession is hf.RaySession
+class_of_mine = lambda: type("Mine", (hf.ResumableDataLoader,), {})
+for use in (lambda: RaySession(nodes=2), lambda: hf.ResumableDataLoader([1]), class_of_mine, hf.init_process_group):
+    try:
+        use()
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "MissingPackageError holdfast.RaySession needs ray" in done.stdout
-    assert "pip install 'holdfast[ray]'" in done.stdout
+    loader = ("ResumableDataLoader", "torch")
+    used = [("RaySession", "ray"), loader, loader, ("init_process_group", "torch")]
+    for said, (name, package) in zip(done.stdout.split("MissingPackageError ")[1:], used, strict=True):
+        assert f"holdfast.{name} needs {package}, which is not installed" in said
+        assert f"from a checkout of holdfast: pip install '.[{package}]'" in said
 
 
 def test_wrong_parts_of_a_job_are_refused() -> None:

@@ -67,7 +67,9 @@ def command(
             f"{kills} kills need at least {kills * _STEPS_FOR_A_KILL} steps.", param_hint="'--kills'"
         )
     if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("the demo trains with torch, which is not installed: pip install 'holdfast[torch]'")
+        raise click.ClickException(
+            "the demo trains with torch, which is not installed. From a checkout of holdfast: pip install '.[torch]'"
+        )
     try:
         with ending_on(signal.SIGTERM), _place(directory, keep) as files:
             passed = part == "workers" or _run(seed, kills, steps, forget, quick, files)
