@@ -827,6 +827,37 @@ def test_a_directory_that_takes_no_checkpoint_is_refused_before_the_first_step(t
         begin("/proc/nope/run", "resumable", state=state)
 
 
+@pytest.mark.parametrize("moment", ["make_directory", "publish", "read"])
+def test_a_save_that_sweeps_while_another_job_tries_the_directory_ends_nothing(tmp_path: Path, moment: str) -> None:
+    swept: list[str] = []
+
+    class Swept(LocalStorage):
+        def make_directory(self, path: str) -> None:
+            super().make_directory(path)
+            if path.startswith(".trash-") and moment == "make_directory":
+                self.sweep()
+                self.sync_directory(path)
+
+        def publish(self, path: str, data: bytes) -> bool:
+            if path.startswith(".trash-") and moment == "publish":
+                self.sweep()
+            return super().publish(path, data)
+
+        def read(self, path: str, limit_bytes: int) -> bytes:
+            if path.startswith(".trash-") and moment == "read":
+                self.sweep()
+            return super().read(path, limit_bytes)
+
+        def sweep(self) -> None:
+            with hf.CheckpointManager(tmp_path, hf.Checkpoint(state=1)) as other:
+                other.save(1)
+            swept.append(moment)
+
+    begin(Swept(tmp_path), "resumable", state=1)
+    assert swept == [moment]
+    assert not list(tmp_path.glob(".trash-*"))
+
+
 def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_path: Path) -> None:
     code = f"""
         import os, signal, holdfast as hf

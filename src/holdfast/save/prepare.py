@@ -92,10 +92,10 @@ def check_writable(storage: Storage) -> None:
     path, token = f"{trial}/{MANIFEST_NAME}", os.urandom(16)
     try:
         storage.make_directory("")
-        storage.make_directory(trial)
         try:
-            # Another job that saves there may sweep it away meanwhile.
+            # A save that goes on there, of this job or of another one, may sweep it away meanwhile.
             with suppress(NotFoundError):
+                storage.make_directory(trial)
                 if not storage.publish(path, token) or storage.read(path, len(token)) != token:
                     raise StorageError(f"{path} does not hold what was just written", path=path)
         finally:
