@@ -477,7 +477,7 @@ def told(events: list[Event]) -> list[tuple[str, bool]]:
 def test_a_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_its_end(tmp_path: Path) -> None:
     sampler = hf.ResumableSampler(20, batch_size=4)
     events: list[Event] = []
-    count = len(list(sampler))
+    count = len(list(hf.ResumableSampler(20, batch_size=4)))
     loss = "batches were taken from sampler, but no step was counted, so nothing of it is saved"
     with hf.resumable(tmp_path, sampler=sampler, save_every=hf.Steps(1), sinks=[events.append]) as run:
         for _ in range(2):

@@ -102,23 +102,19 @@ class WorkerTrainingState:
                 `ResumableSampler`), so that a backup within an epoch goes on with the batch that comes next, and
                 `RNG()`.
             save_freq: How often `back_up_if_due` backs up: after so many batches of an epoch, or never within one.
-            keep: How many backups to keep; None for `Latest(2)`, so that there is one more should the newest be
-                damaged.
+            keep: How many backups to keep; None for `Latest(2)`: one more should the newest be damaged.
             begin_anew: True to begin from nothing although there may be backups.
-            failures_allowed: How many backups in a row may fail before that ends training; None for any number. Each
-                is an event, and in the log, all the same.
+            failures_allowed: How many backups in a row may fail before training ends; None for any number.
             sinks: Functions that are told of each event.
             timeout_seconds: The deadline of each wait.
             threads: How many threads write, and read at a restore. They wait for the disk most of the time.
             cluster: The workers of the job, as for `CheckpointManager`.
             liveness_seconds: After how long without a sign of life a worker is taken for dead.
             preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits
-                the place where it runs, "off" for nothing, or a `TerminationConfig`. It is listened to from the first
-                backup or `maybe_load_initial_...` on, until the backup is deleted or this is closed. Where a run or a
-                `PreemptionCheckpointHandler` listens in the same thread, that one leaves.
+                the place where it runs, "off" for nothing, or a `TerminationConfig`. It listens from the first backup
+                or `maybe_load_initial_...` on until the end, unless a run or a handler does so in the same thread.
             on_resize: "refuse" to restore only what as many workers have backed up; "allow" for any number.
-            keep_current: What `restore` leaves as the script has it, as `CheckpointManager.restore` says:
-                hyperparameters such as `"optimizer.lr"`, or names of whole objects.
+            keep_current: What `restore` leaves as the script has it, as for `CheckpointManager.restore`.
             quiet: True to leave out the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
