@@ -148,7 +148,7 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     notify(job, jobs)
     # Nobody goes on: it leaves from the middle of the wait.
     assert job.end() == 42, job.errors
-    assert "nothing was trained that could be lost" in job.errors
+    assert "nothing had been completed that could be lost" in job.errors
     assert steps_of(tmp_path) == []
 
 
@@ -157,7 +157,7 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
     notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
-    assert "nothing was trained that could be lost" in job.errors
+    assert "nothing had been completed that could be lost" in job.errors
 
 
 def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path, handlers_kept: None) -> None:

@@ -96,7 +96,7 @@ class Departure:
         self.mistake = self.missing = ""
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
-        self.nothing = "nothing was trained that could be lost"
+        self.nothing = "nothing had been completed that could be lost"
         self._manager = manager
         self._config = config
         self._keep = keep
