@@ -906,3 +906,34 @@ def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path)
     storage = LocalStorage(tmp_path / "run")
     manifest = read_manifest(storage, read_catalog(storage).living[-1])
     assert manifest.metrics == {"loss": 1.0, "lr": 0.5, "acc": 2.0, "seen": 1.0}
+
+
+def test_what_a_program_prints_says_how_far_it_is(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    loader = hf.ResumableDataLoader([1.0, 2.0], batch_size=1)
+    checkpoint = hf.Checkpoint(model=model, loader=loader, epoch=3, note="x" * 99, sizes=[1, 2], later=None)
+    assert repr(checkpoint) == (
+        "Checkpoint(model=Linear, loader=ResumableDataLoader, epoch=3, note='xxxxxxxxxxxx...xxxxxxxxxxxxx', "
+        "sizes=list of 2, later=None)"
+    )
+    run = hf.resumable(tmp_path, checkpoint, preemption="off")
+    assert repr(run) == f"<Run not entered, <CheckpointManager of {tmp_path}: nothing saved yet>>"
+    with run:
+        for step in run.steps(2):
+            if step == 1:
+                handle = run.save()
+                assert handle is not None
+                assert handle.wait_committed()
+                assert repr(handle) == f"<SaveHandle of step 2 of {tmp_path}: committed>"
+    assert repr(run) == f"<Run at step 2, <CheckpointManager of {tmp_path}: newest step 2, closed>>"
+    with hf.CheckpointManager(tmp_path, checkpoint) as manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        path = tmp_path / "step-000000002.g0001"
+        assert repr(handler.restored) == f"<Restoration of {path}: step 2 of generation 1>"
+        assert repr(handler) == f"<PreemptionCheckpointHandler: 2 steps run, {manager!r}>"
+    with hf.WorkerTrainingState(tmp_path / "epochs", checkpoint) as state:
+        state.back_up(4).wait_committed()
+        assert repr(state) == f"<WorkerTrainingState of {tmp_path / 'epochs'}: newest backup of epoch 4, committed>"
+    assert repr(state) == f"<WorkerTrainingState of {tmp_path / 'epochs'}: newest backup of epoch 4, committed, closed>"
+    assert repr(loader).startswith("<ResumableDataLoader of list: ResumableSampler(2, batch_size=1")
+    assert repr(hf.RNG()).startswith("RNG(python, numpy")
+    assert repr(hf.PerWorker(model)) == "PerWorker(Linear)"

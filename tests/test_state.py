@@ -697,7 +697,7 @@ def test_a_checkpoint_names_objects() -> None:
     del checkpoint.late
     del checkpoint["self"]
     assert len(checkpoint) == 3
-    assert "model=int" in repr(checkpoint)
+    assert "model=1" in repr(checkpoint)
     assert copy.copy(checkpoint).model == 1
     with pytest.raises(AttributeError, match="not free"):
         checkpoint.objects = 1  # type: ignore[misc, assignment]

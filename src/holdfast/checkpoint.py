@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -120,7 +121,16 @@ class Checkpoint:
         return copied
 
     def __repr__(self) -> str:
-        return f"Checkpoint({', '.join(f'{name}={type(obj).__name__}' for name, obj in self._objects.items())})"
+        return f"Checkpoint({', '.join(f'{name}={_show(obj)}' for name, obj in tuple(self._objects.items()))})"
+
+
+def _show(obj: object) -> str:
+    """Numbers and short text as they are, and what kind of object anything else is."""
+    if obj is None or type(obj) in (bool, int, float, complex, str, bytes):
+        return reprlib.repr(obj)
+    if type(obj) in (dict, list, tuple, set):
+        return f"{type(obj).__name__} of {len(obj)}"  # type: ignore[arg-type]
+    return type(obj).__name__
 
 
 def list_assigned(checkpoint: Checkpoint) -> frozenset[str]:

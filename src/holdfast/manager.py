@@ -26,7 +26,7 @@ from holdfast.save import arguments
 from holdfast.save.audience import open_audience
 from holdfast.save.companies import open_company, try_plan_save
 from holdfast.save.driver import Saver
-from holdfast.save.handle import SaveHandle
+from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_metrics, check_notes
 from holdfast.save.order import Origin, SaveOrder
@@ -372,6 +372,14 @@ class CheckpointManager:
         self._reports.abandon()
         if self.company is not None:
             self.company.leave()
+
+    def __repr__(self) -> str:
+        own, busy = self._saver.newest, self._in_flight
+        steps = [*tuple(self._living), *([] if own is None else [own.step])]
+        notes = [f"newest step {max(steps)}" if steps else "nothing saved yet"]
+        notes += [f"step {busy.step} {name_state(busy)}"] if busy is not None and busy.step not in steps else []
+        notes += ["closed"] if self._closed else []
+        return f"<CheckpointManager of {self.url}: {', '.join(notes)}>"
 
     def __enter__(self) -> Self:
         return self

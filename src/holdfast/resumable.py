@@ -334,6 +334,10 @@ class Run:
             return None
         return self._begin_save(step, metadata)
 
+    def __repr__(self) -> str:
+        state = f"at step {self.step}" if self._entered else "not entered"
+        return f"<Run {state}, {self.manager!r}>"
+
     def __enter__(self) -> Self:
         """**Blocks.** Restores, and checks that the objects and the directory can be saved.
 

@@ -34,7 +34,7 @@ from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
-from holdfast.save.handle import SaveHandle
+from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.notes import check_metrics
 from holdfast.save.together import Together
 from holdfast.state.hyperparameters import check_kept
@@ -424,6 +424,12 @@ class WorkerTrainingState:
                 self._manager.close(timeout_seconds)
             if self._began_from is None and self.saved is not None:
                 self._announcements.end_epochs(self.saved)
+
+    def __repr__(self) -> str:
+        state = f"newest backup of {self._saved}" if self._saved is not None else "nothing backed up yet"
+        if self._in_flight is not None:
+            state = f"newest backup of {self._in_flight[1]}, {name_state(self._in_flight[0])}"
+        return f"<WorkerTrainingState of {self._storage.url}: {state}{', closed' if self._closed else ''}>"
 
     def __enter__(self) -> Self:
         return self

@@ -291,6 +291,10 @@ class PreemptionCheckpointHandler:
         finally:
             self._end()
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<PreemptionCheckpointHandler: {self._calls.count} steps run{state}, {self._manager!r}>"
+
     def __enter__(self) -> Self:
         self._check_open()
         return self

@@ -45,7 +45,7 @@ _MOST_LOOKS: Final = 30
 """How often a run is looked at again, since a job that goes on has removed what was found there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Restoration:
     """What a restore did.
 
@@ -81,6 +81,9 @@ class Restoration:
     def workers(self) -> int:
         """How many workers had saved it."""
         return self.manifest.world_size
+
+    def __repr__(self) -> str:
+        return f"<Restoration of {self.path}: {self}>"
 
     def __str__(self) -> str:
         notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []

@@ -99,14 +99,7 @@ class SaveHandle:
         self._ended = Gate()
 
     def __repr__(self) -> str:
-        states = (
-            (self._cancelled, "called off"),
-            (bool(self._skipped), "left out"),
-            (self._error is not None, "failed"),
-            (self._is_committed, "committed"),
-        )
-        state = next((state for holds, state in states if holds), "in flight")
-        return f"<save of step {self.step}: {state}>"
+        return f"<SaveHandle of step {self.step} of {self._url}: {name_state(self)}>"
 
     @property
     def path(self) -> str:
@@ -322,3 +315,14 @@ class SaveHandle:
                 f"the save of step {self.step} into {self._url} {miss} within {told_seconds:g} s",
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
+
+
+def name_state(handle: SaveHandle) -> str:
+    """What has become of a save, in words. Unlike the properties, this is no sign of the program's."""
+    states = (
+        (handle._cancelled, "called off"),
+        (bool(handle._skipped), "left out"),
+        (handle._error is not None, "failed"),
+        (handle._is_committed, "committed"),
+    )
+    return next((state for holds, state in states if holds), "in flight")

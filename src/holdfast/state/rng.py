@@ -52,6 +52,9 @@ class RNG:
     seeded anew, each worker's differently, from what was saved; an event says so.
     """
 
+    def __repr__(self) -> str:
+        return f"RNG({', '.join(_sources)})"
+
     def state_dict(self) -> dict[str, Any]:
         """The state of every generator in use."""
         load_integrations()

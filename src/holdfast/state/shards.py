@@ -153,7 +153,7 @@ class PerWorker:
         self.value = value
 
     def __repr__(self) -> str:
-        return f"PerWorker({self.value!r})"
+        return f"PerWorker({type(self.value).__name__})"
 
 
 class _ShardSharder:

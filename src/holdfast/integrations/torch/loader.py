@@ -124,6 +124,9 @@ class ResumableDataLoader:
         )
         self._sampler.check_loader(self._loader)
 
+    def __repr__(self) -> str:
+        return f"<ResumableDataLoader of {type(self._dataset).__name__}: {self._sampler!r}>"
+
     @property
     def dataset(self) -> Any:
         """The dataset that was given."""
