@@ -188,7 +188,7 @@ class Mishaps:
         herald.wait(lambda: bool(found), begun_at + _TELL_SECONDS)
         if found and self._peers.is_leader:
             # The store may lie in this process.
-            others = set(range(self._peers.world_size)) - self._done
+            others = set(range(1, self._peers.world_size)) - self._done
             most_seconds = _TELL_SECONDS if left_seconds is None else min(left_seconds, _TELL_SECONDS)
             least_at = time.monotonic() + LEAST_SECONDS
             self.wait_heard("failure-heard", others, herald, max(begun_at + most_seconds, least_at))
