@@ -41,7 +41,7 @@ crash: .venv/ready
 	$(BIN)/python tests/torch_crash.py --rounds 100 --way kill
 	$(BIN)/python -m holdfast.testing.job_crash --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
-	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis' tests/test_*.py)
+	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests/test_*.py)
 	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
 
 bench: $(BENCH_PLACE)/ready

@@ -6,6 +6,8 @@ import signal
 import hypothesis
 import pytest
 
+from repetitions import repeated
+
 pytest_plugins = ("command_line",)
 
 # How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so
@@ -14,6 +16,7 @@ IS_LONG = "HOLDFAST_LONG" in os.environ
 hypothesis.settings.register_profile(
     "holdfast",
     deadline=None,
+    max_examples=repeated(100, in_gate=30),
     derandomize=not IS_LONG,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

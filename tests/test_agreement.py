@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.preemption.agreement import ABSENT, Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
+from repetitions import repeated
 
 # The table.
 
@@ -240,7 +241,7 @@ def lives(draw: st.DrawFn) -> tuple[list[int], set[int], list[tuple[str, int, in
     return totals, late, events
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=repeated(600, in_gate=150), deadline=None)
 @given(lives())
 @example(([0, 0], set(), [("want", 0, 0), ("read", 1, 0), ("leave", 1, 0), ("fence", 1, 0)]))
 def test_in_every_order_all_stop_at_one_step_that_nobody_has_passed(

@@ -17,6 +17,7 @@ from holdfast.save.buffer import HostBuffer
 from holdfast.save.stage import Stager
 from holdfast.state import Captured, Captures, capture_objects
 from holdfast.storage.crew import Crew
+from repetitions import repeated
 
 COUNT = 40
 
@@ -114,7 +115,7 @@ def assert_same_capture(found: Captured, expected: Captured) -> None:
     assert [id(array) for array in found.arrays] == [id(array) for array in expected.arrays]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=repeated(150, in_gate=40))
 @given(st.data(), st.sampled_from(["numpy", "torch"]))
 def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataObject, kind: str) -> None:
     objects: dict[str, Any] = {
@@ -163,7 +164,7 @@ def test_the_image_holds_what_each_array_says_of_itself() -> None:
 SIZES = st.one_of(st.integers(0, 9), st.integers(1000, 60_000), st.sampled_from([131_071, 131_072, 131_073, 3 << 20]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=repeated(60, in_gate=20))
 @given(st.lists(st.tuples(SIZES, st.integers(1, 70), st.sampled_from(["plain", "strided", "view"])), max_size=6))
 def test_runs_of_any_length_of_arrays_of_any_size(parts: list[tuple[int, int, str]]) -> None:
     """Small arrays that become neighbours are copied by one call; these against each array's own bytes."""

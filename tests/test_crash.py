@@ -12,19 +12,21 @@ import pytest
 import holdfast as hf
 from holdfast.testing.command import WrongStateError
 from holdfast.testing.crash import Tally, Toy, check_after
+from repetitions import repeated
 
 
 @pytest.mark.slow
-def test_100_kills_at_random_moments(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdfast.testing.crash", "--kills", "100", "--span", "0.15"]
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    kills = repeated(100, in_gate=40)
+    command = [sys.executable, "-m", "holdfast.testing.crash", "--kills", str(kills), "--span", "0.15"]
     done = subprocess.run(
         [*command, "--directory", str(tmp_path / "run")], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "100 kills" in done.stdout
+    assert f"{kills} kills" in done.stdout
     in_save = re.search(r"(\d+) hit an unfinished save", done.stdout)
     assert in_save is not None
-    assert int(in_save[1]) >= 3, "the kills hit saves, not only what lies between them"
+    assert int(in_save[1]) >= kills // 33, "the kills hit saves, not only what lies between them"
 
 
 def test_the_crash_driver_sees_what_is_wrong(tmp_path: Path) -> None:

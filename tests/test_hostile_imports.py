@@ -24,6 +24,7 @@ from command_line import call, complaint
 from holdfast import errors
 from holdfast.interchange.pickle_reading import read_pickle
 from holdfast.interchange.pickle_writing import Global, write_pickle
+from repetitions import repeated
 
 torch = pytest.importorskip("torch")
 
@@ -376,7 +377,7 @@ def test_pickles_made_to_exhaust_are_refused(tmp_path: Path, name: str) -> None:
     refuse(path, "malformed", "nested", "contains itself", "may hold", "more than", "holds nothing", "cannot be stored")
 
 
-@settings(max_examples=300)
+@settings(max_examples=repeated(300, in_gate=60))
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_or_data(data: bytes) -> None:
     for prefix in (b"", b"\x80\x02}", b"\x80\x04]("):
@@ -384,7 +385,7 @@ def test_bytes_at_random_are_refused_or_data(data: bytes) -> None:
             read_pickle(memoryview(prefix + data + b"."), (), "here")
 
 
-@settings(max_examples=200)
+@settings(max_examples=repeated(200, in_gate=40))
 @given(st.data())
 def test_a_torch_file_with_changed_bytes_is_refused_or_data(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -31,6 +31,7 @@ from holdfast.state.loading import ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
 from holdfast.storage.local import LocalStorage
+from repetitions import repeated
 from state_trip import Stored, store
 
 HEADER_BYTES = 4096
@@ -81,7 +82,7 @@ CHANGES: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.lists(st.tuples(st.integers(0, 5), CHANGES), max_size=2),
     st.sampled_from([0, 0, 0, 1, -1]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=repeated(400, in_gate=80), deadline=None)
 def test_leaves_are_sound_together_if_each_is(
     sizes: list[int], span_bytes: int, changes: list[tuple[int, dict[str, Any]]], over_bytes: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_leaves_are_sound_together_if_each_is(
     st.sampled_from([4096, 1 << 20, 3 << 20, 64 << 20]),
     st.none() | st.sets(st.integers(0, 11).map(lambda number: f"leaf{number}")),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeated(200, in_gate=40), deadline=None)
 def test_pieces_are_just_what_is_wanted(sizes: list[int], span_bytes: int, wanted: set[str] | None) -> None:
     index = make_index(sizes, span_bytes)
     spans = [
@@ -293,7 +294,7 @@ def compare(
 
 
 @given(containers(), st.sampled_from([OWNED, HANDED_OVER, REPLACED]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repeated(300, in_gate=60), deadline=None)
 def test_many_arrays_are_matched_as_each_is(pair: tuple[Any, Any], rules: Rules) -> None:
     stored, live = store(all=pair[0]), pair[1]
     assert compare(Comparison, stored, live, rules) == compare(Singly, stored, live, rules)
@@ -332,7 +333,7 @@ def values_of_all(comparison: Comparison, stored: Stored, live: Any) -> Any:
 
 
 @given(states(), st.sampled_from([OWNED, HANDED_OVER, REPLACED]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repeated(300, in_gate=60), deadline=None)
 def test_the_parts_of_an_object_are_matched_as_each_is(pair: tuple[Any, Any], rules: Rules) -> None:
     stored, live = store(all=pair[0]), pair[1]
     together = compare(Comparison, stored, live, rules, values_of_all)
@@ -372,7 +373,7 @@ def each_plain(backend: ArrayBackend, items: Sequence[Any]) -> tuple[list[Any], 
 
 
 @given(st.lists(st.integers(0, 1000).flatmap(arrays), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repeated(300, in_gate=60), deadline=None)
 def test_plain_arrays_are_known_together_as_each_is(mixed: list[Any]) -> None:
     for backend, cls in ((NumpyBackend(), np.ndarray), (TorchBackend(), torch.Tensor)):
         own = [array for array in mixed if isinstance(array, cls)]
@@ -414,7 +415,7 @@ def write_file(storage: Storage, content: bytes) -> None:
     st.sampled_from([1, 100, 1 << 20]),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=repeated(60, in_gate=20), deadline=None)
 def test_arrays_of_any_form_are_read_and_all_is_checked(sizes: list[int], span_bytes: int, data: st.DataObject) -> None:
     content = bytes(HEADER_BYTES) + np.random.default_rng(0).bytes(sum(sizes))
     index = make_index(sizes, span_bytes, content)
@@ -531,7 +532,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 10)), max_size=12
 
 
 @given(RANGES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=repeated(300, in_gate=60), deadline=None)
 def test_overlapping_ranges_are_found(ranges: list[tuple[int, int]]) -> None:
     begins = [begin for begin, _ in ranges]
     ends = [begin + length for begin, length in ranges]

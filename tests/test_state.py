@@ -27,6 +27,7 @@ from holdfast.state.leaves import ArraySpec
 from holdfast.state.matching import match_objects
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import RNG, undisturbed
+from repetitions import repeated
 from state_trip import bring_back, match, store
 
 DTYPES = ["?", "u1", "i1", "i2", "u2", "f2", "i4", "u4", "f4", "f8", "i8", "u8", "c8", ">f4", ">i8"]
@@ -463,7 +464,7 @@ def test_arrays_whose_elements_share_memory_are_replaced(make: Callable[[], Any]
 
 
 @given(hnp.array_shapes(max_dims=4, max_side=4), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeated(200, in_gate=50), deadline=None)
 def test_views_are_known_to_have_elements_of_their_own(shape: tuple[int, ...], data: st.DataObject) -> None:
     array = np.zeros(shape)
     view = array.transpose(data.draw(st.permutations(range(array.ndim))))

@@ -29,6 +29,7 @@ from holdfast.errors import FormatError, UnsupportedValueError, UsageError
 from holdfast.format.decoding import REBUILDERS
 from holdfast.format.scalars import DECODERS
 from holdfast.format.values import MAX_DEPTH, decode_value, encode_value, register_codec, register_type
+from repetitions import repeated
 
 
 def through_json(value: Any, live: Any = None) -> Any:
@@ -151,7 +152,7 @@ values = st.recursive(scalars, containers, max_leaves=20)
 
 
 @given(values)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=repeated(200, in_gate=50), deadline=None)
 def test_any_tree_comes_back_equal_and_of_the_same_type(value: Any) -> None:
     assert same(through_json(value), value)
 
@@ -179,7 +180,7 @@ garbage = st.recursive(
 
 
 @given(garbage)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=repeated(500, in_gate=100), deadline=None)
 def test_any_json_is_decoded_or_refused_cleanly(node: Any) -> None:
     with suppress(FormatError, UnsupportedValueError):
         decode_value(node)

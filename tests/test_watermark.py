@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.save.watermark import CalledOffError, Watermark
 from holdfast.storage.crew import Crew
+from repetitions import repeated
 
 
 class Writer(threading.Thread):
@@ -28,7 +29,7 @@ class Writer(threading.Thread):
         self.seen = set(self._made)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=repeated(60, in_gate=20))
 @given(
     begins=st.lists(st.integers(0, 100), min_size=1, max_size=8),
     ends=st.lists(st.integers(0, 120), max_size=4),
