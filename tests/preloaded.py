@@ -243,6 +243,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     sys.stdin = sys.__stdin__ = _open_text(0, "r", "<stdin>")  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _open_text(1, "w", "<stdout>")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _open_text(2, "w", "<stderr>")  # type: ignore[misc]
+    main: Any = threading.main_thread()
+    main._set_native_id()  # A fork may leave that of the process that was forked.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if process := sys.modules.get("multiprocessing.process"):

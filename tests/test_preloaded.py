@@ -28,6 +28,7 @@ print(json.dumps({
     "signals": {int(one): str(signal.getsignal(one)) for one in signal.valid_signals()},
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "threads": [threading.active_count(), threading.current_thread() is threading.main_thread()],
+    "thread": threading.main_thread().native_id == os.getpid(),
     "streams": [[each.name, each.mode, each.encoding, each.errors, each.line_buffering] for each in streams],
     "same": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.excepthook is sys.__excepthook__],
     "process": [os.getppid(), os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
