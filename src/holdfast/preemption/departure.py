@@ -270,6 +270,9 @@ class Departure:
             self._told()
         if exit_fn is None:
             keep_exit_code()
+            if error and self.missing:
+                # What the interpreter takes down at the end, such as process groups, may wait for the dead worker.
+                gone_at = time.monotonic()
             leaving = LeavingExit(code, gone_at)
             leave_with_thread(leaving)
             raise leaving
