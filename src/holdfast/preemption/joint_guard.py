@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.peers import Failure, make_brief
-from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
+from holdfast.errors import AbsentError, ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Failed
 from holdfast.preemption.accord import Accord, Turn, make_call
 from holdfast.preemption.agreement import Wanted
@@ -375,7 +375,8 @@ class JointGuard(Guard):
 
     def _note_missing(self, error: ClusterError | None) -> None:
         """Has the exit say which worker is dead, if it is that, rather than that a step could not be saved."""
-        is_lost = isinstance(error, PeerError) and error.rank in self._peers.lost
+        # Another worker may have told of it before this one could see it.
+        is_lost = isinstance(error, PeerError) and error.kind == AbsentError.__name__ and error.text.startswith("has ")
         self._departure.missing = error.message if is_lost and error is not None else ""
 
     def _raise_cause(self) -> None:
