@@ -15,15 +15,15 @@ from safetensors.numpy import load_file as load_arrays
 
 import holdfast as hf
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
+from holdfast.convert.exporter import export_checkpoint
+from holdfast.convert.input_files import SourceFile
+from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
+from holdfast.convert.output_files import NewFile
+from holdfast.convert.pickle_write import write_pickle
+from holdfast.convert.torch_file import TorchArchive
+from holdfast.convert.torch_pickles import tensor_call
+from holdfast.convert.torch_zip import ArchiveWriter
 from holdfast.errors import NoCheckpointError
-from holdfast.interchange.archive_reading import SourceFile
-from holdfast.interchange.archive_writing import ArchiveWriter
-from holdfast.interchange.delivery import NewFile
-from holdfast.interchange.export import export_checkpoint
-from holdfast.interchange.extents import LeafReader, StoredLeaf
-from holdfast.interchange.pickle_writing import write_pickle
-from holdfast.interchange.torch_import import TorchArchive
-from holdfast.interchange.torch_pickles import tensor_call
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage

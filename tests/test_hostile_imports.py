@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import holdfast as hf
 from command_line import call, complaint
 from holdfast import errors
-from holdfast.interchange.pickle_reading import read_pickle
-from holdfast.interchange.pickle_writing import Global, write_pickle
+from holdfast.convert.pickle_read import read_pickle
+from holdfast.convert.pickle_write import Global, write_pickle
 from repetitions import repeated
 
 torch = pytest.importorskip("torch")
@@ -217,7 +217,7 @@ def test_metadata_of_dcp_that_cannot_be_is_refused(directory: Path, change: Any,
 
 def tensor_pickle(shape: tuple[int, ...], strides: tuple[int, ...], *, offset: int = 0, numel: int = 6) -> bytes:
     storage = Global("torch", "FloatStorage")
-    from holdfast.interchange.pickle_writing import Call, Persistent
+    from holdfast.convert.pickle_write import Call, Persistent
 
     return write_pickle(
         {

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import holdfast as hf
 from command_line import flip_bit
 from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest
-from holdfast.interchange.export import export_checkpoint
 from holdfast.storage import LocalStorage
 from holdfast.storage.direct import PAGE_BYTES, address_of
 from holdfast.storage.local_reader import LocalReader

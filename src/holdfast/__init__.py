@@ -11,11 +11,11 @@ from holdfast.resumable import Run, resumable
 
 if TYPE_CHECKING:
     from holdfast import jobs
+    from holdfast.convert.exporter import export_checkpoint
+    from holdfast.convert.importer import import_checkpoint
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.loader import ResumableDataLoader
     from holdfast.integrations.torch.process_groups import init_process_group
-    from holdfast.interchange.export import export_checkpoint
-    from holdfast.interchange.intake import import_checkpoint
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -102,8 +102,8 @@ _HOMES: Final = {
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",
     "epoch_limiter": "holdfast.jobs",
-    "export_checkpoint": "holdfast.interchange.export",
-    "import_checkpoint": "holdfast.interchange.intake",
+    "export_checkpoint": "holdfast.convert.exporter",
+    "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.process_groups",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from holdfast.interchange.export import Watcher
+    from holdfast.convert.exporter import Watcher
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from holdfast.cli.quantities import parse_size
 
 if TYPE_CHECKING:
     from holdfast.cli.screen import Screen
-    from holdfast.interchange.export import Export
+    from holdfast.convert.exporter import Export
 
 
 @click.command()
@@ -60,8 +60,8 @@ def command(
     from holdfast.cli.signals import ending_on
     from holdfast.cli.survey import name_fields
     from holdfast.cli.target import choose_step, find_target
+    from holdfast.convert.exporter import FILE_BYTES, Wanted, export_chosen, export_step
     from holdfast.errors import DamageError, UsageError
-    from holdfast.interchange.export import FILE_BYTES, Wanted, export_chosen, export_step
 
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
         raise UsageError(

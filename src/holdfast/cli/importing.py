@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from holdfast.cli.screen import Screen
-    from holdfast.interchange.intake import Import
+    from holdfast.convert.importer import Import
 
 
 @click.command("import")
@@ -36,8 +36,8 @@ def command(
     from holdfast.cli.screen import Screen, write_json
     from holdfast.cli.signals import ending_on
     from holdfast.cli.survey import name_fields
+    from holdfast.convert.importer import import_checkpoint
     from holdfast.errors import UsageError
-    from holdfast.interchange.intake import import_checkpoint
 
     if not name:
         raise UsageError("an object has a name", hint="Leave --name out, or give one.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from holdfast.convert.input_arrays import StoredTensor
+from holdfast.convert.input_files import Record, SourceFile, read_directory
+from holdfast.convert.pickle_read import Made, read_pickle, shown
+from holdfast.convert.pickle_write import Global, Persistent
+from holdfast.convert.torch_pickles import DTYPES, STORAGES, UNTYPED
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.format.soundness import MAX_DIMENSIONS
-from holdfast.interchange.archive_reading import Record, SourceFile, read_directory
-from holdfast.interchange.incoming import StoredTensor
-from holdfast.interchange.pickle_reading import Made, read_pickle, shown
-from holdfast.interchange.pickle_writing import Global, Persistent
-from holdfast.interchange.torch_pickles import DTYPES, STORAGES, UNTYPED
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 """The pickle in a file holds no tensors, only what is said of them, and plain values."""

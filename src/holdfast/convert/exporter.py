@@ -12,16 +12,16 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from holdfast.catalog import Catalog, is_committed, read_catalog
+from holdfast.convert.dcp import write_dcp
+from holdfast.convert.leaf_stream import LeafReader
+from holdfast.convert.leaf_tree import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
+from holdfast.convert.safetensors import write_safetensors
+from holdfast.convert.torch_export import write_torch
+from holdfast.convert.torch_pickles import DTYPES
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
 from holdfast.format.names import MAX_STEP, StepName, is_own
-from holdfast.interchange.dcp_export import write_dcp
-from holdfast.interchange.extents import LeafReader
-from holdfast.interchange.outline import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
-from holdfast.interchange.safetensors_export import write_safetensors
-from holdfast.interchange.torch_export import write_torch
-from holdfast.interchange.torch_pickles import DTYPES
 from holdfast.numbers import check_whole
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.restore.verify import open_step

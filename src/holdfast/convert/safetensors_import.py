@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.convert.input_arrays import IncomingArray, StoredTensor, whole_array
+from holdfast.convert.input_files import SourceFile
 from holdfast.errors import FormatError
 from holdfast.format.boxes import strides_of
 from holdfast.format.dtypes import RAW_TYPES, array_bytes
 from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY
 from holdfast.format.scalars import is_text
 from holdfast.format.soundness import MAX_DIMENSIONS
-from holdfast.interchange.archive_reading import SourceFile
-from holdfast.interchange.incoming import IncomingArray, StoredTensor, whole_array
 
 _MAX_MAP_BYTES: Final = 256 << 20
 

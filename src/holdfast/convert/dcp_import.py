@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
+from holdfast.convert.input_arrays import Chunk, IncomingArray
+from holdfast.convert.input_files import SourceFile
+from holdfast.convert.pickle_keys import Keys
+from holdfast.convert.pickle_read import Made, read_pickle, shown
+from holdfast.convert.pickle_write import Global
+from holdfast.convert.safetensors_import import is_plain_name
+from holdfast.convert.torch_file import ALLOWED, TorchArchive, lengths_of
+from holdfast.convert.torch_pickles import DTYPES
 from holdfast.errors import FormatError
 from holdfast.format.boxes import Box, find_box_problem, find_overlap
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.soundness import MAX_DIMENSIONS
-from holdfast.interchange.archive_reading import SourceFile
-from holdfast.interchange.incoming import Chunk, IncomingArray
-from holdfast.interchange.pickle_keys import Keys
-from holdfast.interchange.pickle_reading import Made, read_pickle, shown
-from holdfast.interchange.pickle_writing import Global
-from holdfast.interchange.safetensors_import import is_plain_name
-from holdfast.interchange.torch_import import ALLOWED, TorchArchive, lengths_of
-from holdfast.interchange.torch_pickles import DTYPES
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30

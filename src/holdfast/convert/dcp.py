@@ -11,16 +11,16 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
+from holdfast.convert.leaf_tree import ArrayRef, LeftOut, ObjectState, list_arrays
+from holdfast.convert.optimizer_forms import name_parameters
+from holdfast.convert.output_files import NewFile, deliver_files
+from holdfast.convert.pickle_write import Call, Global, Instance, Pairs, write_pickle
+from holdfast.convert.torch_export import torch_value
+from holdfast.convert.torch_pickles import SIZE, dtype_global, tensor_call
+from holdfast.convert.torch_zip import ArchiveWriter, take
 from holdfast.errors import UsageError
 from holdfast.format.encoding import escape
-from holdfast.interchange.archive_writing import ArchiveWriter, take
-from holdfast.interchange.delivery import NewFile, deliver_files
-from holdfast.interchange.extents import Extent, LeafReader, StoredLeaf
-from holdfast.interchange.optimizer_forms import name_parameters
-from holdfast.interchange.outline import ArrayRef, LeftOut, ObjectState, list_arrays
-from holdfast.interchange.pickle_writing import Call, Global, Instance, Pairs, write_pickle
-from holdfast.interchange.torch_export import torch_value
-from holdfast.interchange.torch_pickles import SIZE, dtype_global, tensor_call
 
 METADATA_NAME: Final = ".metadata"
 CHUNK_BYTES: Final = 512 << 20

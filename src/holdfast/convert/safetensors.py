@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
+from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
+from holdfast.convert.output_files import Delivery, deliver_file, deliver_files
 from holdfast.errors import UsageError
 from holdfast.format.layout import METADATA_KEY, Layout, plan_layout
-from holdfast.interchange.delivery import Delivery, deliver_file, deliver_files
-from holdfast.interchange.extents import LeafReader, StoredLeaf
 
 SUFFIX: Final = ".safetensors"
 SINGLE_NAME: Final = "model.safetensors"

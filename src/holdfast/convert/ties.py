@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from holdfast.convert.input_arrays import IncomingArray, read_spans
 from holdfast.format.digests import SPAN_BYTES
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.index import LeafRecord
 from holdfast.format.scalars import Node
-from holdfast.interchange.incoming import IncomingArray, read_spans
 
 KEPT_APART: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
 """State of an optimizer for one parameter has these: nothing in it is ever one with another thing."""

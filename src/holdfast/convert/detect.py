@@ -7,13 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from holdfast.convert.dcp_import import METADATA_NAME, DcpDirectory
+from holdfast.convert.input_arrays import IncomingArray
+from holdfast.convert.input_files import FilePool, SourceFile
+from holdfast.convert.safetensors import INDEX_NAME
+from holdfast.convert.safetensors_import import list_files, read_header
+from holdfast.convert.torch_file import TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
-from holdfast.interchange.archive_reading import FilePool, SourceFile
-from holdfast.interchange.dcp_import import METADATA_NAME, DcpDirectory
-from holdfast.interchange.incoming import IncomingArray
-from holdfast.interchange.safetensors_export import INDEX_NAME
-from holdfast.interchange.safetensors_import import list_files, read_header
-from holdfast.interchange.torch_import import TorchArchive
 
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")

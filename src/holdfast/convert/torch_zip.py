@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.interchange.delivery import NewFile
+from holdfast.convert.output_files import NewFile
 
 ALIGNMENT_BYTES: Final = 64
 """Where torch has records begin, so that it can map them into memory."""

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
+from holdfast.convert.leaf_tree import ArrayRef, LeftOut, ObjectState, Special
+from holdfast.convert.optimizer_forms import number_parameters
+from holdfast.convert.output_files import deliver_file
+from holdfast.convert.pickle_write import Call, write_pickle
+from holdfast.convert.torch_pickles import special_value, tensor_call
+from holdfast.convert.torch_zip import ArchiveWriter, take
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import escape
 from holdfast.format.strides import order_dimensions
-from holdfast.interchange.archive_writing import ArchiveWriter, take
-from holdfast.interchange.delivery import deliver_file
-from holdfast.interchange.extents import LeafReader, StoredLeaf
-from holdfast.interchange.optimizer_forms import number_parameters
-from holdfast.interchange.outline import ArrayRef, LeftOut, ObjectState, Special
-from holdfast.interchange.pickle_writing import Call, write_pickle
-from holdfast.interchange.torch_pickles import special_value, tensor_call
 
 _RECORD_BYTES = 512
 """What a record of the archive takes beside its bytes, at the most."""

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
+from holdfast.convert.pickle_keys import Keys
+from holdfast.convert.pickle_write import Global, Persistent
 from holdfast.errors import FormatError
-from holdfast.interchange.pickle_keys import Keys
-from holdfast.interchange.pickle_writing import Global, Persistent
 
 _HINT: Final = "Nothing of it was executed. If you trust the file, load and save it again as plain state_dicts."
 _SHOWN: Final = 100

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.convert.input_files import SourceFile
 from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
-from holdfast.interchange.archive_reading import SourceFile
 
 _WINDOW_BYTES: Final = 32 << 20
 _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}

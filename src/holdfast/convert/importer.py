@@ -12,6 +12,14 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.catalog import read_catalog, read_generations
+from holdfast.convert.detect import Source, Tree
+from holdfast.convert.exporter import Watcher
+from holdfast.convert.input_arrays import IncomingArray, read_spans, whole_array
+from holdfast.convert.leaf_tree import LeftOut
+from holdfast.convert.pickle_read import Made, shown
+from holdfast.convert.pickle_write import Global, Persistent
+from holdfast.convert.ties import KEPT_APART, tie_equal
+from holdfast.convert.torch_file import TorchArchive, special_of
 from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.encoding import Encoder, escape, path_part
@@ -27,14 +35,6 @@ from holdfast.format.names import (
 )
 from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.format.strides import StridesRecord, find_layout
-from holdfast.interchange.export import Watcher
-from holdfast.interchange.incoming import IncomingArray, read_spans, whole_array
-from holdfast.interchange.outline import LeftOut
-from holdfast.interchange.pickle_reading import Made, shown
-from holdfast.interchange.pickle_writing import Global, Persistent
-from holdfast.interchange.sources import Source, Tree
-from holdfast.interchange.ties import KEPT_APART, tie_equal
-from holdfast.interchange.torch_import import TorchArchive, special_of
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.selection import Selection, make_selection

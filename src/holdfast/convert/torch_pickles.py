@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from holdfast.convert.leaf_stream import StoredLeaf
+from holdfast.convert.leaf_tree import Special
+from holdfast.convert.pickle_write import Call, Global, Persistent
 from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, names_in
 from holdfast.format.strides import row_major
-from holdfast.interchange.extents import StoredLeaf
-from holdfast.interchange.outline import Special
-from holdfast.interchange.pickle_writing import Call, Global, Persistent
 
 DTYPES: Final = {name: torch_name for torch_name, name in names_in("torch").items() if name not in QUANTIZED_TYPES}
 """Torch's names of the element types."""
