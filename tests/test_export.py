@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import queue
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,11 @@ from safetensors.numpy import load_file as load_arrays
 import holdfast as hf
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
 from holdfast.convert.exporter import export_checkpoint
-from holdfast.convert.input_files import SourceFile
+from holdfast.convert.input_files import InputFile
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
-from holdfast.convert.output_files import NewFile
 from holdfast.convert.pickle_write import write_pickle
-from holdfast.convert.torch_file import TorchArchive
-from holdfast.convert.torch_pickles import tensor_call
-from holdfast.convert.torch_zip import ArchiveWriter
+from holdfast.convert.torch_file import TorchArchive, tensor_call
+from holdfast.convert.torch_zip import write_archive
 from holdfast.errors import NoCheckpointError
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage
@@ -396,20 +396,14 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
         assert (one / "step-000000000.g0001" / DATA).stat().st_size >= 256 << 20
 
 
-class SparseFile(NewFile):
+class SparseFile(io.FileIO):
     """Leaves holes where zeros are written."""
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self.descriptor = descriptor
-
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: Any) -> int:
         if len(data) < len(ZEROS):
-            super().write(data)
-        else:
-            self.size_bytes += len(data)
-            os.ftruncate(self.descriptor, self.size_bytes)
-            os.lseek(self.descriptor, 0, os.SEEK_END)
+            return super().write(data)
+        self.truncate(self.seek(len(data), os.SEEK_CUR))
+        return len(data)
 
 
 ZEROS = memoryview(bytes(64 << 20))
@@ -419,18 +413,18 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
     """Sizes and places beyond 32 bits stand in fields of their own."""
     path, count = tmp_path / "large.pt", (4 << 30) // len(ZEROS) + 1
     small, large = StoredLeaf("F32", (3,)), StoredLeaf("U8", (count * len(ZEROS),))
-    with path.open("xb", buffering=0) as file:
-        archive = ArchiveWriter(SparseFile(file.fileno()), "archive")
-        tensors = {"first": tensor_call("0", small), "large": tensor_call("1", large), "last": tensor_call("2", small)}
-        archive.begin(write_pickle(tensors))
-        archive.add("data/0", 12, [np.arange(3, dtype=np.float32).tobytes()])
-        archive.add("data/1", large.size_bytes, itertools.repeat(ZEROS, count))
-        archive.add("data/2", 12, [np.ones(3, np.float32).tobytes()])
-        archive.finish()
+    tensors = {"first": tensor_call("0", small), "large": tensor_call("1", large), "last": tensor_call("2", small)}
+    storages: list[tuple[str, int, Iterable[bytes | memoryview]]] = [
+        ("0", 12, [np.arange(3, dtype=np.float32).tobytes()]),
+        ("1", large.size_bytes, itertools.repeat(ZEROS, count)),
+        ("2", 12, [np.ones(3, np.float32).tobytes()]),
+    ]
+    with SparseFile(path, "xb") as file:
+        write_archive(file, write_pickle(tensors), storages)
     found = torch.load(path, weights_only=True, mmap=True)
     assert (found["first"].tolist(), found["last"].tolist()) == ([0, 1, 2], [1, 1, 1])
     assert tuple(found["large"].shape) == large.shape
-    with SourceFile(path) as source:
+    with InputFile(path) as source:
         read = TorchArchive(source, 0, source.size_bytes)
         places = {name: place for name, made in read.value.items() if (place := read.tensor(made)) is not None}
         assert source.read(places["last"].begin, 12) == np.ones(3, np.float32).tobytes()

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from holdfast.convert.exporter import Watcher
+    from holdfast.convert.exporter import ProgressWatcher
 
 
 @contextmanager
-def byte_progress(stream: TextIO, label: str) -> Iterator[Watcher | None]:
+def byte_progress(stream: TextIO, label: str) -> Iterator[ProgressWatcher | None]:
     """Shows a bar while the body runs, if the stream is a terminal; gone afterwards."""
     if not stream.isatty():
         yield None

@@ -60,7 +60,7 @@ def command(
     from holdfast.cli.signals import ending_on
     from holdfast.cli.survey import name_fields
     from holdfast.cli.target import choose_step, find_target
-    from holdfast.convert.exporter import FILE_BYTES, Wanted, export_chosen, export_step
+    from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
     from holdfast.errors import DamageError, UsageError
 
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
@@ -70,14 +70,14 @@ def command(
     if repeat_shared and to != "safetensors":
         raise UsageError("--repeat-shared is for safetensors", hint="The other formats keep what is shared as it is.")
     target = find_target(run)
-    wanted = Wanted(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
+    options = ExportOptions(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
     try:
         with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
             if target.is_step:
-                export = export_step(target.storage, "", None, target.beside, out, wanted, watcher=progress)
+                export = export_step(target.storage, "", None, target.beside, out, options, watcher=progress)
             else:
                 choose = partial(choose_step, target=target)
-                export = export_chosen(target.storage, choose, out, wanted, watcher=progress)
+                export = export_chosen(target.storage, choose, out, options, watcher=progress)
     except DamageError as error:
         if not (target.is_step or error.hint):
             error.hint = (

@@ -1,4 +1,4 @@
-"""What lies at a place that something is to be taken in from: which format it has, and the tree in it."""
+"""Finds out in which format another program has saved something, and reads the tree in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from holdfast.convert.dcp_import import METADATA_NAME, DcpDirectory
-from holdfast.convert.input_arrays import IncomingArray
-from holdfast.convert.input_files import FilePool, SourceFile
-from holdfast.convert.safetensors import INDEX_NAME
-from holdfast.convert.safetensors_import import list_files, read_header
+from holdfast.convert.dcp import METADATA_NAME, DcpDirectory, EntryPath
+from holdfast.convert.input_arrays import InputArray
+from holdfast.convert.input_files import FilePool, InputFile
+from holdfast.convert.safetensors import list_files, read_header
 from holdfast.convert.torch_file import TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
 
@@ -20,12 +19,12 @@ _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
 _SOURCES: Final = "A torch.save file, a DCP directory, a safetensors file, or a directory of such can be imported."
 
 
-class Tree:
-    """A part of a tree, with the archive that knows its tensors.
+class ArchivedTree:
+    """A part of a tree, with the archive in which its tensors lie.
 
     Attributes:
         value: The part.
-        archive: What tells which objects in it are tensors; None if it holds none.
+        archive: Says which objects in it are tensors; None if it holds none.
     """
 
     __slots__ = ("archive", "value")
@@ -35,13 +34,13 @@ class Tree:
         self.archive = archive
 
 
-class Source:
+class ImportSource:
     """An open source. `close` closes its files.
 
     Attributes:
         format: `torch`, `dcp` or `safetensors`.
         size_bytes: The size of all its files together.
-        root: The tree: dicts and lists, in whose leaves stand `IncomingArray`, `Tree` and plain values.
+        root: The tree: dicts and lists, in whose leaves stand `InputArray`, `ArchivedTree` and plain values.
     """
 
     def __init__(self, path: Path, *, keep_unknown: bool) -> None:
@@ -58,7 +57,7 @@ class Source:
             StorageError: If it cannot be read.
         """
         self._files = ExitStack()
-        self._open: dict[str, SourceFile] = {}
+        self._open: dict[str, InputFile] = {}
         self._pool = FilePool()
         self._path = path
         self.format = ""
@@ -98,7 +97,7 @@ class Source:
         if head.startswith(_ZIP):
             self.format = "torch"
             archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
-            self.root = Tree(archive.value, archive)
+            self.root = ArchivedTree(archive.value, archive)
         elif head.startswith(_LEGACY):
             raise UsageError(
                 f"{self._path} is in the form that torch.save had before version 1.6",
@@ -113,12 +112,12 @@ class Source:
     def _read_directory(self, keep_unknown: bool) -> None:
         if (self._path / METADATA_NAME).exists():
             self.format = "dcp"
-            with SourceFile(self._path / METADATA_NAME) as metadata:
+            with InputFile(self._path / METADATA_NAME) as metadata:
                 found = DcpDirectory(metadata, self._beside, keep_unknown=keep_unknown)
             self.root = _nest(found.entries, str(self._path))
             return
-        arrays: dict[str, IncomingArray] = {}
-        for name in list_files(self._path, INDEX_NAME):
+        arrays: dict[str, InputArray] = {}
+        for name in list_files(self._path):
             for key, array in read_header(self._beside(name)).items():
                 if key in arrays:
                     raise FormatError(f"{self._path}: {key!r} stands in two files", path=str(self._path))
@@ -128,28 +127,28 @@ class Source:
         self.format = "safetensors"
         self.root = arrays
 
-    def _beside(self, name: str) -> SourceFile:
-        """A file of the directory; links are followed as little as those in a checkpoint, but for a model's own."""
+    def _beside(self, name: str) -> InputFile:
+        """A file of the directory. Links of a model's are followed, as Hugging Face's cache has them; DCP's are not."""
         return self._open.get(name) or self._use(self._path / name, follow_links=self.format != "dcp")
 
-    def _use(self, path: Path, *, follow_links: bool) -> SourceFile:
-        file = self._files.enter_context(SourceFile(path, self._pool, follow_links=follow_links))
+    def _use(self, path: Path, *, follow_links: bool) -> InputFile:
+        file = self._files.enter_context(InputFile(path, self._pool, follow_links=follow_links))
         self._open[path.name] = file
         return file
 
 
-def _nest(entries: dict[tuple[str | int, ...], Any], path: str) -> dict[Any, Any]:
-    """The tree that entries make up; numbers on the way are places in lists."""
+def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
+    """The tree that entries make up; numbers on the keys are places in lists."""
     root: dict[Any, Any] = {}
-    for way, value in entries.items():
+    for keys, value in entries.items():
         place = root
-        for key in way[:-1]:
+        for key in keys[:-1]:
             place = place.setdefault(key, {})
             if type(place) is not dict:
-                raise FormatError(f"{path}: {'.'.join(map(str, way))} leads through another entry", path=path)
-        if way[-1] in place:
-            raise FormatError(f"{path}: {'.'.join(map(str, way))} stands twice", path=path)
-        place[way[-1]] = Tree(value.value, value) if isinstance(value, TorchArchive) else value
+                raise FormatError(f"{path}: {'.'.join(map(str, keys))} leads through another entry", path=path)
+        if keys[-1] in place:
+            raise FormatError(f"{path}: {'.'.join(map(str, keys))} stands twice", path=path)
+        place[keys[-1]] = ArchivedTree(value.value, value) if isinstance(value, TorchArchive) else value
     return {key: _listed(value, 0) for key, value in root.items()}
 
 

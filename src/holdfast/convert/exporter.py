@@ -14,10 +14,9 @@ import msgspec
 from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.convert.dcp import write_dcp
 from holdfast.convert.leaf_stream import LeafReader
-from holdfast.convert.leaf_tree import Keys, LeftOut, ObjectState, join_objects, list_arrays, list_values, outline
+from holdfast.convert.leaf_tree import KeyPath, LeftOut, ObjectState, join_objects, list_arrays, list_values, make_tree
 from holdfast.convert.safetensors import write_safetensors
-from holdfast.convert.torch_export import write_torch
-from holdfast.convert.torch_pickles import DTYPES
+from holdfast.convert.torch_file import TORCH_DTYPES, write_torch
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
@@ -33,11 +32,11 @@ FILE_BYTES: Final = 5_000_000_000
 """How large a file of several gets: what Hugging Face's hub likes."""
 
 
-_MOST_LOOKS: Final = 30
+_MOST_ATTEMPTS: Final = 30
 
 
-class Watcher(Protocol):
-    """Told how far a long piece of work has come."""
+class ProgressWatcher(Protocol):
+    """Hears how far an export or an import has come."""
 
     def expect(self, total_bytes: int) -> None:
         """How much there is to do."""
@@ -48,7 +47,7 @@ class Watcher(Protocol):
         ...
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ExportOptions(msgspec.Struct, frozen=True):
     """What is to be written, and how; the arguments of `export_checkpoint`.
 
     Attributes:
@@ -105,7 +104,7 @@ def export_checkpoint(
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     threads: int = 3,
-    watcher: Watcher | None = None,
+    watcher: ProgressWatcher | None = None,
 ) -> Export:
     """**Blocks.** Writes a checkpoint of a run as files that other programs read; every byte is checked on the way.
 
@@ -144,18 +143,18 @@ def export_checkpoint(
             )
         return name
 
-    wanted = Wanted(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
-    return export_chosen(storage, choose, Path(out), wanted, threads=threads, watcher=watcher)
+    options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
+    return export_chosen(storage, choose, Path(out), options, threads=threads, watcher=watcher)
 
 
 def export_chosen(
     storage: Storage,
     choose: Callable[[Catalog], StepName],
     out: Path,
-    wanted: Wanted,
+    options: ExportOptions,
     *,
     threads: int = 3,
-    watcher: Watcher | None = None,
+    watcher: ProgressWatcher | None = None,
 ) -> Export:
     """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
 
@@ -163,18 +162,18 @@ def export_chosen(
         storage: Where the run lies.
         choose: Says which step of the run it is. Asked again if that has gone while it was read.
         out: Where to write.
-        wanted: What.
+        options: What, and how.
         threads: How many threads read.
         watcher: Told how far it has come.
 
     Raises:
-        UsageError: If what is wanted cannot be, or something is there already.
+        UsageError: If an option is wrong, or something is there already.
         NoCheckpointError: If there is no such checkpoint, or no longer.
         DamageError: If the checkpoint is damaged.
         StorageError: If a place fails.
     """
-    _check(wanted, threads)
-    looks, gone = 0, None
+    _check(options, threads)
+    attempts, gone = 0, None
     while True:
         try:
             name = choose(read_catalog(storage))
@@ -186,12 +185,12 @@ def export_chosen(
                 hint="Export one that a running job keeps for longer; `holdfast list` shows what is there.",
             ) from error
         try:
-            return export_step(storage, name.directory, name, storage, out, wanted, threads=threads, watcher=watcher)
+            return export_step(storage, name.directory, name, storage, out, options, threads=threads, watcher=watcher)
         except (StorageError, DamageError, NoCheckpointError):
             # A job that goes on has removed it, and committed a newer one before: that is no damage.
-            if looks == _MOST_LOOKS or is_committed(storage, name):
+            if attempts == _MOST_ATTEMPTS or is_committed(storage, name):
                 raise
-        looks, gone = looks + 1, name
+        attempts, gone = attempts + 1, name
 
 
 def export_step(
@@ -200,10 +199,10 @@ def export_step(
     expected: StepName | None,
     beside: Storage | None,
     out: Path,
-    wanted: Wanted,
+    options: ExportOptions,
     *,
     threads: int = 3,
-    watcher: Watcher | None = None,
+    watcher: ProgressWatcher | None = None,
 ) -> Export:
     """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
 
@@ -213,76 +212,59 @@ def export_step(
         expected: Which checkpoint it should be; None where its directory may have any name.
         beside: Where the steps lie that it refers to.
         out: Where to write.
-        wanted: What.
+        options: What, and how.
         threads: How many threads read.
         watcher: Told how far it has come.
 
     Raises:
-        UsageError: If what is wanted cannot be, or something is there already.
+        UsageError: If an option is wrong, or something is there already.
         DamageError: If the checkpoint is damaged.
         StorageError: If a place fails.
     """
     begun_at = time.monotonic()
-    _check(wanted, threads)
-    watch = watcher or _Unwatched()
+    _check(options, threads)
     opened = open_step(storage, directory, expected)
-    selection = make_selection(wanted.only)
+    step = opened.manifest.step
+    selection = make_selection(options.only)
     joined = join_objects([index.objects for index in opened.indexes])
     objects = {name: node for name, node in joined.items() if not is_own(name)}
-    tree, left = outline(objects, selection)
-    _check_found(selection, list(objects), opened.manifest.step)
-    inner = _single(tree) if wanted.only is not None and not wanted.keep_prefix else None
-    with closing(LeafReader(storage, opened, beside, threads=threads)) as reader:
+    tree, left = make_tree(objects, selection)
+    _check_found(selection, list(objects), step)
+    inner = _single(tree) if options.only is not None and not options.keep_prefix else None
+    advance = watcher.advance if watcher is not None else None
+    with closing(LeafReader(storage, opened, beside, threads=threads, advance=advance)) as reader:
         leaves = {array.leaf for _, array in list_arrays(tree)}
         for leaf in leaves - reader.leaves.keys():
-            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=opened.manifest.step, tensor=leaf)
-        _check_types(reader, leaves, wanted.to)
-        if wanted.to == "safetensors":
-            names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=wanted.repeat_shared)
+            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=step, tensor=leaf)
+        _check_types(reader, leaves, options.to)
+        names: dict[str, str] = {}
+        if options.to == "safetensors":
+            names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=options.repeat_shared)
             left += notes
             if not names:
                 raise UsageError(
-                    f"there is no array in what is asked for of step {opened.manifest.step}",
+                    f"there is no array in what is asked for of step {step}",
                     hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
                 )
-            metadata = {"format": "pt", "holdfast.step": str(opened.manifest.step)}
+        if watcher is not None:
+            watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
+        if options.to == "safetensors":
+            metadata = {"format": "pt", "holdfast.step": str(step)}
             files = write_safetensors(
-                reader,
-                names,
-                out,
-                file_bytes=wanted.file_bytes,
-                metadata=metadata,
-                overwrite=wanted.overwrite,
-                expect=watch.expect,
-                advance=watch.advance,
+                *(reader, names, out), file_bytes=options.file_bytes, metadata=metadata, overwrite=options.overwrite
             )
-        elif wanted.to == "torch":
-            files = write_torch(
-                reader,
-                tree if inner is None else inner,
-                out,
-                overwrite=wanted.overwrite,
-                left=left,
-                expect=watch.expect,
-                advance=watch.advance,
-            )
+        elif options.to == "torch":
+            files = write_torch(reader, tree if inner is None else inner, out, overwrite=options.overwrite, left=left)
         else:
             modules = [name for name, one in objects.items() if type(one) is dict and one.get("k") == "torch.module"]
             state = inner.state if type(inner) is ObjectState else inner
+            state = state if isinstance(state, dict) else tree
             files = write_dcp(
-                reader,
-                state if isinstance(state, dict) else tree,
-                modules,
-                out,
-                file_bytes=wanted.file_bytes,
-                overwrite=wanted.overwrite,
-                left=left,
-                expect=watch.expect,
-                advance=watch.advance,
+                *(reader, state, modules, out), file_bytes=options.file_bytes, overwrite=options.overwrite, left=left
             )
         size_bytes = sum(reader.leaves[leaf].size_bytes for leaf in leaves)
     return Export(
-        step=opened.manifest.step,
+        step=step,
         name=opened.name,
         out=str(out),
         files=tuple(files),
@@ -308,17 +290,17 @@ def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) 
         UsageError: If two arrays get one name.
     """
     names: dict[str, str] = {}
-    ways: dict[str, Keys] = {}
+    paths: dict[str, KeyPath] = {}
     first: dict[str, str] = {}
     left = [LeftOut(_path(keys), "it is no array") for keys in list_values(tree) if keys]
     for keys, array in list_arrays(tree):
         name = ".".join(map(str, keys if has_prefix or len(keys) == 1 else keys[1:]))
         if name in names:
             raise UsageError(
-                f"{_path(ways[name])} and {_path(keys)} would both be called {name!r}",
+                f"{_path(paths[name])} and {_path(keys)} would both be called {name!r}",
                 hint="Export them one by one, with --only.",
             )
-        ways[name] = keys
+        paths[name] = keys
         if array.leaf in first and not repeat_shared:
             left.append(LeftOut(_path(keys), f"it is the same array as {first[array.leaf]}, which is written once"))
             continue
@@ -332,26 +314,26 @@ def _single(tree: dict[str, Any]) -> Any:
     return next(iter(tree.values())) if len(tree) == 1 else None
 
 
-def _path(keys: Keys) -> str:
+def _path(keys: KeyPath) -> str:
     return "/".join(escape(str(key)) for key in keys)
 
 
-def _check(wanted: Wanted, threads: int) -> None:
-    if wanted.to not in FORMATS:
-        raise UsageError(f"{wanted.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
-    check_whole("file_bytes", wanted.file_bytes, 1)
+def _check(options: ExportOptions, threads: int) -> None:
+    if options.to not in FORMATS:
+        raise UsageError(f"{options.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
+    check_whole("file_bytes", options.file_bytes, 1)
     check_whole("threads", threads, 1)
 
 
 def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
-    held = ITEM_BYTES.keys() - RAW_TYPES if to == "safetensors" else DTYPES.keys()
+    held = ITEM_BYTES.keys() - RAW_TYPES if to == "safetensors" else TORCH_DTYPES.keys()
     for leaf in sorted(leaves):
         dtype = reader.leaves[leaf].dtype
         if dtype not in held:
             raise UsageError(
                 f"{leaf} is of type {dtype}, which a file of {to} cannot hold here",
                 hint="Export it --to torch, or name other objects."
-                if dtype in DTYPES
+                if dtype in TORCH_DTYPES
                 else "Name other objects; `holdfast show` lists the types of the arrays.",
             )
 
@@ -362,11 +344,3 @@ def _check_found(selection: Selection | None, objects: list[str], step: int) -> 
             f"step {step} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
             hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf is named like 'model/head.weight'.",
         )
-
-
-class _Unwatched:
-    def expect(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, moved_bytes: int) -> None:
-        pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +12,16 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.catalog import read_catalog, read_generations
-from holdfast.convert.detect import Source, Tree
-from holdfast.convert.exporter import Watcher
-from holdfast.convert.input_arrays import IncomingArray, read_spans, whole_array
+from holdfast.convert.detect import ArchivedTree, ImportSource
+from holdfast.convert.exporter import ProgressWatcher
+from holdfast.convert.input_arrays import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
-from holdfast.convert.pickle_read import Made, shown
+from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
-from holdfast.convert.ties import KEPT_APART, tie_equal
-from holdfast.convert.torch_file import TorchArchive, special_of
+from holdfast.convert.torch_file import TorchArchive, coded_value_of
 from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
+from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.layout import Layout, plan_layout
@@ -41,13 +41,16 @@ from holdfast.restore.selection import Selection, make_selection
 from holdfast.save.line import Line
 from holdfast.save.order import Origin
 from holdfast.save.write import PIECE_BYTES, conclude
-from holdfast.storage import LocalStorage, Storage, open_storage
+from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.scratch import take_pages
 from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
+
+_OPTIMIZER_STATE: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+"""State of an optimizer for one parameter has these: nothing in it is ever one with another thing."""
 
 
 class Import(msgspec.Struct, frozen=True):
@@ -87,7 +90,7 @@ def import_checkpoint(
     only: str | Iterable[str] | None = None,
     name: str = "model",
     skip_unknown: bool = False,
-    watcher: Watcher | None = None,
+    watcher: ProgressWatcher | None = None,
 ) -> Import:
     """**Blocks.** Makes a committed checkpoint of what another program has saved; nothing in it is executed.
 
@@ -123,10 +126,10 @@ def import_checkpoint(
             f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
             hint="Import into a new run; a job that goes on from it may save there.",
         )
-    with Source(Path(source), keep_unknown=skip_unknown) as opened:
+    with ImportSource(Path(source), keep_unknown=skip_unknown) as opened:
         objects = _select(list_objects(opened.root, name), make_selection(only), str(source))
         renamed = tuple(key for key, value in objects.items() if _unwrap(value))
-        encoder = _IntakeEncoder(str(source), skip_unknown=skip_unknown)
+        encoder = _ImportEncoder(str(source), skip_unknown=skip_unknown)
         nodes = {key: encoder.encode(value, escape(key)) for key, value in objects.items()}
         left = {one.path for one in encoder.left}
         nodes = {key: node for key, node in nodes.items() if escape(key) not in left}
@@ -141,7 +144,7 @@ def import_checkpoint(
         if not arrays and not any(nodes.values()):
             raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
         # Only torch's own files say which tensors were one.
-        ties = [] if opened.format == "torch" else encoder.ties
+        ties = [] if opened.format == "torch" else encoder.tied_candidates
         committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
         return Import(
             step=step,
@@ -164,12 +167,12 @@ def list_objects(root: Any, name: str) -> dict[str, Any]:
         root: The tree.
         name: What that one is called.
     """
-    archive = root.archive if type(root) is Tree else None
-    value = root.value if type(root) is Tree else root
+    archive = root.archive if type(root) is ArchivedTree else None
+    value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
     if is_one or not value or any(_is_array(part, archive) for part in value.values()):
-        return {name: Tree(value, archive)}
-    return {key: part if type(part) is Tree else Tree(part, archive) for key, part in value.items()}
+        return {name: ArchivedTree(value, archive)}
+    return {key: part if type(part) is ArchivedTree else ArchivedTree(part, archive) for key, part in value.items()}
 
 
 def _select(objects: dict[str, Any], selection: Selection | None, source: str) -> dict[str, Any]:
@@ -185,12 +188,12 @@ def _select(objects: dict[str, Any], selection: Selection | None, source: str) -
 
 
 def _is_array(value: Any, archive: TorchArchive | None) -> bool:
-    if type(value) is Made and archive is not None:
+    if type(value) is PickledObject and archive is not None:
         return archive.tensor(value) is not None
-    return type(value) is IncomingArray
+    return type(value) is InputArray
 
 
-def _unwrap(tree: Tree) -> bool:
+def _unwrap(tree: ArchivedTree) -> bool:
     """Takes what wrappers of modules put in front of all names away."""
     value, was_wrapped = tree.value, False
     if type(value) is not dict or not value or not all(type(key) is str for key in value):
@@ -204,13 +207,13 @@ def _unwrap(tree: Tree) -> bool:
     return was_wrapped
 
 
-class _IntakeEncoder(Encoder):
+class _ImportEncoder(Encoder):
     """Writes what was found as the format has it; arrays get names, and are read later.
 
     Attributes:
         arrays: By name.
         left: What was left out.
-        ties: For each dict with several arrays, the nodes of these: some of them may have been one.
+        tied_candidates: For each dict with several arrays, the nodes of these: some of them may be tied weights.
     """
 
     def __init__(self, source: str, *, skip_unknown: bool) -> None:
@@ -219,12 +222,12 @@ class _IntakeEncoder(Encoder):
         self._skip_unknown = skip_unknown
         self._archive: TorchArchive | None = None
         self._names: dict[Hashable, str] = {}
-        self.arrays: dict[str, IncomingArray] = {}
+        self.arrays: dict[str, InputArray] = {}
         self.left: list[LeftOut] = []
-        self.ties: list[dict[str, Node]] = []
+        self.tied_candidates: list[dict[str, Node]] = []
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        if type(value) is Tree:
+        if type(value) is ArchivedTree:
             outer, self._archive = self._archive, value.archive
             try:
                 return self.encode(value.value, path, depth)
@@ -241,22 +244,22 @@ class _IntakeEncoder(Encoder):
             if unknown:
                 value = {key: part for key, part in value.items() if not self._is_unknown(part)}
         node = super().encode(value, path, depth)
-        if type(value) is dict and "$" not in node and KEPT_APART.isdisjoint(node):
+        if type(value) is dict and "$" not in node and _OPTIMIZER_STATE.isdisjoint(node):
             arrays = {key: part for key, part in node.items() if type(part) is dict and part.get("$") == "array"}
-            self.ties += [arrays] if len(arrays) > 1 else []
+            self.tied_candidates += [arrays] if len(arrays) > 1 else []
         return node
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        if type(value) is IncomingArray:
+        if type(value) is InputArray:
             return self._array(value, path)
-        given = special_of(value)
+        given = coded_value_of(value)
         if given is not None:
             return tagged("codec", given[1], given[0])
-        if type(value) is Made and self._archive is not None:
+        if type(value) is PickledObject and self._archive is not None:
             tensor = self._archive.tensor(value)
             if tensor is not None:
                 return self._array(whole_array(tensor), path)
-        if type(value) not in (Made, Global, Persistent):
+        if type(value) not in (PickledObject, Global, Persistent):
             return None
         raise UnsupportedValueError(
             f"{self._source}: {path} is a {_name_of(value)}, which cannot be stored",
@@ -265,10 +268,10 @@ class _IntakeEncoder(Encoder):
         )
 
     def _is_unknown(self, value: Any) -> bool:
-        is_odd = type(value) in (Made, Global, Persistent)
-        return is_odd and special_of(value) is None and not _is_array(value, self._archive)
+        is_odd = type(value) in (PickledObject, Global, Persistent)
+        return is_odd and coded_value_of(value) is None and not _is_array(value, self._archive)
 
-    def _array(self, array: IncomingArray, path: str) -> Node:
+    def _array(self, array: InputArray, path: str) -> Node:
         key = array.key
         name = self._names.get(key) if key is not None else None
         if name is None:
@@ -283,7 +286,7 @@ class _IntakeEncoder(Encoder):
 
 
 def _name_of(value: Any) -> str:
-    what = value.function if type(value) is Made else value
+    what = value.function if type(value) is PickledObject else value
     return shown(what) if type(what) is Global else "storage without a tensor"
 
 
@@ -291,10 +294,10 @@ def _commit(
     storage: Storage,
     step: int,
     objects: dict[str, Node],
-    arrays: Mapping[str, IncomingArray],
+    arrays: Mapping[str, InputArray],
     ties: list[dict[str, Node]],
     source: str,
-    watcher: Watcher | None,
+    watcher: ProgressWatcher | None,
 ) -> StepName:
     """Writes the checkpoint of a new generation. Whatever ends it before it is committed leaves nothing behind."""
     layout = plan_layout(
@@ -304,13 +307,13 @@ def _commit(
     if watcher is not None:
         watcher.expect(layout.size_bytes)
     line = Line(storage, All(), reuse_space=False)
-    root = Path(storage.url) if isinstance(storage, LocalStorage) else None
+    root = local_directory(storage)
     is_new = root is not None and not root.exists()
     line.open(Origin(seen_generation=read_catalog(storage).generation))
     name = line.name(step)
     try:
-        leaves = _write(storage, name, layout, arrays, watcher.advance if watcher else _ignore)
-        tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
+        leaves = _write(storage, name, layout, arrays, watcher)
+        _tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
         receipts = conclude(_index(name, layout, leaves, objects, _list_strides(arrays)), storage)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
@@ -340,8 +343,8 @@ def _write(
     storage: Storage,
     name: StepName,
     layout: Layout,
-    arrays: Mapping[str, IncomingArray],
-    advance: Callable[[int], None],
+    arrays: Mapping[str, InputArray],
+    watcher: ProgressWatcher | None,
 ) -> list[LeafRecord]:
     """Writes the data file piece by piece, with digests taken on the way."""
     storage.make_directory(name.directory)
@@ -363,7 +366,8 @@ def _write(
     def flush() -> None:
         nonlocal offset, filled
         writer.write_at(offset, piece[:filled])
-        advance(filled)
+        if watcher is not None:
+            watcher.advance(filled)
         offset += filled
         filled = 0
 
@@ -383,7 +387,37 @@ def _write(
     return leaves
 
 
-def _list_strides(arrays: Mapping[str, IncomingArray]) -> tuple[StridesRecord, ...]:
+def _tie_equal(
+    groups: Iterable[Mapping[str, Node]], leaves: Mapping[str, LeafRecord], arrays: Mapping[str, InputArray]
+) -> None:
+    """Lets the nodes of arrays that are equal refer to the first of them, where the format cannot say which were one.
+
+    Two parameters that were trained apart do not have the same values, unless all of one value, as zeros. A live module
+    whose parameters are two gets the values in both; one in which they are one would refuse two stored arrays.
+    """
+    for group in groups:
+        first: dict[tuple[Any, ...], str] = {}
+        for node in group.values():
+            leaf = leaves[node["v"]]
+            same = first.setdefault((leaf.dtype, leaf.shape, leaf.spans), leaf.name)
+            if same != leaf.name and leaf.spans and not _is_constant(arrays[leaf.name]):
+                node["v"] = same
+
+
+def _is_constant(array: InputArray) -> bool:
+    """Whether all elements of an array are the same bytes."""
+    import numpy as np
+
+    kind = f"V{ITEM_BYTES[array.dtype]}"
+    element = b""
+    for span in read_spans(array, SPAN_BYTES):
+        element = element or bytes(span[: ITEM_BYTES[array.dtype]])
+        if (np.frombuffer(span, kind) != np.frombuffer(element, kind)).any():
+            return False
+    return True
+
+
+def _list_strides(arrays: Mapping[str, InputArray]) -> tuple[StridesRecord, ...]:
     """How tensors lay in a foreign file, where each is one there and does not lie in row-major order."""
     records = []
     for name, array in arrays.items():
@@ -414,7 +448,3 @@ def _index(
         objects=objects,
         strides=strides,
     )
-
-
-def _ignore(size_bytes: int) -> None:
-    pass

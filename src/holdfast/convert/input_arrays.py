@@ -1,4 +1,4 @@
-"""Arrays that lie in foreign files: where their bytes are, and these in order, however large they are."""
+"""Arrays in files of other programs: where their bytes are, and these in order, however large they are."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.input_files import SourceFile
+from holdfast.convert.input_files import InputFile
 from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 
 _WINDOW_BYTES: Final = 32 << 20
-_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
+class SourceTensor(msgspec.Struct, frozen=True):
     """A tensor in a file, as torch describes one: some elements of a run of bytes.
 
     Attributes:
@@ -28,7 +27,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
         strides: For each dimension, how many elements lie from one to the next.
     """
 
-    file: SourceFile
+    file: InputFile
     begin: int
     dtype: str
     shape: tuple[int, ...]
@@ -65,11 +64,11 @@ class Chunk(msgspec.Struct, frozen=True):
     """
 
     box: Box
-    tensor: StoredTensor
+    tensor: SourceTensor
 
 
-class IncomingArray(msgspec.Struct, frozen=True):
-    """An array that is to be taken in.
+class InputArray(msgspec.Struct, frozen=True):
+    """An array that is to be imported.
 
     Attributes:
         dtype: The element type.
@@ -88,16 +87,16 @@ class IncomingArray(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> Hashable:
-        """Equal for arrays that are one in the foreign files; None for one without elements, which is nobody else."""
+        """Equal for arrays that are one in the files; None for one without elements, which is no other."""
         return tuple((chunk.box, chunk.tensor.key) for chunk in self.chunks) if self.size_bytes else None
 
 
-def whole_array(tensor: StoredTensor) -> IncomingArray:
+def whole_array(tensor: SourceTensor) -> InputArray:
     """**Pure.** An array that is one tensor."""
-    return IncomingArray(tensor.dtype, tensor.shape, (Chunk(whole_box(tensor.shape), tensor),))
+    return InputArray(tensor.dtype, tensor.shape, (Chunk(whole_box(tensor.shape), tensor),))
 
 
-def read_spans(array: IncomingArray, span_bytes: int) -> Iterator[memoryview]:
+def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
     """**Blocks.** The bytes of an array in row-major order, in spans of equal length but for the last.
 
     Each is good until the next one is asked for. No more than a window is in memory, and what the system keeps of a
@@ -123,7 +122,7 @@ def read_spans(array: IncomingArray, span_bytes: int) -> Iterator[memoryview]:
             yield filled[first : first + span_bytes]
 
 
-def _fill(array: IncomingArray, slab: Box, into: memoryview) -> None:
+def _fill(array: InputArray, slab: Box, into: memoryview) -> None:
     """Puts together a box of an array that is a run of its elements."""
     import numpy as np
 
@@ -137,22 +136,22 @@ def _fill(array: IncomingArray, slab: Box, into: memoryview) -> None:
             _read_run(chunk.tensor, inner, into)
             continue
         if goal is None:
-            goal = np.frombuffer(into, _UNITS[ITEM_BYTES[array.dtype]]).reshape(slab.shape)
+            goal = np.frombuffer(into, f"V{ITEM_BYTES[array.dtype]}").reshape(slab.shape)
         at = shift(common, slab.offsets)
         goal[(*map(slice, at.offsets, at.ends), ...)] = _values(chunk.tensor, inner)
 
 
-def _read_run(tensor: StoredTensor, box: Box, into: memoryview) -> None:
+def _read_run(tensor: SourceTensor, box: Box, into: memoryview) -> None:
     """Reads a box that is one run of bytes: what a contiguous tensor has in common with such a run of its array."""
     (first, _), *_ = byte_ranges(tensor.shape, box, ITEM_BYTES[tensor.dtype])
     tensor.file.read_into(tensor.begin + first, into)
 
 
-def _values(tensor: StoredTensor, box: Box) -> Any:
+def _values(tensor: SourceTensor, box: Box) -> Any:
     import numpy as np
 
     item_bytes = ITEM_BYTES[tensor.dtype]
-    unit = _UNITS[item_bytes]
+    unit = f"V{item_bytes}"
     if tensor.is_contiguous:
         data = bytearray(math.prod(box.shape) * item_bytes)
         _read_run(tensor, box, memoryview(data))

@@ -1,4 +1,4 @@
-"""The bytes of leaves, one after the other, whoever holds which box of them; every byte is checked on the way.
+"""The bytes of leaves, one after the other, whichever workers wrote boxes of them; every byte is checked on the way.
 
 However large the state is, no more of it is in memory than one window, and a few spans for each thread that reads.
 """
@@ -66,7 +66,7 @@ class StoredLeaf(msgspec.Struct, frozen=True):
         return self.size_bytes // ITEM_BYTES[self.dtype]
 
 
-class _Lying(msgspec.Struct, frozen=True):
+class _BoxPlace(msgspec.Struct, frozen=True):
     """One box of a leaf: the number of its file, and its own among the arrays of that."""
 
     part: int
@@ -90,6 +90,7 @@ class LeafReader:
         *,
         threads: int = 3,
         window_bytes: int = WINDOW_BYTES,
+        advance: Callable[[int], None] | None = None,
     ) -> None:
         """Opens nothing yet.
 
@@ -99,15 +100,17 @@ class LeafReader:
             beside: Where the steps lie that it refers to.
             threads: How many threads read.
             window_bytes: How much is put together at a time.
+            advance: Called with the bytes of each piece that is given.
         """
         self._storage = storage
         self._beside = beside
         self._threads = threads
         self._window_bytes = window_bytes
+        self._advance = advance
         self._window: memoryview | None = None
         self._readers: OrderedDict[int, FileReader] = OrderedDict()
         self._parts = list_parts(opened)
-        self._lying: dict[str, list[_Lying]] = {}
+        self._boxes: dict[str, list[_BoxPlace]] = {}
         self.leaves: dict[str, StoredLeaf] = {}
         self.strides = {one.leaf: one.strides for index in opened.indexes for one in index.strides}
         known: dict[str, set[Box]] = {}
@@ -118,7 +121,7 @@ class LeafReader:
                 # Several workers may have written the same box, with the same digests.
                 if stored.box not in boxes:
                     boxes.add(stored.box)
-                    self._lying.setdefault(stored.leaf, []).append(_Lying(place, number, stored))
+                    self._boxes.setdefault(stored.leaf, []).append(_BoxPlace(place, number, stored))
 
     def whole(self, leaf: str) -> Extent:
         """**Pure.** All of a leaf."""
@@ -171,18 +174,20 @@ class LeafReader:
             leaf = self.leaves[extent.leaf]
             for slab in split_range(leaf.shape, extent.begin, extent.end):
                 spec = spec_of(leaf.dtype, slab.shape)
-                target = Target(extent.leaf, spec, None, _NOBODY, (), address + place)
-                for lying in self._lying[extent.leaf]:
-                    common = intersect(lying.stored.box, slab)
+                target = Target(extent.leaf, spec, None, _NO_LIBRARY, (), address + place)
+                for box in self._boxes[extent.leaf]:
+                    common = intersect(box.stored.box, slab)
                     if common is not None:
-                        share = Share(target, shift(common, lying.stored.box.offsets), shift(common, slab.offsets))
-                        shares.setdefault(lying.part, {}).setdefault(lying.number, []).append(share)
+                        share = Share(target, shift(common, box.stored.box.offsets), shift(common, slab.offsets))
+                        shares.setdefault(box.part, {}).setdefault(box.number, []).append(share)
                 place += spec.size_bytes
             ends.append(place)
         for number in sorted(shares):
             self._read(number, shares[number])
         begin = 0
         for end in ends:
+            if self._advance is not None:
+                self._advance(end - begin)
             yield self._window[begin:end]
             begin = end
 
@@ -204,11 +209,19 @@ class LeafReader:
         return reader
 
 
-class _Nobody:
-    """The library of memory that no library has: nothing is asked of it."""
+def take_bytes(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memoryview]:
+    """**Blocks.** The next pieces, as many as make up a size."""
+    while size_bytes:
+        piece = next(pieces)
+        size_bytes -= len(piece)
+        yield piece
+
+
+class _NoLibrary:
+    """Stands for the library of an array, where memory is filled that no library has: nothing is asked of it."""
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         raise AttributeError(name)
 
 
-_NOBODY: Final[ArrayBackend] = _Nobody()  # type: ignore[assignment]
+_NO_LIBRARY: Final[ArrayBackend] = _NoLibrary()  # type: ignore[assignment]

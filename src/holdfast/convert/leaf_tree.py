@@ -1,4 +1,4 @@
-"""What of a checkpoint can stand in another format: its objects as plain trees that refer to leaves. Pure."""
+"""The state of a checkpoint's objects as plain trees that refer to leaves, for other formats. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode, find_tags
 from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import Node
 
-Keys: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 """The keys, numbers and fields on the way to a value; the first is the object's name."""
 
 _ITS_OWN: Final = frozenset({"per_worker", "rng"})
@@ -44,7 +44,7 @@ class ObjectState(msgspec.Struct, frozen=True):
     state: Any
 
 
-class Special(msgspec.Struct, frozen=True):
+class CodedValue(msgspec.Struct, frozen=True):
     """A value that has a codec, such as a `torch.dtype`.
 
     Attributes:
@@ -68,37 +68,37 @@ class LeftOut(msgspec.Struct, frozen=True):
     reason: str
 
 
-class _Strange(msgspec.Struct, frozen=True):
+class _NotExportable(msgspec.Struct, frozen=True):
     reason: str
 
 
-_GONE: Final = _Strange("")
+_OMITTED: Final = _NotExportable("")
 
 
-class _Outliner(Decoder):
+class _TreeDecoder(Decoder):
     """Takes state apart as it is stored, whether this program knows the types or not."""
 
     def __init__(self) -> None:
-        super().__init__(lambda tag: Codec(object, tag, _same, lambda value: Special(tag, value)))
+        super().__init__(lambda tag: Codec(object, tag, _same, lambda value: CodedValue(tag, value)))
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         return ArrayRef(leaf)
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         if kind in _ITS_OWN:
-            return _Strange("it is each worker's own")
+            return _NotExportable("it is each worker's own")
         return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
         if any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
-            return _Strange(f"it is a {codec.tag}")
+            return _NotExportable(f"it is a {codec.tag}")
         return super().coded(codec, payload, live, path, depth)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
-        return _Strange(f"it is a {name.rpartition(':')[2]}")
+        return _NotExportable(f"it is a {name.rpartition(':')[2]}")
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
-        return _Strange(f"it is a {name.rpartition(':')[2]}")
+        return _NotExportable(f"it is a {name.rpartition(':')[2]}")
 
     def _tagged(self, node: Node, live: Any, path: str, depth: int) -> Any:
         if node["$"] in ("namedtuple", "dataclass") and type(node.get("v")) is dict:
@@ -136,7 +136,9 @@ def _join(one: Node, other: Node) -> Node:
     return one
 
 
-def outline(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -> tuple[dict[str, Any], list[LeftOut]]:
+def make_tree(
+    objects: Mapping[str, Node], select: Callable[[str], bool] | None
+) -> tuple[dict[str, Any], list[LeftOut]]:
     """**Pure.** The state of objects as a tree of dicts, lists, scalars, `ObjectState` and `ArrayRef`.
 
     Args:
@@ -153,33 +155,33 @@ def outline(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -
     tree: dict[str, Any] = {}
     for name, node in objects.items():
         path = escape(name)
-        value = _plain(_Outliner().decode(node, UNFILLED, path), path, select, left)
-        if value is not _GONE:
+        value = _plain(_TreeDecoder().decode(node, UNFILLED, path), path, select, left)
+        if value is not _OMITTED:
             tree[name] = value
     return tree, left
 
 
 def _plain(value: Any, path: str, select: Callable[[str], bool] | None, left: list[LeftOut]) -> Any:
-    """The value with nothing in it but what other programs know; `_GONE` if nothing is left."""
+    """The value with nothing in it but what other programs know; `_OMITTED` if nothing is left."""
     if select is not None and select(path):
         select = None
     if type(value) is ObjectState:
         state = _plain(value.state, path, select, left)
-        return _GONE if state is _GONE else ObjectState(value.kind, state)
+        return _OMITTED if state is _OMITTED else ObjectState(value.kind, state)
     if isinstance(value, dict):
         return _mapping(value, path, select, left)
     if type(value) in (list, tuple, collections.deque):
         parts = [_plain(part, f"{path}/{number}", select, left) for number, part in enumerate(value)]
         if select is not None:
-            parts = [part for part in parts if part is not _GONE]
-            return parts or _GONE
-        parts = [None if part is _GONE else part for part in parts]
+            parts = [part for part in parts if part is not _OMITTED]
+            return parts or _OMITTED
+        parts = [None if part is _OMITTED else part for part in parts]
         return tuple(parts) if type(value) is tuple else parts
     if select is not None:
-        return _GONE
+        return _OMITTED
     if type(value) is int and value.bit_length() > _MOST_BITS:
-        value = _Strange(f"it is a number of {value.bit_length()} bits")
-    if type(value) in _ATOMS or type(value) in (ArrayRef, Special):
+        value = _NotExportable(f"it is a number of {value.bit_length()} bits")
+    if type(value) in _ATOMS or type(value) in (ArrayRef, CodedValue):
         return value
     if isinstance(value, (set, frozenset)) and all(type(part) in _KEYS for part in value):
         return set(value)
@@ -187,8 +189,8 @@ def _plain(value: Any, path: str, select: Callable[[str], bool] | None, left: li
         return bytes(value)
     if type(value).__module__ == "numpy" and type(value.item()) in _ATOMS:
         return value.item()
-    left.append(LeftOut(path, value.reason if type(value) is _Strange else f"it is a {type(value).__qualname__}"))
-    return _GONE
+    left.append(LeftOut(path, value.reason if type(value) is _NotExportable else f"it is a {type(value).__qualname__}"))
+    return _OMITTED
 
 
 def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | None, left: list[LeftOut]) -> Any:
@@ -200,12 +202,12 @@ def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | N
                 left.append(LeftOut(at, f"its key is a {type(key).__qualname__}"))
             continue
         kept = _plain(part, at, select, left)
-        if kept is not _GONE:
+        if kept is not _OMITTED:
             found[key] = kept
-    return found if found or select is None else _GONE
+    return found if found or select is None else _OMITTED
 
 
-def list_arrays(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, ArrayRef]]:
+def list_arrays(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, ArrayRef]]:
     """**Pure.** The arrays of a tree with the way to each, in order."""
     if type(value) is ArrayRef:
         yield keys, value
@@ -219,7 +221,7 @@ def list_arrays(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, ArrayRef]]:
             yield from list_arrays(part, (*keys, number))
 
 
-def list_values(value: Any, keys: Keys = ()) -> Iterator[Keys]:
+def list_values(value: Any, keys: KeyPath = ()) -> Iterator[KeyPath]:
     """**Pure.** The ways to values that are no arrays: of each object that has some, those that hold no array."""
     if type(value) is ObjectState:
         value = value.state

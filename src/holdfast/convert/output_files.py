@@ -1,15 +1,14 @@
-"""Puts finished files where they were wanted: whole under their names, or not there at all."""
+"""The files that an export writes: whole under their names, or not there at all."""
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from holdfast.errors import StorageFullError, UsageError
 from holdfast.storage.failures import as_storage_errors
@@ -17,33 +16,8 @@ from holdfast.storage.failures import as_storage_errors
 _OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
 
 
-class NewFile:
-    """A file that is being written, from its beginning on.
-
-    Attributes:
-        size_bytes: How much of it there is.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.size_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """**Blocks.** Adds to the file; an `OSError` if that fails."""
-        left = memoryview(data).cast("B")
-        while left:
-            written = os.write(self._descriptor, left)
-            self.size_bytes += written
-            left = left[written:]
-
-    def patch(self, offset_bytes: int, data: bytes) -> None:
-        """**Blocks.** Changes a few bytes that were written before."""
-        if os.pwrite(self._descriptor, data, offset_bytes) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class Delivery:
-    """New files in a directory that nobody looks into, until they are moved to their names.
+class OutputFiles:
+    """New files in a hidden directory, until they are moved to their names.
 
     A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and nothing under a final name but
     whole files.
@@ -54,18 +28,19 @@ class Delivery:
         self._staging = staging
 
     @contextmanager
-    def create(self, name: str) -> Iterator[NewFile]:
-        """**Blocks.** Lends a new file; when the body has ended, its bytes last.
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """**Blocks.** Opens a new file; when the body has ended, its bytes last.
 
         Raises:
             StorageError: If the place fails.
         """
         with as_storage_errors("write", name, self._out):
-            with (self._staging / name).open("xb", buffering=0) as file:
-                yield NewFile(file.fileno())
+            with (self._staging / name).open("xb") as file:
+                yield file
+                file.flush()
                 os.fsync(file.fileno())
 
-    def place_file(self, name: str, *, overwrite: bool) -> None:
+    def publish_file(self, name: str, *, overwrite: bool) -> None:
         """**Blocks.** Gives the one file its name, which is that of the output.
 
         Raises:
@@ -82,7 +57,7 @@ class Delivery:
                     raise UsageError(f"{self._out} is there already", hint=_OVERWRITE) from None
             _sync_directory(self._out.parent)
 
-    def place_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
+    def publish_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
         """**Blocks.** Moves all files into the directory of that name.
 
         A directory that was not there appears at once, with all of them. In one that was, each file appears whole; the
@@ -113,8 +88,8 @@ class Delivery:
 
 
 @contextmanager
-def deliver_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[Delivery]:
-    """**Blocks.** Makes room for an output of one file, which the body places; whatever ends it, nothing else stays.
+def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[OutputFiles]:
+    """**Blocks.** Makes room for one file, which the body publishes; whatever ends the body, nothing else stays.
 
     Raises:
         UsageError: If something is there that is not to be overwritten.
@@ -125,12 +100,14 @@ def deliver_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[Del
         what = "is there already" if out.is_file() else "is there already, and is no file"
         raise UsageError(f"{out} {what}", hint=_OVERWRITE)
     with _staging(out, out.parent, size_bytes) as staging:
-        yield Delivery(out, staging)
+        yield OutputFiles(out, staging)
 
 
 @contextmanager
-def deliver_files(out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool) -> Iterator[Delivery]:
-    """**Blocks.** Makes room for an output of several files in one directory, as `deliver_file`.
+def open_output_directory(
+    out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool
+) -> Iterator[OutputFiles]:
+    """**Blocks.** As `open_output_file`, for several files in one directory.
 
     Args:
         out: The directory. If it is there, what lies in it under other names stays.
@@ -152,7 +129,7 @@ def deliver_files(out: Path, size_bytes: int, is_ours: Callable[[str], bool], *,
         if old and not overwrite:
             raise UsageError(f"{out} has {_some(old)} already", hint=_OVERWRITE)
     with _staging(out, out if is_there else out.parent, size_bytes) as staging:
-        yield Delivery(out, staging)
+        yield OutputFiles(out, staging)
 
 
 @contextmanager

@@ -1,27 +1,45 @@
 """Reads pickles as data. Nothing that stands in one is imported or called: a record of it is made. Pure.
 
-A pickle is a program for a small machine, whose dangerous parts look up a name, call it, and set attributes. Here a
-name stays a name (`Global`), and a call becomes a `Made`, which says what was to be called with what. Only plain
-containers are built. What is built is bounded by the length of the pickle: every length in it is held against what is
-left of it, what the machine keeps lies in a dict, whatever numbers the pickle chooses, and what it copies is counted.
+A pickle is a program for a small machine, whose dangerous instructions look up a name, call it, and set attributes.
+`pickletools` decodes the instructions and follows none. Here a name stays a name (`Global`), and a call becomes a
+`PickledObject`, which says what was to be called with what. Only plain containers are built. What is built is bounded
+by the length of the pickle: lengths in it are held against what is left of it, what the machine keeps lies in a dict,
+whatever numbers the pickle chooses, and what it copies is counted.
 """
 
 from __future__ import annotations
 
-import struct
+import io
 from collections.abc import Callable, Collection
+from pickletools import genops
+from types import NoneType
 from typing import Any, Final
 
-from holdfast.convert.pickle_keys import Keys
 from holdfast.convert.pickle_write import Global, Persistent
 from holdfast.errors import FormatError
+
+MAX_KEY_DEPTH: Final = 8
+"""How deep tuples and frozen sets may be nested in a key."""
+
+MAX_KEY_PARTS: Final = 100
+"""How many values a key may be made of; what stands in it twice counts twice."""
+
+MAX_KEY_LENGTH: Final = 1 << 16
+"""How long a text in a key may be, in characters, or a row of bytes."""
+
+MAX_KEY_BITS: Final = 1024
+"""How large a number in a key may be."""
+
+MAX_EQUAL_HASHES: Final = 128
+"""How many different keys may have the same hash. Each new one is compared with all of them."""
 
 _HINT: Final = "Nothing of it was executed. If you trust the file, load and save it again as plain state_dicts."
 _SHOWN: Final = 100
 _ALWAYS: Final = 1 << 16
+_SMALL_BITS: Final = 63
 
 
-class Made:
+class PickledObject:
     """An object that the writer of a pickle had made by a call.
 
     Attributes:
@@ -52,90 +70,135 @@ def shown(value: Any) -> str:
     return f"a value of type {kind.__name__}"
 
 
-def read_pickle(data: memoryview, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
+def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
     """**Pure.** What a pickle describes, of protocol 2 or newer.
 
     Args:
         data: The pickle.
         allowed: What may be named in it, beside plain containers.
         path: Where it comes from, for errors.
-        keep_unknown: True to give what is not allowed as a `Made` that is not known, in place of an error.
+        keep_unknown: True to give what is not allowed as a `PickledObject` that is not known, in place of an error.
 
     Raises:
         FormatError: If it is malformed, or names what is not allowed.
     """
-    machine = _Machine(data, frozenset(allowed), path, keep_unknown=keep_unknown)
+    machine = _Machine(len(data), frozenset(allowed), path, keep_unknown=keep_unknown)
     try:
-        return machine.run()
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
-        raise FormatError(f"{path}: this pickle is malformed, at byte {machine.place}: {error!r}", path=path) from error
+        return machine.run(data)
+    # A warning is an error where a program asks for that: of odd escapes in a text, which no instruction below has.
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, Warning) as error:
+        what = f"{type(error).__name__}: {str(error)[: 2 * _SHOWN]}"
+        raise FormatError(f"{path}: this pickle is malformed, at byte {machine.place}: {what}", path=path) from error
+
+
+class KeyChecker:
+    """Says which keys of a pickle may be hashed.
+
+    Python hashes and compares keys in code that bounds neither how deep it goes nor how often it comes by the same
+    part: what a few bytes of a pickle describe can take it beyond the end of its stack, or for ever. So a key is looked
+    at before it is hashed.
+    """
+
+    def __init__(self, also: Collection[type] = ()) -> None:
+        """Prepares for the keys of one pickle.
+
+        Args:
+            also: What else may be a key: types whose objects are hashed and compared at once, whatever they hold.
+        """
+        self._plain = frozenset({NoneType, bool, float, *also})
+        # By hash: the different keys that have it, among those whose hashes a writer can choose.
+        self._equal: dict[int, list[Any]] = {}
+
+    def check(self, key: Any) -> Any:
+        """The key, which can be hashed from now on.
+
+        Raises:
+            ValueError: If it is none that a file of this kind may have.
+        """
+        kind = type(key)
+        self._measure(key, MAX_KEY_PARTS, 0)
+        if kind in (tuple, frozenset) or (kind is int and key.bit_length() > _SMALL_BITS):
+            equal = self._equal.setdefault(hash(key), [])
+            if key not in equal:
+                equal.append(key)
+            if len(equal) > MAX_EQUAL_HASHES:
+                raise ValueError("too many keys have the same hash")
+        return key
+
+    def _measure(self, part: Any, left: int, depth: int) -> int:
+        """How many values may still come after this one and what is in it."""
+        kind = type(part)
+        if kind in (tuple, frozenset):
+            if depth >= MAX_KEY_DEPTH:
+                raise ValueError(f"a key is nested more than {MAX_KEY_DEPTH} deep")
+            for inner in part:
+                left = self._measure(inner, left, depth + 1)
+        elif kind in (str, bytes):
+            if len(part) > MAX_KEY_LENGTH:
+                raise ValueError(f"a key has {len(part)} characters or bytes, and at most {MAX_KEY_LENGTH} may be")
+        elif kind is int:
+            if part.bit_length() > MAX_KEY_BITS:
+                raise ValueError(f"a key is a number of {part.bit_length()} bits, and at most {MAX_KEY_BITS} may be")
+        elif kind not in self._plain:
+            raise ValueError(f"a {kind.__name__} cannot be a key, or stand in a set")
+        if left <= 0:
+            raise ValueError(f"a key is made of more than {MAX_KEY_PARTS} values")
+        return left - 1
 
 
 class _Machine:
-    def __init__(self, data: memoryview, allowed: frozenset[Global], path: str, *, keep_unknown: bool) -> None:
-        self._data = data
+    """Follows the instructions of one pickle, each of which has a function in `_INSTRUCTIONS`."""
+
+    def __init__(self, size_bytes: int, allowed: frozenset[Global], path: str, *, keep_unknown: bool) -> None:
         self._allowed = allowed
         self._path = path
         self._keep_unknown = keep_unknown
-        self.place = 0
-        self.stack: list[Any] = []
+        self._copy_limit = size_bytes + _ALWAYS
         self._marks: list[list[Any]] = []
-        self._kept: dict[int, Any] = {}
-        self._keys = Keys((Global, Made))
-        self._copied = 0
+        self._keys = KeyChecker((Global, PickledObject))
+        self.place: int | None = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        operations = _OPERATIONS
-        data = self._data
-        while True:
-            code = data[self.place]
-            self.place += 1
-            if code == _STOP:
-                return self.stack.pop()
-            operation = operations.get(code)
-            if operation is None:
-                raise ValueError(f"there is an instruction {code} that no such file needs")
-            operation(self)
-
-    def take(self, size_bytes: int) -> memoryview:
-        begin = self.place
-        if not 0 <= size_bytes <= len(self._data) - begin:
-            raise ValueError(f"{size_bytes} bytes are announced, and {len(self._data) - begin} are left")
-        self.place = begin + size_bytes
-        return self._data[begin : self.place]
-
-    def number(self, form: struct.Struct) -> Any:
-        return form.unpack(self.take(form.size))[0]
-
-    def line(self) -> str:
-        begin = end = self.place
-        while self._data[end] != 10:
-            end += 1
-        self.place = end + 1
-        return _text(self._data[begin:end])
+    def run(self, data: bytes) -> Any:
+        for instruction, argument, self.place in genops(io.BytesIO(data)):
+            name = instruction.name
+            if name in _VALUES:
+                self.stack.append(argument)
+            elif name == "STOP":
+                break
+            elif (follow := _INSTRUCTIONS.get(name)) is not None:
+                follow(self, argument)
+            else:
+                raise ValueError(f"there is an instruction {name} that no such file needs")
+        return self.stack.pop()
 
     def mark(self) -> None:
         self._marks.append(self.stack)
         self.stack = []
 
-    def since_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         found = self.stack
         self.stack = self._marks.pop()
         return found
 
-    def keep(self, number: int) -> None:
-        self._kept[number] = self.stack[-1]
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_to_mark()
 
-    def recall(self, number: int) -> None:
-        self.stack.append(self._kept[number])
+    def push_tuple(self, length: int) -> None:
+        parts = tuple(self.stack[len(self.stack) - length :])
+        if len(parts) != length:
+            raise IndexError("too few values for a tuple")
+        del self.stack[len(self.stack) - length :]
+        self.stack.append(parts)
 
-    def _memoize(self) -> None:
-        self.keep(len(self._kept))
-
-    def name(self, module: str, name: str) -> None:
+    def push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name is no text")
-        found = Global(_RENAMED.get(module, module), name)
+        found = Global("builtins" if module == "__builtin__" else module, name)
         if found not in self._allowed and found not in _BUILDERS and not self._keep_unknown:
             raise FormatError(
                 f"{self._path}: it wants {shown(found)}, which is none of what such a file may hold",
@@ -144,7 +207,13 @@ class _Machine:
             )
         self.stack.append(found)
 
-    def call(self, function: Any, arguments: Any) -> None:
+    def push_persistent(self, identity: Any) -> None:
+        if type(identity) is not tuple:
+            raise ValueError("what lies beside the pickle is named by no tuple")
+        self.stack.append(Persistent(identity))
+
+    def call(self, arguments: Any) -> None:
+        function = self.stack.pop()
         if type(arguments) is not tuple:
             raise ValueError("a call without a list of arguments")
         build = _BUILDERS.get(function) if type(function) is Global else None
@@ -155,127 +224,84 @@ class _Machine:
             if not self._keep_unknown:
                 raise ValueError("something is called that is no name")
             function = Global("", "?")
-        self.stack.append(Made(function, arguments, is_known=function in self._allowed))
+        self.stack.append(PickledObject(function, arguments, is_known=function in self._allowed))
 
-    def _reduce(self) -> None:
-        arguments = self.stack.pop()
-        self.call(self.stack.pop(), arguments)
-
-    def _new_by_name(self) -> None:
-        names, arguments = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or type(names) is not dict:
-            raise ValueError("an object without arguments")
-        self.call(self.stack.pop(), (*arguments, names))
-
-    def _build(self) -> None:
-        state = self.stack.pop()
-        made = self.stack[-1]
-        if type(made) is Made:
-            made.state = state
-        elif type(made) is not dict:  # An OrderedDict may have attributes; torch puts versions there.
+    def set_state(self, state: Any) -> None:
+        target = self.stack[-1]
+        if type(target) is PickledObject:
+            target.state = state
+        elif type(target) is not dict:  # An OrderedDict may have attributes; torch puts versions there.
             raise ValueError("attributes are set on what has none")
 
-    def _append(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is Made and not target.is_known:
-            return
-        if type(target) is not list:
-            raise ValueError("something is added to what is no list")
-        target.extend(values)
+    def append(self, values: list[Any]) -> None:
+        target = self._target(list, "something is added to what is no list")
+        if target is not None:
+            target.extend(values)
 
-    def _set_items(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is Made and not target.is_known:
-            return
-        if type(target) is not dict or len(values) % 2:
-            raise ValueError("something is set in what is no dict")
-        for place in range(0, len(values), 2):
-            target[self._keys.check(values[place])] = values[place + 1]
+    def set_items(self, values: list[Any]) -> None:
+        target = self._target(dict, "something is set in what is no dict")
+        if len(values) % 2:
+            raise ValueError("a key has no value")
+        if target is not None:
+            target.update(zip(self.check_keys(values[::2]), values[1::2], strict=True))
 
-    def copy(self, length: int) -> None:
-        """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
-        self._copied += length
-        if self._copied > len(self._data) + _ALWAYS:
-            raise ValueError("more is copied in it than stands in it")
-
-    def members(self, values: list[Any]) -> list[Any]:
-        return [self._keys.check(value) for value in values]
-
-    def _add_items(self, values: list[Any]) -> None:
+    def add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError("something is added to what is no set")
-        target.update(self.members(values))
+        target.update(self.check_keys(values))
 
-    def _append_one(self) -> None:
-        self._append([self.stack.pop()])
+    def _target(self, kind: type, problem: str) -> Any:
+        """The container that values go into; None if it is an unknown object, which is left out as a whole."""
+        target = self.stack[-1]
+        if type(target) is PickledObject and not target.is_known:
+            return None
+        if type(target) is not kind:
+            raise ValueError(problem)
+        return target
 
-    def _set_one(self) -> None:
-        value = self.stack.pop()
-        self._set_items([self.stack.pop(), value])
+    def check_keys(self, values: list[Any]) -> list[Any]:
+        return [self._keys.check(value) for value in values]
 
-    def _tuple_of(self, length: int) -> None:
-        parts = tuple(self.stack[len(self.stack) - length :])
-        if len(parts) != length:
-            raise IndexError("too few values for a tuple")
-        del self.stack[len(self.stack) - length :]
-        self.stack.append(parts)
-
-    def _pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.since_mark()
-
-    def _persistent(self) -> None:
-        found = self.stack.pop()
-        if type(found) is not tuple:
-            raise ValueError("what lies beside the pickle is named by no tuple")
-        self.stack.append(Persistent(found))
+    def count_copied(self, length: int) -> None:
+        """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
+        self._copy_limit -= length
+        if self._copy_limit < 0:
+            raise ValueError("more is copied in it than stands in it")
 
 
-def _text(data: memoryview) -> str:
-    try:
-        return str(data, "utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:  # It holds the whole text.
-        raise ValueError(f"a text is none: {error.reason}") from None
-
-
-def _encode(machine: _Machine, text: Any, encoding: Any = "latin-1") -> bytes:
+def _bytes(machine: _Machine, text: Any, encoding: Any = "latin-1") -> bytes:
     if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{shown(text)} as bytes in {shown(encoding)}")
-    machine.copy(len(text))
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text is none of bytes: {error.reason}") from None
+    machine.count_copied(len(text))
+    return text.encode("latin-1")
 
 
-def _ordered(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
+def _bytearray(machine: _Machine, text: Any = b"", encoding: Any = "latin-1") -> bytearray:
+    # A number would be a length, and memory be taken for it.
+    if type(text) is str:
+        return bytearray(_bytes(machine, text, encoding))
+    if type(text) is not bytes:
+        raise ValueError("a bytearray of what are no bytes")
+    machine.count_copied(len(text))
+    return bytearray(text)
+
+
+def _dict(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
     if type(pairs) is dict:
-        machine.copy(len(pairs))
+        machine.count_copied(len(pairs))
         return dict(pairs)
     if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError("a dict of what are no pairs")
-    machine.copy(len(pairs))
-    return dict(zip(machine.members([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
+    machine.count_copied(len(pairs))
+    return dict(zip(machine.check_keys([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
 
 
-def _plain_set(machine: _Machine, values: Any = ()) -> set[Any]:
+def _set(machine: _Machine, values: Any = ()) -> set[Any]:
     if type(values) not in (list, tuple):
         raise ValueError("a set of what is no list")
-    machine.copy(len(values))
-    return set(machine.members(values))
-
-
-def _plain_array(machine: _Machine, text: Any = b"", encoding: Any = "latin-1") -> bytearray:
-    # A number would be a length, and memory be taken for it.
-    if type(text) is str:
-        return bytearray(_encode(machine, text, encoding))
-    if type(text) is not bytes:
-        raise ValueError("a bytearray of what are no bytes")
-    machine.copy(len(text))
-    return bytearray(text)
+    machine.count_copied(len(values))
+    return set(machine.check_keys(values))
 
 
 def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
@@ -284,86 +310,92 @@ def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
-_RENAMED: Final = {"__builtin__": "builtins"}
-
 _BUILDERS: Final[dict[Global, Callable[..., Any]]] = {
-    Global("collections", "OrderedDict"): _ordered,
-    Global("collections", "Counter"): _ordered,
-    Global("_codecs", "encode"): _encode,
-    Global("builtins", "set"): _plain_set,
-    Global("builtins", "bytearray"): _plain_array,
+    Global("collections", "OrderedDict"): _dict,
+    Global("collections", "Counter"): _dict,
+    Global("_codecs", "encode"): _bytes,
+    Global("builtins", "set"): _set,
+    Global("builtins", "bytearray"): _bytearray,
     Global("builtins", "complex"): _complex,
 }
 """What is built here, by code of this module."""
 
-_STOP: Final = ord(".")
-_U1, _U2, _U4, _I4, _U8 = map(struct.Struct, ("<B", "<H", "<L", "<l", "<Q"))
-_FLOAT: Final = struct.Struct(">d")
-
-_Operation = Callable[[_Machine], object]
-
-
-def _value(make: Callable[[_Machine], Any]) -> _Operation:
-    def operate(machine: _Machine) -> None:
-        found = make(machine)  # This may bring back another stack.
-        machine.stack.append(found)
-
-    return operate
+_VALUES: Final = frozenset(
+    {
+        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
+        *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    }
+)
+"""The instructions that put their argument on the stack."""
 
 
-def _whole(data: memoryview) -> int:
-    return int.from_bytes(data, "little", signed=True)
+def _pushing(make: Callable[[_Machine], Any]) -> Callable[[_Machine, Any], None]:
+    def follow(machine: _Machine, argument: Any) -> None:
+        made = make(machine)  # This may bring back another stack.
+        machine.stack.append(made)
+
+    return follow
 
 
-_BY_CODE: Final[dict[str, _Operation]] = {
-    "\x80": lambda m: m.take(1),
-    "\x95": lambda m: m.take(8),
-    "(": _Machine.mark,
-    "0": _Machine._pop,
-    "1": _Machine.since_mark,
-    "2": lambda m: m.stack.append(m.stack[-1]),
-    "N": _value(lambda m: None),
-    "\x88": _value(lambda m: True),
-    "\x89": _value(lambda m: False),
-    "J": _value(lambda m: m.number(_I4)),
-    "K": _value(lambda m: m.number(_U1)),
-    "M": _value(lambda m: m.number(_U2)),
-    "\x8a": _value(lambda m: _whole(m.take(m.number(_U1)))),
-    "\x8b": _value(lambda m: _whole(m.take(m.number(_I4)))),
-    "G": _value(lambda m: m.number(_FLOAT)),
-    "X": _value(lambda m: _text(m.take(m.number(_U4)))),
-    "\x8c": _value(lambda m: _text(m.take(m.number(_U1)))),
-    "\x8d": _value(lambda m: _text(m.take(m.number(_U8)))),
-    "B": _value(lambda m: bytes(m.take(m.number(_U4)))),
-    "C": _value(lambda m: bytes(m.take(m.number(_U1)))),
-    "\x8e": _value(lambda m: bytes(m.take(m.number(_U8)))),
-    "\x96": _value(lambda m: bytearray(m.take(m.number(_U8)))),
-    "]": _value(lambda m: []),
-    ")": _value(lambda m: ()),
-    "}": _value(lambda m: {}),
-    "\x8f": _value(lambda m: set()),
-    "a": _Machine._append_one,
-    "e": lambda m: m._append(m.since_mark()),
-    "s": _Machine._set_one,
-    "u": lambda m: m._set_items(m.since_mark()),
-    "\x90": lambda m: m._add_items(m.since_mark()),
-    "\x91": _value(lambda m: frozenset(m.members(m.since_mark()))),
-    "t": _value(lambda m: tuple(m.since_mark())),
-    "\x85": lambda m: m._tuple_of(1),
-    "\x86": lambda m: m._tuple_of(2),
-    "\x87": lambda m: m._tuple_of(3),
-    "c": lambda m: m.name(m.line(), m.line()),
-    "\x93": lambda m: m.name(m.stack.pop(-2), m.stack.pop()),
-    "R": _Machine._reduce,
-    "\x81": _Machine._reduce,
-    "\x92": _Machine._new_by_name,
-    "b": _Machine._build,
-    "q": lambda m: m.keep(m.number(_U1)),
-    "r": lambda m: m.keep(m.number(_U4)),
-    "\x94": _Machine._memoize,
-    "h": lambda m: m.recall(m.number(_U1)),
-    "j": lambda m: m.recall(m.number(_U4)),
-    "Q": _Machine._persistent,
+def _put(machine: _Machine, number: int) -> None:
+    machine.memo[number] = machine.stack[-1]
+
+
+def _get(machine: _Machine, number: int) -> None:
+    machine.stack.append(machine.memo[number])
+
+
+def _set_item(machine: _Machine, argument: None) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.set_items([key, value])
+
+
+def _stack_global(machine: _Machine, argument: None) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.push_name(module, name)
+
+
+def _call_with_names(machine: _Machine, argument: None) -> None:
+    names, arguments = machine.stack.pop(), machine.stack.pop()
+    if type(arguments) is not tuple or type(names) is not dict:
+        raise ValueError("an object without arguments")
+    machine.call((*arguments, names))
+
+
+_INSTRUCTIONS: Final[dict[str, Callable[[_Machine, Any], object]]] = {
+    "PROTO": lambda machine, version: None,
+    "FRAME": lambda machine, size: None,
+    "NONE": _pushing(lambda machine: None),
+    "NEWTRUE": _pushing(lambda machine: True),
+    "NEWFALSE": _pushing(lambda machine: False),
+    "EMPTY_TUPLE": _pushing(lambda machine: ()),
+    "EMPTY_LIST": _pushing(lambda machine: []),
+    "EMPTY_DICT": _pushing(lambda machine: {}),
+    "EMPTY_SET": _pushing(lambda machine: set()),
+    "TUPLE": _pushing(lambda machine: tuple(machine.pop_to_mark())),
+    "TUPLE1": lambda machine, _: machine.push_tuple(1),
+    "TUPLE2": lambda machine, _: machine.push_tuple(2),
+    "TUPLE3": lambda machine, _: machine.push_tuple(3),
+    "FROZENSET": _pushing(lambda machine: frozenset(machine.check_keys(machine.pop_to_mark()))),
+    "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
+    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
+    "SETITEM": _set_item,
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
+    "ADDITEMS": lambda machine, _: machine.add_items(machine.pop_to_mark()),
+    "MARK": lambda machine, _: machine.mark(),
+    "POP": lambda machine, _: machine.pop(),
+    "POP_MARK": lambda machine, _: machine.pop_to_mark(),
+    "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
+    "BINPUT": _put,
+    "LONG_BINPUT": _put,
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    "BINGET": _get,
+    "LONG_BINGET": _get,
+    "GLOBAL": lambda machine, names: machine.push_name(*names.split(" ", 1)),
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": lambda machine, _: machine.call(machine.stack.pop()),
+    "NEWOBJ": lambda machine, _: machine.call(machine.stack.pop()),
+    "NEWOBJ_EX": _call_with_names,
+    "BUILD": lambda machine, _: machine.set_state(machine.stack.pop()),
+    "BINPERSID": lambda machine, _: machine.push_persistent(machine.stack.pop()),
 }
-
-_OPERATIONS: Final = {ord(code): operation for code, operation in _BY_CODE.items()}

@@ -29,7 +29,7 @@ class Global(msgspec.Struct, frozen=True):
     name: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """What a function of the reader's gives.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Writer:
             self._keep(value)
 
     def add_bytes(self, value: bytes) -> None:
-        self.add(Call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+        self.add(FunctionCall(_ENCODE, (value.decode("latin-1"), "latin1")))
 
     def add_tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) in _SMALL_TUPLES:
@@ -149,7 +149,7 @@ class _Writer:
             self.parts.append(f"c{value.module}\n{value.name}\n".encode())
             self._keep(value)
 
-    def add_call(self, value: Call) -> None:
+    def add_call(self, value: FunctionCall) -> None:
         self.add_global(value.function)
         self.add_tuple(value.arguments)
         self.parts.append(b"R")
@@ -175,21 +175,26 @@ class _Writer:
         self.parts.append(b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number))
 
 
+_COMPLEX, _SET = Global("builtins", "complex"), Global("builtins", "set")
+_ENCODE: Final = Global("_codecs", "encode")
+
 _WRITERS: Final[dict[type, Callable[[_Writer, Any], None]]] = {
     type(None): lambda writer, _: writer.parts.append(b"N"),
     bool: lambda writer, value: writer.parts.append(b"\x88" if value else b"\x89"),
     int: _Writer.add_int,
     float: lambda writer, value: writer.parts.append(b"G" + struct.pack(">d", value)),
-    complex: lambda writer, value: writer.add_call(Call(Global("builtins", "complex"), (value.real, value.imag))),
+    complex: lambda writer, value: writer.add_call(
+        FunctionCall(Global("builtins", "complex"), (value.real, value.imag))
+    ),
     str: _Writer.add_text,
     bytes: _Writer.add_bytes,
     tuple: _Writer.add_tuple,
     list: _Writer.add_list,
     dict: lambda writer, value: writer.add_pairs(value.items()),
     Pairs: lambda writer, value: writer.add_pairs(value.items),
-    set: lambda writer, value: writer.add_call(Call(Global("builtins", "set"), (list(value),))),
+    set: lambda writer, value: writer.add_call(FunctionCall(_SET, (list(value),))),
     Global: _Writer.add_global,
-    Call: _Writer.add_call,
+    FunctionCall: _Writer.add_call,
     Instance: _Writer.add_instance,
     Persistent: _Writer.add_persistent,
 }

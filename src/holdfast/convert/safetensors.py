@@ -1,25 +1,31 @@
-"""Leaves as safetensors files, named as those of Hugging Face's models."""
+"""Safetensors files, alone or as Hugging Face has those of a large model: what lies where in them, in and out."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from holdfast.convert.input_arrays import InputArray, SourceTensor, whole_array
+from holdfast.convert.input_files import InputFile, is_plain_name
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
-from holdfast.convert.output_files import Delivery, deliver_file, deliver_files
-from holdfast.errors import UsageError
-from holdfast.format.layout import METADATA_KEY, Layout, plan_layout
+from holdfast.convert.output_files import OutputFiles, open_output_directory, open_output_file
+from holdfast.errors import FormatError, UsageError
+from holdfast.format.boxes import strides_of
+from holdfast.format.dtypes import RAW_TYPES, array_bytes
+from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout
+from holdfast.format.soundness import MAX_DIMENSIONS
 
 SUFFIX: Final = ".safetensors"
 SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 _SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+_MAX_INDEX_BYTES: Final = 256 << 20
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
@@ -34,9 +40,67 @@ class PlannedFile(msgspec.Struct, frozen=True):
     layout: Layout
 
 
-def is_model_file(name: str) -> bool:
-    """**Pure.** Whether a name is one of those that this writes into a directory."""
-    return name in (SINGLE_NAME, INDEX_NAME) or bool(_SHARD.fullmatch(name))
+class _Entry(msgspec.Struct):
+    """What the header says of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def write_safetensors(
+    reader: LeafReader,
+    names: Mapping[str, str],
+    out: Path,
+    *,
+    file_bytes: int,
+    metadata: Mapping[str, str],
+    overwrite: bool,
+) -> list[str]:
+    """**Blocks.** Writes leaves as safetensors files.
+
+    Args:
+        reader: Where the leaves come from.
+        names: For each array the leaf that it is.
+        out: A file, if its name ends so, or else a directory.
+        file_bytes: How large the arrays of one file may be together, in a directory.
+        metadata: Text to keep in each header.
+        overwrite: Whether what is there may go.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        UsageError: If something is there already, or the arrays cannot stand in such files.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    arrays = {name: reader.leaves[leaf] for name, leaf in names.items()}
+    is_file = out.name.endswith(SUFFIX)
+    planned = plan_files(arrays, None if is_file else file_bytes, metadata)
+    size_bytes = sum(file.layout.size_bytes for file in planned)
+    if is_file:
+        with open_output_file(out, size_bytes, overwrite=overwrite) as files:
+            _write(reader, names, planned[0], files)
+            files.publish_file(planned[0].name, overwrite=overwrite)
+        return [out.name]
+    written = [file.name for file in planned]
+    with open_output_directory(out, size_bytes, _is_model_file, overwrite=overwrite) as files:
+        for file in planned:
+            _write(reader, names, file, files)
+        if len(planned) > 1:
+            written.append(INDEX_NAME)
+            with files.create(INDEX_NAME) as index:
+                index.write(encode_weight_map(planned, arrays))
+        files.publish_files(written[-1], _is_model_file)
+    return written
+
+
+def _write(reader: LeafReader, names: Mapping[str, str], planned: PlannedFile, files: OutputFiles) -> None:
+    with files.create(planned.name) as file:
+        file.write(planned.layout.header)
+        for piece in reader.stream(reader.whole(names[place.name]) for place in planned.layout.places):
+            file.write(piece)
 
 
 def plan_files(
@@ -80,67 +144,69 @@ def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredL
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
 
 
-def write_safetensors(
-    reader: LeafReader,
-    names: Mapping[str, str],
-    out: Path,
-    *,
-    file_bytes: int | None,
-    metadata: Mapping[str, str],
-    overwrite: bool,
-    expect: Callable[[int], None],
-    advance: Callable[[int], None],
-) -> list[str]:
-    """**Blocks.** Writes leaves as safetensors files.
+def _is_model_file(name: str) -> bool:
+    """Whether a name is one of those that are written into a directory here."""
+    return name in (SINGLE_NAME, INDEX_NAME) or bool(_SHARD.fullmatch(name))
 
-    Args:
-        reader: Where the leaves come from.
-        names: For each array the leaf that it is.
-        out: A file, if its name ends so, or else a directory.
-        file_bytes: How large the arrays of one file may be together; None for one file.
-        metadata: Text to keep in each header.
-        overwrite: Whether what is there may go.
-        expect: Told how much will be written.
-        advance: Told of each piece.
 
-    Returns:
-        The names of the files.
+def list_files(directory: Path) -> list[str]:
+    """**Blocks.** The files of a model that lies in a directory.
 
     Raises:
-        UsageError: If something is there already, or the arrays cannot stand in such files.
-        DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        FormatError: If the index is malformed, or names files elsewhere.
+        StorageError: If it cannot be read.
     """
-    arrays = {name: reader.leaves[leaf] for name, leaf in names.items()}
-    is_file = out.name.endswith(SUFFIX)
-    files = plan_files(arrays, None if is_file else file_bytes, metadata)
-    size_bytes = sum(file.layout.size_bytes for file in files)
-    expect(size_bytes)
-    if is_file:
-        with deliver_file(out, size_bytes, overwrite=overwrite) as delivery:
-            _write(reader, names, files[0], delivery, advance)
-            delivery.place_file(files[0].name, overwrite=overwrite)
-        return [out.name]
-    with deliver_files(out, size_bytes, is_model_file, overwrite=overwrite) as delivery:
-        for file in files:
-            _write(reader, names, file, delivery, advance)
-        if len(files) > 1:
-            with delivery.create(INDEX_NAME) as index:
-                index.write(encode_weight_map(files, arrays))
-        delivery.place_files(INDEX_NAME if len(files) > 1 else SINGLE_NAME, is_model_file)
-    return [*(file.name for file in files), *([INDEX_NAME] if len(files) > 1 else [])]
+    index = directory / INDEX_NAME
+    if not index.exists():
+        return sorted(one.name for one in directory.iterdir() if one.name.endswith(SUFFIX))
+    with InputFile(index) as file:
+        if file.size_bytes > _MAX_INDEX_BYTES:
+            raise FormatError(f"{index} has {file.size_bytes} bytes, which cannot be", path=str(index))
+        data = file.read(0, file.size_bytes)
+    try:
+        named: Any = json.loads(data)["weight_map"]
+        names = sorted(set(named.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{index} is malformed: {error!r}", path=str(index)) from error
+    for name in names:
+        if not is_plain_name(name):
+            raise FormatError(f"{index} names {name!r}, which is no file beside it", path=str(index))
+    return names
 
 
-def _write(
-    reader: LeafReader,
-    names: Mapping[str, str],
-    file: PlannedFile,
-    delivery: Delivery,
-    advance: Callable[[int], None],
-) -> None:
-    with delivery.create(file.name) as target:
-        target.write(file.layout.header)
-        advance(len(file.layout.header))
-        for piece in reader.stream(reader.whole(names[place.name]) for place in file.layout.places):
-            target.write(piece)
-            advance(len(piece))
+def read_header(file: InputFile) -> dict[str, InputArray]:
+    """**Blocks.** The arrays of a safetensors file.
+
+    Raises:
+        FormatError: If it is malformed, or says what cannot be.
+        StorageError: If it cannot be read.
+    """
+    path = str(file.path)
+    length = int.from_bytes(file.read(0, 8), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
+        raise FormatError(f"{path}: a header of {length} bytes cannot be", path=path)
+    try:
+        raw = msgspec.json.decode(file.read(8, length), type=dict[str, msgspec.Raw])
+        raw.pop(METADATA_KEY, None)
+        entries = {name: msgspec.json.decode(one, type=_Entry) for name, one in raw.items()}
+        arrays = {name: _array(file, 8 + length, entry) for name, entry in entries.items()}
+    except (msgspec.DecodeError, ValueError) as error:
+        raise FormatError(f"{path}: its header is malformed: {error}", path=path) from error
+    end = 0
+    for begin, following in sorted(entry.data_offsets for entry in entries.values()):
+        if begin < end:
+            raise FormatError(f"{path}: its arrays overlap", path=path)
+        end = following
+    return arrays
+
+
+def _array(file: InputFile, begin: int, entry: _Entry) -> InputArray:
+    first, last = entry.data_offsets
+    if entry.dtype in RAW_TYPES:
+        raise ValueError(f"{entry.dtype} is no type of such a file")
+    if len(entry.shape) > MAX_DIMENSIONS or last - first != array_bytes(entry.dtype, entry.shape):
+        raise ValueError(f"{entry.dtype} {list(entry.shape)} at {first} to {last} cannot be")
+    if not 0 <= first <= last <= file.size_bytes - begin:
+        raise ValueError(f"bytes {first} to {last} do not lie in the file")
+    strides = strides_of(entry.shape, 1)
+    return whole_array(SourceTensor(file, begin + first, entry.dtype, entry.shape, strides))

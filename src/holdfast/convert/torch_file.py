@@ -1,51 +1,241 @@
-"""Files of `torch.save`: the tree in them, and where their tensors lie. Nothing in them is executed."""
+"""Files of `torch.save`: written so that `torch.load(path, weights_only=True)` reads them, and read as data.
+
+Neither imports torch, and nothing that is read is executed.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from holdfast.convert.input_arrays import StoredTensor
-from holdfast.convert.input_files import Record, SourceFile, read_directory
-from holdfast.convert.pickle_read import Made, read_pickle, shown
-from holdfast.convert.pickle_write import Global, Persistent
-from holdfast.convert.torch_pickles import DTYPES, STORAGES, UNTYPED
+from holdfast.convert.input_arrays import SourceTensor
+from holdfast.convert.input_files import InputFile
+from holdfast.convert.leaf_stream import LeafReader, StoredLeaf, take_bytes
+from holdfast.convert.leaf_tree import ArrayRef, CodedValue, LeftOut, ObjectState
+from holdfast.convert.output_files import open_output_file
+from holdfast.convert.pickle_read import PickledObject, read_pickle, shown
+from holdfast.convert.pickle_write import FunctionCall, Global, Persistent, write_pickle
+from holdfast.convert.torch_zip import ArchiveReader, Record, write_archive
 from holdfast.errors import FormatError
-from holdfast.format.dtypes import ITEM_BYTES, array_bytes
+from holdfast.format.dtypes import ELEMENT_TYPES, ITEM_BYTES, QUANTIZED_TYPES, array_bytes, names_in
+from holdfast.format.encoding import escape
 from holdfast.format.soundness import MAX_DIMENSIONS
+from holdfast.format.strides import order_dimensions, row_major
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 """The pickle in a file holds no tensors, only what is said of them, and plain values."""
 
-_DTYPES: Final = {Global("torch", torch_name): name for name, torch_name in DTYPES.items()}
-_STORAGES: Final = {Global("torch", storage): name for name, storage in STORAGES.items()}
-_REBUILDERS: Final = {
-    Global("torch._utils", "_rebuild_tensor"): (4, None),
-    Global("torch._utils", "_rebuild_tensor_v2"): (6, None),
-    Global("torch._utils", "_rebuild_tensor_v3"): (7, 6),
+TORCH_DTYPES: Final = {
+    name: Global("torch", torch_name) for torch_name, name in names_in("torch").items() if name not in QUANTIZED_TYPES
 }
+"""For each element type that a dense tensor may have, what torch calls it."""
+
+DTYPES_OF_TORCH: Final = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+
+_STORAGES: Final = {one.name: Global("torch", one.torch_storage) for one in ELEMENT_TYPES if one.torch_storage}
+"""The storages of older element types; the newer ones lie in storages of bytes, and name their type."""
+
+_DTYPES_OF_STORAGES: Final = {storage: name for name, storage in _STORAGES.items()}
+
+SIZE: Final = Global("torch", "Size")
+_UNTYPED: Final = Global("torch.storage", "UntypedStorage")
+_ORDERED: Final = Global("collections", "OrderedDict")
+_DEVICE: Final = Global("torch", "device")
+_REBUILD, _REBUILD_V2, _REBUILD_V3 = (
+    Global("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+)
+_REBUILDERS: Final = {_REBUILD: (4, None), _REBUILD_V2: (6, None), _REBUILD_V3: (7, 6)}
 """For each function that makes a tensor, how many arguments it has at least, and which one is the element type."""
 
 _PARAMETERS: Final = frozenset(
     {Global("torch._utils", "_rebuild_parameter"), Global("torch._utils", "_rebuild_parameter_with_state")}
 )
-_SIZE: Final = Global("torch", "Size")
-_MAX_DEVICE_BITS: Final = 32
-_DEVICE: Final = Global("torch", "device")
 
-ALLOWED: Final = frozenset({*_DTYPES, *_STORAGES, *_REBUILDERS, *_PARAMETERS, _SIZE, _DEVICE, UNTYPED})
+ALLOWED: Final = frozenset(
+    {*DTYPES_OF_TORCH, *_DTYPES_OF_STORAGES, *_REBUILDERS, *_PARAMETERS, SIZE, _DEVICE, _UNTYPED}
+)
 """What such a file may name."""
 
-_STRANGE: Final = "Only plain tensors can be taken in: save what it is made of, on the CPU and dense."
+_MAX_DEVICE_BITS: Final = 32
+_RECORD_BYTES: Final = 512
+"""What a record of the archive takes beside its bytes, at the most."""
+
+_NOT_PLAIN: Final = "Only plain tensors can be taken in: save what it is made of, on the CPU and dense."
+_OPTIMIZER_FORM: Final = frozenset({"state", "groups", "loose", "rest"})
+
+
+def write_torch(reader: LeafReader, tree: Any, out: Path, *, overwrite: bool, left: list[LeftOut]) -> list[str]:
+    """**Blocks.** Writes a tree as `torch.save` does, a piece at a time.
+
+    Args:
+        reader: Where the leaves come from.
+        tree: What is saved.
+        out: The file.
+        overwrite: Whether one that is there may go.
+        left: What is left out is added here.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        UsageError: If something is there already.
+        DamageError: If the checkpoint is damaged.
+        StorageError: If a place fails.
+    """
+    # A leaf that stands in several places is one storage, as it was one tensor's memory.
+    keys: dict[str, str] = {}
+
+    def to_tensor(array: ArrayRef) -> FunctionCall:
+        key = keys.setdefault(array.leaf, str(len(keys)))
+        return tensor_call(key, reader.leaves[array.leaf], reader.strides.get(array.leaf))
+
+    def list_storages() -> Iterator[tuple[str, int, Iterable[memoryview]]]:
+        pieces = reader.stream(map(reader.whole, keys))
+        for leaf, key in keys.items():
+            stored, strides = reader.leaves[leaf], reader.strides.get(leaf)
+            own: Iterable[memoryview] = take_bytes(pieces, stored.size_bytes)
+            yield key, stored.size_bytes, own if strides is None else [_reorder(own, stored, strides)]
+
+    pickle = write_pickle(to_torch(tree, "", to_tensor, left))
+    size_bytes = len(pickle) + sum(reader.leaves[leaf].size_bytes for leaf in keys) + _RECORD_BYTES * (len(keys) + 4)
+    with open_output_file(out, size_bytes, overwrite=overwrite) as files:
+        with files.create("archive") as file:
+            write_archive(file, pickle, list_storages())
+        files.publish_file("archive", overwrite=overwrite)
+    return [out.name]
+
+
+def _reorder(pieces: Iterable[memoryview], leaf: StoredLeaf, strides: tuple[int, ...]) -> memoryview:
+    """The bytes of a leaf, which come in row-major order, in the order in which it lies in memory. All are held."""
+    import numpy as np
+
+    data = bytearray(leaf.size_bytes)
+    place = 0
+    for piece in pieces:
+        data[place : place + len(piece)] = piece
+        place += len(piece)
+    values = np.frombuffer(data, f"V{ITEM_BYTES[leaf.dtype]}").reshape(leaf.shape)
+    return memoryview(values.transpose(order_dimensions(leaf.shape, strides)).tobytes())
+
+
+def to_torch(value: Any, path: str, to_tensor: Callable[[ArrayRef], Any], left: list[LeftOut]) -> Any:
+    """**Pure.** A tree as it is pickled: with what stands for tensors, and for values of torch's own.
+
+    Args:
+        value: The tree.
+        path: What it is called.
+        to_tensor: Gives what stands for an array.
+        left: What is left out is added here.
+    """
+    if type(value) is ArrayRef:
+        return to_tensor(value)
+    if type(value) is ObjectState:
+        state = number_parameters(value.state) if value.kind == "torch.optimizer" else value.state
+        return to_torch(state, path, to_tensor, left)
+    if isinstance(value, dict):
+        return {key: to_torch(part, f"{path}/{escape(str(key))}", to_tensor, left) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        parts = [to_torch(part, f"{path}/{number}", to_tensor, left) for number, part in enumerate(value)]
+        return tuple(parts) if type(value) is tuple else parts
+    if type(value) is CodedValue:
+        found = _coded_call(value.tag, value.value)
+        if found is None:
+            left.append(LeftOut(path, f"it is a {value.tag}"))
+        return found
+    return value
+
+
+def tensor_call(key: str, leaf: StoredLeaf, strides: tuple[int, ...] | None = None) -> FunctionCall:
+    """**Pure.** The call that makes a dense tensor of all of a storage.
+
+    Args:
+        key: The storage's name in the archive.
+        leaf: What the tensor is.
+        strides: How it lies there; None for row-major order.
+    """
+    elements = math.prod(leaf.shape)
+    storage = _STORAGES.get(leaf.dtype)
+    length = elements if storage else elements * ITEM_BYTES[leaf.dtype]
+    persistent = Persistent(("storage", storage or _UNTYPED, key, "cpu", length))
+    arguments = (persistent, 0, leaf.shape, strides or row_major(leaf.shape), False, FunctionCall(_ORDERED, ()))
+    if storage:
+        return FunctionCall(_REBUILD_V2, arguments)
+    return FunctionCall(_REBUILD_V3, (*arguments, TORCH_DTYPES[leaf.dtype]))
+
+
+def _coded_call(tag: str, value: Any) -> Global | FunctionCall | None:
+    """What stands for a value of torch's own; None if it is none that `weights_only` takes."""
+    if tag == "torch.Size" and type(value) is list and all(type(one) is int for one in value):
+        return FunctionCall(SIZE, (tuple(value),))
+    if tag == "torch.device" and type(value) is str:
+        return FunctionCall(_DEVICE, (value,))
+    if tag == "torch.dtype" and type(value) is str:
+        dtype = Global("torch", value.removeprefix("torch."))
+        return dtype if dtype in DTYPES_OF_TORCH else None
+    return None
+
+
+def number_parameters(stored: Any) -> Any:
+    """**Pure.** What `optimizer.state_dict()` would give: parameters by their numbers, in the order of the groups.
+
+    Args:
+        stored: The state as holdfast keeps it; what is in a form of its own is given as it is.
+    """
+    names = _parameter_names(stored)
+    return _rename_parameters(stored, None if names is None else {name: place for place, name in enumerate(names)})
+
+
+def name_parameters(stored: Any, modules: Collection[str]) -> Any:
+    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names in the model.
+
+    Args:
+        stored: As for `number_parameters`.
+        modules: The names of the checkpoint's modules, which a parameter's name begins with.
+    """
+    names = _parameter_names(stored)
+    if names is None:
+        return _rename_parameters(stored, None)
+    prefix = next((f"{one}." for one in modules if names and all(name.startswith(f"{one}.") for name in names)), "")
+    return _rename_parameters(stored, {name: name.removeprefix(prefix) for name in (*names, *stored["state"])})
+
+
+def _parameter_names(stored: Any) -> list[str] | None:
+    """The names of all parameters in order; None if the state is not of holdfast's form, or only a part of it."""
+    if not isinstance(stored, dict) or not stored.keys() >= _OPTIMIZER_FORM or type(stored["groups"]) is not list:
+        return None
+    if not all(isinstance(stored[key], dict) for key in ("state", "loose", "rest")):
+        return None
+    names: list[str] = []
+    for group in stored["groups"]:
+        if not isinstance(group, dict) or type(group.get("params")) is not list:
+            return None
+        names += group["params"]
+    return names if all(type(name) is str for name in names) and len(set(names)) == len(names) else None
+
+
+def _rename_parameters(stored: Any, new: Mapping[str, Any] | None) -> Any:
+    """An optimizer's state as torch has it, each parameter under its new name; None if it has no names."""
+    if new is None:
+        return stored["whole"] if isinstance(stored, dict) and "whole" in stored else stored
+    state = {new[name]: value for name, value in stored["state"].items() if name in new}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [new[name] for name in group["params"]]}
+        for group in stored["groups"]
+    ]
+    return {**stored["rest"], "state": {**stored["loose"], **state}, "param_groups": groups}
 
 
 class TorchArchive:
     """One archive of `torch.save`, in a file of its own or within another one.
 
     Attributes:
-        value: What was saved; what is no plain value is a `Made` or a `Global`.
+        value: What was saved; what is no plain value is a `PickledObject` or a `Global`.
     """
 
-    def __init__(self, file: SourceFile, begin: int, size_bytes: int, *, keep_unknown: bool = False) -> None:
+    def __init__(self, file: InputFile, begin: int, size_bytes: int, *, keep_unknown: bool = False) -> None:
         """**Blocks.** Reads what was saved, but for the tensors' values.
 
         Args:
@@ -60,31 +250,32 @@ class TorchArchive:
         """
         self._file = file
         self._path = str(file.path)
-        self._records = read_directory(file, begin, size_bytes)
-        pickle = self._small("data.pkl", MAX_PICKLE_BYTES)
-        if "byteorder" in self._records and self._small("byteorder", 16) != b"little":
+        self._records = ArchiveReader(file, begin, size_bytes)
+        pickle = self._read_small("data.pkl", MAX_PICKLE_BYTES)
+        if self._records.find("byteorder") is not None and self._read_small("byteorder", 16) != b"little":
             raise FormatError(f"{self._path}: its numbers are big-endian", path=self._path)
-        self.value = read_pickle(memoryview(pickle), ALLOWED, self._path, keep_unknown=keep_unknown)
+        self.value = read_pickle(pickle, ALLOWED, self._path, keep_unknown=keep_unknown)
 
-    def tensor(self, made: Made, depth: int = 0) -> StoredTensor | None:
-        """**Pure.** The tensor that something stands for; None if it is no tensor.
+    def tensor(self, made: PickledObject, depth: int = 0) -> SourceTensor | None:
+        """**Blocks.** The tensor that something stands for; None if it is no tensor.
 
         Raises:
             FormatError: If it cannot be one that lies in the archive.
+            StorageError: If the file cannot be read.
         """
-        if made.function in _PARAMETERS and made.arguments and type(made.arguments[0]) is Made and depth < 2:
-            return self.tensor(made.arguments[0], depth + 1)
+        arguments = made.arguments
+        if made.function in _PARAMETERS and arguments and type(arguments[0]) is PickledObject and depth < 2:
+            return self.tensor(arguments[0], depth + 1)
         form = _REBUILDERS.get(made.function)
         if form is None:
             return None
         least, dtype_place = form
-        arguments = made.arguments
         if len(arguments) < least or type(arguments[0]) is not Persistent:
             raise self._malformed("a tensor is not described as torch describes one")
-        dtype, record = self._storage(arguments[0])
+        dtype, record = self._find_storage(arguments[0])
         if dtype_place is not None:
             named = arguments[dtype_place]
-            dtype = _DTYPES.get(named, "") if type(named) is Global else ""
+            dtype = DTYPES_OF_TORCH.get(named, "") if type(named) is Global else ""
         offset, shape, strides = arguments[1], lengths_of(arguments[2]), lengths_of(arguments[3])
         if not dtype or shape is None or strides is None or len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
             raise self._malformed("a tensor is not described as torch describes one")
@@ -94,44 +285,45 @@ class TorchArchive:
             array_bytes(dtype, shape)
         except ValueError as error:
             raise self._malformed(f"a tensor cannot be: {error}") from error
-        tensor = StoredTensor(self._file, record.offset_bytes + offset * ITEM_BYTES[dtype], dtype, shape, strides)
+        tensor = SourceTensor(self._file, record.offset_bytes + offset * ITEM_BYTES[dtype], dtype, shape, strides)
         if (offset + tensor.reach) * ITEM_BYTES[dtype] > record.size_bytes:
             raise self._malformed(f"a tensor of shape {list(shape)} does not lie within its storage")
         return tensor
 
-    def _storage(self, persistent: Persistent) -> tuple[str, Record]:
+    def _find_storage(self, persistent: Persistent) -> tuple[str, Record]:
         """The element type and the bytes of a storage."""
         parts = persistent.id
         if len(parts) != 5 or parts[0] != "storage" or type(parts[2]) is not str or type(parts[4]) is not int:
             raise self._malformed("a storage is not named as torch names one")
-        dtype = "U8" if parts[1] == UNTYPED else _STORAGES.get(parts[1]) if type(parts[1]) is Global else None
+        dtype = "U8" if parts[1] == _UNTYPED else None
+        if dtype is None and type(parts[1]) is Global:
+            dtype = _DTYPES_OF_STORAGES.get(parts[1])
         if dtype is None:
             raise self._malformed(f"storages of the type {shown(parts[1])} cannot be taken in")
-        record = self._records.get(f"data/{parts[2]}")
+        record = self._records.find(f"data/{parts[2]}")
         if record is None or not 0 <= parts[4] * ITEM_BYTES[dtype] <= record.size_bytes:
             raise self._malformed(f"the storage {shown(parts[2])} is missing, or shorter than is said")
         return dtype, record
 
-    def _small(self, name: str, limit_bytes: int) -> bytearray:
-        record = self._records.get(name)
-        if record is None or record.size_bytes > limit_bytes:
-            size = (
-                "is missing" if record is None else f"has {record.size_bytes} bytes, and at most {limit_bytes} may be"
-            )
-            raise self._malformed(f"{name} {size}")
+    def _read_small(self, name: str, limit_bytes: int) -> bytes:
+        record = self._records.find(name)
+        if record is None:
+            raise self._malformed(f"{name} is missing")
+        if record.size_bytes > limit_bytes:
+            raise self._malformed(f"{name} has {record.size_bytes} bytes, and at most {limit_bytes} may be")
         return self._file.read(record.offset_bytes, record.size_bytes)
 
     def _malformed(self, what: str) -> FormatError:
-        return FormatError(f"{self._path}: {what}", path=self._path, hint=_STRANGE)
+        return FormatError(f"{self._path}: {what}", path=self._path, hint=_NOT_PLAIN)
 
 
-def special_of(value: Any) -> tuple[str, Any] | None:
+def coded_value_of(value: Any) -> tuple[str, Any] | None:
     """**Pure.** The codec's tag and its value, for what torch has of its own; None for anything else."""
-    if type(value) is Global and value in _DTYPES:
+    if type(value) is Global and value in DTYPES_OF_TORCH:
         return "torch.dtype", f"torch.{value.name}"
-    if type(value) is not Made:
+    if type(value) is not PickledObject:
         return None
-    if value.function == _SIZE and len(value.arguments) == 1:
+    if value.function == SIZE and len(value.arguments) == 1:
         lengths = lengths_of(value.arguments[0])
         return None if lengths is None else ("torch.Size", list(lengths))
     if value.function == _DEVICE and value.arguments and type(value.arguments[0]) is str:
@@ -143,7 +335,7 @@ def special_of(value: Any) -> tuple[str, Any] | None:
 
 def lengths_of(value: Any) -> tuple[int, ...] | None:
     """**Pure.** The lengths that a shape, or the like, consists of; None if it is none."""
-    if type(value) is Made and value.function == _SIZE and len(value.arguments) == 1:
+    if type(value) is PickledObject and value.function == SIZE and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) not in (tuple, list) or not all(type(one) is int and one >= 0 for one in value):
         return None

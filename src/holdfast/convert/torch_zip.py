@@ -1,119 +1,198 @@
-"""The archive that `torch.save` makes: a zip of a pickle and the bytes of each storage, written as the bytes come."""
+"""The archives that `torch.save` makes: a zip of a pickle and the bytes of each storage, none of it compressed."""
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
-import zlib
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Iterable
+from typing import BinaryIO, Final
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
 
-from holdfast.convert.output_files import NewFile
+from holdfast.convert.input_files import InputFile
+from holdfast.errors import FormatError
+
+MAX_DIRECTORY_BYTES: Final = 128 << 20
+"""How large the directory of an archive may be that is read. Each of its records takes 46 bytes and its name."""
 
 ALIGNMENT_BYTES: Final = 64
 """Where torch has records begin, so that it can map them into memory."""
 
-_LIMIT: Final = 0xFFFFFFFF
+_LARGE_BYTES: Final = 1 << 30
+"""From here on the size of a record stands in fields of 64 bits. `zipfile` does that by itself from about 2 GiB on."""
+
+_LOCAL: Final = struct.Struct("<4s22xHH")
+"""The header before a record's bytes: a mark, and the lengths of its name and of its extra fields."""
+
+_LARGE_FIELD_BYTES: Final = 20
 _VERSION: Final = 45
-_LOCAL: Final = struct.Struct("<4sHHHHHLLLHH")
-_CENTRAL: Final = struct.Struct("<4sHHHHHHLLLHHHHHLL")
-_DATE: Final = 0x21  # The first day that a zip can name: the same input gives the same archive.
+_END_BYTES: Final = 22
 
 
-class _Record(msgspec.Struct, frozen=True):
-    name: bytes
-    checksum: int
-    size_bytes: int
+class Record(msgspec.Struct, frozen=True):
+    """Where a record of an archive lies, in the file that holds the archive.
+
+    Attributes:
+        offset_bytes: Its first byte.
+        size_bytes: How many there are.
+    """
+
     offset_bytes: int
+    size_bytes: int
 
 
-class ArchiveWriter:
-    """Writes one archive behind what a file holds already."""
+def write_archive(
+    file: BinaryIO, pickle: bytes, storages: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]
+) -> None:
+    """**Blocks.** Writes one archive behind what a file holds already.
 
-    def __init__(self, file: NewFile, name: str) -> None:
-        """Writes nothing yet.
+    Args:
+        file: Where to write.
+        pickle: The pickle.
+        storages: For each storage its name, its size, and its bytes in pieces.
+    """
+    part = _WrittenPart(file)
+    with ZipFile(part, "w", ZIP_STORED) as archive:
+        _add(archive, part, "data.pkl", len(pickle), [pickle])
+        _add(archive, part, "byteorder", 6, [b"little"])
+        for name, size_bytes, pieces in storages:
+            _add(archive, part, f"data/{name}", size_bytes, pieces)
+        _add(archive, part, "version", 2, [b"3\n"])
+
+
+def _add(
+    archive: ZipFile, part: _WrittenPart, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]
+) -> None:
+    info = ZipInfo(f"archive/{name}")  # Of the first day that a zip can name: the same input gives the same archive.
+    info.create_system, info.create_version, info.extract_version = 0, _VERSION, _VERSION
+    is_large = size_bytes >= _LARGE_BYTES
+    begin = part.tell() + _LOCAL.size + len(info.filename) + 4 + _LARGE_FIELD_BYTES * is_large
+    # Room that says it is none of the fields that readers know, as torch itself does it.
+    padding = -begin % ALIGNMENT_BYTES
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=is_large) as record:
+        for piece in pieces:
+            record.write(piece)
+    # The directory, which is written at the end, needs no room.
+    info.extra, info.external_attr = b"", 0
+
+
+class ArchiveReader:
+    """What lies where in an archive. Only its directory is in memory."""
+
+    def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
+        """**Blocks.** Reads the directory.
 
         Args:
-            file: Where to write.
-            name: What all names in the archive begin with.
+            file: The file.
+            begin: Where the archive begins in it.
+            size_bytes: How long it is.
+
+        Raises:
+            FormatError: If it is no such archive.
+            StorageError: If the file cannot be read.
         """
         self._file = file
-        self._name = name
-        self._begin = file.size_bytes
-        self._records: list[_Record] = []
+        self._begin = begin
+        self._end = begin + size_bytes
+        self._records: dict[str, ZipInfo | Record] = {}
+        try:
+            if size_bytes < _END_BYTES or self._end > file.size_bytes:
+                raise ValueError("it is too short")
+            records = ZipFile(_ReadPart(file, begin, size_bytes)).infolist()
+            (count,) = struct.unpack("<H", file.read(self._end - _END_BYTES + 10, 2))
+            if count not in (len(records), 0xFFFF):
+                raise ValueError(f"its directory is for {count} records, and has {len(records)}")
+            for record in records:
+                # All records lie in one folder, which torch names after the file.
+                name = record.filename.partition("/")[2]
+                if name in self._records:
+                    raise ValueError(f"{name!r} stands twice")
+                self._records[name] = record
+        except (ValueError, OSError, BadZipFile, NotImplementedError, struct.error) as error:
+            raise self._malformed(error) from error
 
-    def begin(self, pickle: bytes) -> None:
-        """**Blocks.** Writes what comes before the storages."""
-        self.add("data.pkl", len(pickle), [pickle])
-        self.add("byteorder", 6, [b"little"])
-
-    def add(self, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-        """**Blocks.** Writes one record.
+    def find(self, name: str) -> Record | None:
+        """**Blocks.** Where a record lies; None if there is none of that name.
 
         Args:
-            name: Its name.
-            size_bytes: How much the pieces are together.
-            pieces: Its bytes.
+            name: Its name without the folder that all records lie in.
+
+        Raises:
+            FormatError: If it is compressed, or does not lie in the archive.
+            StorageError: If the file cannot be read.
         """
-        encoded = f"{self._name}/{name}".encode()
-        offset_bytes = self._file.size_bytes - self._begin
-        large = struct.pack("<HHQQ", 1, 16, size_bytes, size_bytes) if size_bytes >= _LIMIT else b""
-        at = self._file.size_bytes - self._begin + _LOCAL.size + len(encoded) + len(large) + 4
-        # Room that says it is none of the fields that readers know, as torch itself does it.
-        padding = -at % ALIGNMENT_BYTES
-        extra = large + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        short = min(size_bytes, _LIMIT)
-        header_at = self._file.size_bytes
-        self._file.write(
-            _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, 0, short, short, len(encoded), len(extra))
-            + encoded
-            + extra
-        )
-        checksum = 0
-        for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-            self._file.write(piece)
-        self._file.patch(header_at + 14, struct.pack("<L", checksum))
-        self._records.append(_Record(encoded, checksum, size_bytes, offset_bytes))
+        record = self._records.get(name)
+        if isinstance(record, ZipInfo):
+            record = self._records[name] = self._locate(name, record)
+        return record
 
-    def finish(self) -> None:
-        """**Blocks.** Writes the directory of the archive, with which it is whole."""
-        self.add("version", 2, [b"3\n"])
-        begin = self._file.size_bytes - self._begin
-        for record in self._records:
-            self._file.write(_central(record))
-        size = self._file.size_bytes - self._begin - begin
-        count = len(self._records)
-        end = begin + size
-        if count > 0xFFFE or end > _LIMIT:
-            self._file.write(struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin))
-            self._file.write(struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1))
-        short = min(count, 0xFFFF)
-        self._file.write(
-            struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, short, short, min(size, _LIMIT), min(begin, _LIMIT), 0)
-        )
+    def _locate(self, name: str, info: ZipInfo) -> Record:
+        if info.compress_type != ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
+            raise self._malformed(f"{name!r} is compressed or encrypted, which torch never does")
+        # What comes before a record's bytes may be longer than the directory says.
+        header_at = self._begin + info.header_offset
+        if self._begin <= header_at <= self._end - _LOCAL.size:
+            mark, name_bytes, extra_bytes = _LOCAL.unpack(self._file.read(header_at, _LOCAL.size))
+            first = header_at + _LOCAL.size + name_bytes + extra_bytes
+            if mark == b"PK\x03\x04" and first + info.file_size <= self._end:
+                return Record(first, info.file_size)
+        raise self._malformed(f"{name!r} does not lie in it")
+
+    def _malformed(self, what: object) -> FormatError:
+        path = str(self._file.path)
+        return FormatError(f"{path}: this is no archive that torch.save has written: {what}", path=path)
 
 
-def _central(record: _Record) -> bytes:
-    large = [value for value in (record.size_bytes,) * 2 if value >= _LIMIT]
-    if record.offset_bytes >= _LIMIT:
-        large.append(record.offset_bytes)
-    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-    size, offset = min(record.size_bytes, _LIMIT), min(record.offset_bytes, _LIMIT)
-    return (
-        _CENTRAL.pack(
-            *(b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DATE, record.checksum, size, size),
-            *(len(record.name), len(extra), 0, 0, 0, 0, offset),
-        )
-        + record.name
-        + extra
-    )
+class _WrittenPart:
+    """A file from where it ends on, as `zipfile` writes it: places count from there."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._begin = file.tell()
+
+    def tell(self) -> int:
+        return self._file.tell() - self._begin
+
+    def seek(self, offset_bytes: int) -> int:
+        return self._file.seek(self._begin + offset_bytes) - self._begin
+
+    def write(self, data: bytes) -> int:
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Does nothing: the file belongs to the caller."""
 
 
-def take(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memoryview]:
-    """The next pieces, as many as make up a size."""
-    while size_bytes:
-        piece = next(pieces)
-        size_bytes -= len(piece)
-        yield piece
+class _ReadPart:
+    """A part of a file, as `zipfile` reads it. It gives no more at a time than a directory may have."""
+
+    def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
+        self._file = file
+        self._begin = begin
+        self._size_bytes = size_bytes
+        self._place = 0
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset_bytes: int, whence: int = os.SEEK_SET) -> int:
+        place = offset_bytes + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size_bytes}[whence]
+        if place < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._place = place
+        return place
+
+    def read(self, size_bytes: int | None = None) -> bytes:
+        left = max(self._size_bytes - self._place, 0)
+        size_bytes = left if size_bytes is None or size_bytes < 0 else min(size_bytes, left)
+        if size_bytes > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {size_bytes} bytes, and at most {MAX_DIRECTORY_BYTES} may be")
+        data = self._file.read(self._begin + self._place, size_bytes)
+        self._place += size_bytes
+        return data

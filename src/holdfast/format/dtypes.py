@@ -17,12 +17,14 @@ class ElementType(NamedTuple):
         item_bytes: The bytes of one element.
         library_name: What the libraries call it.
         libraries: The libraries whose arrays may have it.
+        torch_storage: What torch calls a storage of it in a file; empty where it is a storage of bytes.
     """
 
     name: str
     item_bytes: int
     library_name: str
     libraries: str
+    torch_storage: str = ""
 
     @property
     def is_raw(self) -> bool:
@@ -31,27 +33,27 @@ class ElementType(NamedTuple):
 
 
 ELEMENT_TYPES: Final = (
-    ElementType("BOOL", 1, "bool", "torch numpy jax"),
-    ElementType("U8", 1, "uint8", "torch numpy jax"),
-    ElementType("I8", 1, "int8", "torch numpy jax"),
+    ElementType("BOOL", 1, "bool", "torch numpy jax", "BoolStorage"),
+    ElementType("U8", 1, "uint8", "torch numpy jax", "ByteStorage"),
+    ElementType("I8", 1, "int8", "torch numpy jax", "CharStorage"),
     ElementType("F8_E5M2", 1, "float8_e5m2", "torch numpy jax"),
     ElementType("F8_E4M3", 1, "float8_e4m3fn", "torch numpy jax"),
     ElementType("F8_E8M0", 1, "float8_e8m0fnu", "torch numpy jax"),
     ElementType("F8_E4M3FNUZ", 1, "float8_e4m3fnuz", "torch numpy jax"),
     ElementType("F8_E5M2FNUZ", 1, "float8_e5m2fnuz", "torch numpy jax"),
-    ElementType("I16", 2, "int16", "torch numpy jax"),
+    ElementType("I16", 2, "int16", "torch numpy jax", "ShortStorage"),
     ElementType("U16", 2, "uint16", "torch numpy jax"),
-    ElementType("F16", 2, "float16", "torch numpy jax"),
-    ElementType("BF16", 2, "bfloat16", "torch numpy jax"),
-    ElementType("I32", 4, "int32", "torch numpy jax"),
+    ElementType("F16", 2, "float16", "torch numpy jax", "HalfStorage"),
+    ElementType("BF16", 2, "bfloat16", "torch numpy jax", "BFloat16Storage"),
+    ElementType("I32", 4, "int32", "torch numpy jax", "IntStorage"),
     ElementType("U32", 4, "uint32", "torch numpy jax"),
-    ElementType("F32", 4, "float32", "torch numpy jax"),
-    ElementType("F64", 8, "float64", "torch numpy jax"),
-    ElementType("I64", 8, "int64", "torch numpy jax"),
+    ElementType("F32", 4, "float32", "torch numpy jax", "FloatStorage"),
+    ElementType("F64", 8, "float64", "torch numpy jax", "DoubleStorage"),
+    ElementType("I64", 8, "int64", "torch numpy jax", "LongStorage"),
     ElementType("U64", 8, "uint64", "torch numpy jax"),
-    ElementType("C64", 8, "complex64", "torch numpy jax"),
+    ElementType("C64", 8, "complex64", "torch numpy jax", "ComplexFloatStorage"),
     ElementType("complex32", 4, "complex32", "torch"),
-    ElementType("complex128", 16, "complex128", "torch numpy jax"),
+    ElementType("complex128", 16, "complex128", "torch numpy jax", "ComplexDoubleStorage"),
     # Two elements to a byte, which counts as one.
     ElementType("float4_e2m1fn_x2", 1, "float4_e2m1fn_x2", "torch"),
     ElementType("qint8", 1, "qint8", "torch"),

@@ -1,7 +1,7 @@
 """Where the bytes lie: a directory, or memory; and what holdfast asks of such a place."""
 
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.locations import open_storage
+from holdfast.storage.locations import local_directory, open_storage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
 
@@ -12,5 +12,6 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "Storage",
+    "local_directory",
     "open_storage",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -51,6 +52,11 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     if scheme[1].lower() == "memory":
         return _memory(text)
     raise UsageError(f"{text!r}: {scheme[1]}:// is not supported", hint=f"use {SUPPORTED}")
+
+
+def local_directory(storage: Storage) -> Path | None:
+    """The directory of this machine that a storage is; None if it is none, or lies elsewhere."""
+    return Path(storage.url) if isinstance(storage, LocalStorage) else None
 
 
 def _file_path(url: str) -> str:
