@@ -8,6 +8,7 @@ import json
 import os
 import queue
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +425,7 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
     found = torch.load(path, weights_only=True, mmap=True)
     assert (found["first"].tolist(), found["last"].tolist()) == ([0, 1, 2], [1, 1, 1])
     assert tuple(found["large"].shape) == large.shape
-    with InputFile(path) as source:
+    with closing(InputFile(path)) as source:
         read = TorchArchive(source, 0, source.size_bytes)
         places = {name: place for name, made in read.value.items() if (place := read.tensor(made)) is not None}
         assert source.read(places["last"].begin, 12) == np.ones(3, np.float32).tobytes()

@@ -393,7 +393,7 @@ class DcpDirectory:
         """The attributes of an object that has to be of a class."""
         state = made.state if type(made) is PickledObject and made.function == cls else None
         if type(state) is not dict:
-            raise self._malformed(f"a {cls.name} is expected, and something else stands there")
+            raise self._malformed(f"a {cls.name} is expected, and something else is there")
         return state
 
     def _malformed(self, what: str) -> FormatError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from holdfast.convert.dcp import METADATA_NAME, DcpDirectory, EntryPath
 from holdfast.convert.input_arrays import InputArray
@@ -56,9 +55,7 @@ class ImportSource:
             FormatError: If it is malformed.
             StorageError: If it cannot be read.
         """
-        self._files = ExitStack()
-        self._open: dict[str, InputFile] = {}
-        self._pool = FilePool()
+        self._files = FilePool()
         self._path = path
         self.format = ""
         self.root: Any = None
@@ -74,23 +71,15 @@ class ImportSource:
     @property
     def size_bytes(self) -> int:
         """The size of all its files together."""
-        return sum(file.size_bytes for file in self._open.values())
+        return self._files.size_bytes
 
     def close(self) -> None:
         """Closes the files; harmless twice."""
         self._files.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _read_file(self, keep_unknown: bool) -> None:
         try:
-            file = self._use(self._path, follow_links=True)
+            file = self._files.find(self._path, follow_links=True)
         except NotFoundError:
             raise NoCheckpointError(f"{self._path} does not exist", hint="Check the path.") from None
         head = bytes(file.read(0, min(file.size_bytes, 16)))
@@ -112,7 +101,7 @@ class ImportSource:
     def _read_directory(self, keep_unknown: bool) -> None:
         if (self._path / METADATA_NAME).exists():
             self.format = "dcp"
-            with InputFile(self._path / METADATA_NAME) as metadata:
+            with closing(InputFile(self._path / METADATA_NAME)) as metadata:
                 found = DcpDirectory(metadata, self._beside, keep_unknown=keep_unknown)
             self.root = _nest(found.entries, str(self._path))
             return
@@ -129,16 +118,11 @@ class ImportSource:
 
     def _beside(self, name: str) -> InputFile:
         """A file of the directory. Links of a model's are followed, as Hugging Face's cache has them; DCP's are not."""
-        return self._open.get(name) or self._use(self._path / name, follow_links=self.format != "dcp")
-
-    def _use(self, path: Path, *, follow_links: bool) -> InputFile:
-        file = self._files.enter_context(InputFile(path, self._pool, follow_links=follow_links))
-        self._open[path.name] = file
-        return file
+        return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 
 def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
-    """The tree that entries make up; numbers on the keys are places in lists."""
+    """The tree that entries make up; numbers among the keys are places in lists."""
     root: dict[Any, Any] = {}
     for keys, value in entries.items():
         place = root

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,7 +126,7 @@ def import_checkpoint(
             f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
             hint="Import into a new run; a job that goes on from it may save there.",
         )
-    with ImportSource(Path(source), keep_unknown=skip_unknown) as opened:
+    with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
         objects = _select(list_objects(opened.root, name), make_selection(only), str(source))
         renamed = tuple(key for key, value in objects.items() if _unwrap(value))
         encoder = _ImportEncoder(str(source), skip_unknown=skip_unknown)
@@ -299,7 +299,7 @@ def _commit(
     source: str,
     watcher: ProgressWatcher | None,
 ) -> StepName:
-    """Writes the checkpoint of a new generation. Whatever ends it before it is committed leaves nothing behind."""
+    """Writes the checkpoint of a new generation. What ends it before it is committed leaves nothing."""
     layout = plan_layout(
         [(name, array.dtype, array.shape) for name, array in arrays.items()],
         {"format": "holdfast", "step": str(step)},
@@ -321,7 +321,7 @@ def _commit(
             line.give_up(name)
             _take_back(storage, name.generation)
             if root is not None and is_new:
-                # Something may lie in it, or somebody else have removed it.
+                # Files may lie in it, or it may be gone.
                 with suppress(OSError):
                     root.rmdir()
         except HoldfastError as left:
@@ -331,7 +331,7 @@ def _commit(
 
 
 def _take_back(storage: Storage, generation: int) -> None:
-    """**Blocks.** Removes the records of a generation in which nothing was saved, unless somebody has begun since."""
+    """**Blocks.** Removes the records of a generation in which nothing was saved, unless another has begun since."""
     if max(read_generations(storage), default=0) == generation:
         # In this order: a crash in between leaves a generation that saved nothing.
         storage.remove(base_path(generation))
@@ -350,41 +350,44 @@ def _write(
     storage.make_directory(name.directory)
     writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
     leaves: list[LeafRecord] = []
-    piece = take_pages(PIECE_BYTES)
-    offset = filled = 0
+    offset_bytes = 0
 
-    def put(data: memoryview) -> None:
-        nonlocal filled
-        while data:
-            count = min(len(data), PIECE_BYTES - filled)
-            piece[filled : filled + count] = data[:count]
-            filled += count
-            data = data[count:]
-            if filled == PIECE_BYTES:
-                flush()
-
-    def flush() -> None:
-        nonlocal offset, filled
-        writer.write_at(offset, piece[:filled])
-        if watcher is not None:
-            watcher.advance(filled)
-        offset += filled
-        filled = 0
-
-    try:
-        put(memoryview(layout.header))
+    def list_parts() -> Iterator[memoryview]:
+        yield memoryview(layout.header)
         for place in layout.places:
             spans: list[str] = []
             for span in read_spans(arrays[place.name], SPAN_BYTES):
                 spans.append(digest(span))
-                put(span)
+                yield span
             leaves.append(LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, "".join(spans)))
-        if filled:
-            flush()
+
+    try:
+        for piece in _pack(list_parts(), take_pages(PIECE_BYTES)):
+            writer.write_at(offset_bytes, piece)
+            offset_bytes += len(piece)
+            if watcher is not None:
+                watcher.advance(len(piece))
         writer.finish()
     finally:
         writer.abandon()
     return leaves
+
+
+def _pack(parts: Iterable[memoryview], memory: memoryview) -> Iterator[memoryview]:
+    """Parts as pieces that fill the memory, but for the last; each is good until the next one is asked for."""
+    filled = 0
+    for part in parts:
+        begin = 0
+        while begin < len(part):
+            count = min(len(part) - begin, len(memory) - filled)
+            memory[filled : filled + count] = part[begin : begin + count]
+            begin += count
+            filled += count
+            if filled == len(memory):
+                yield memory
+                filled = 0
+    if filled:
+        yield memory[:filled]
 
 
 def _tie_equal(
@@ -418,7 +421,7 @@ def _is_constant(array: InputArray) -> bool:
 
 
 def _list_strides(arrays: Mapping[str, InputArray]) -> tuple[StridesRecord, ...]:
-    """How tensors lay in a foreign file, where each is one there and does not lie in row-major order."""
+    """How tensors lie in their file, where each is one tensor there and is not in row-major order."""
     records = []
     for name, array in arrays.items():
         layout = find_layout(array.shape, array.chunks[0].tensor.strides) if len(array.chunks) == 1 else None

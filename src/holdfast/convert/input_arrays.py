@@ -40,7 +40,7 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other in row-major order."""
+        """Whether its elements lie one after the other in row-major order."""
         plain = strides_of(self.shape, 1)
         return 0 in self.shape or all(
             length == 1 or stride == expected

@@ -6,8 +6,7 @@ import os
 import stat
 from collections import OrderedDict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from holdfast.errors import FormatError
 from holdfast.format.scalars import is_text
@@ -108,27 +107,37 @@ class InputFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class FilePool:
-    """Keeps few of many files open: those that were used last."""
+    """All files of one import. It keeps few of them open: those that were used last."""
 
     def __init__(self) -> None:
-        self._used: OrderedDict[int, InputFile] = OrderedDict()
+        self._files: dict[Path, InputFile] = {}
+        self._open: OrderedDict[Path, InputFile] = OrderedDict()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its files together."""
+        return sum(file.size_bytes for file in self._files.values())
+
+    def find(self, path: Path, *, follow_links: bool) -> InputFile:
+        """**Blocks.** The file at a path; as `InputFile`."""
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = InputFile(path, self, follow_links=follow_links)
+        return file
 
     def use(self, file: InputFile) -> None:
         """Notes that a file is used, and closes the one that has not been for longest if there are too many."""
-        self._used.pop(id(file), None)
-        self._used[id(file)] = file
-        if len(self._used) > _OPEN_FILES:
-            self._used.popitem(last=False)[1].close()
+        self._open.pop(file.path, None)
+        self._open[file.path] = file
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Closes the files; harmless twice."""
+        for file in self._files.values():
+            file.close()
 
 
 def is_plain_name(name: Any) -> bool:

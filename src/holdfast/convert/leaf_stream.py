@@ -128,7 +128,7 @@ class LeafReader:
         return Extent(leaf, 0, self.leaves[leaf].elements)
 
     def stream(self, extents: Iterable[Extent]) -> Iterator[memoryview]:
-        """**Blocks.** The bytes of extents, one behind the other.
+        """**Blocks.** The bytes of extents, one after the other.
 
         Each piece belongs to one extent, and is good until the next one is asked for.
 

@@ -182,19 +182,6 @@ class _Machine:
         self.stack = self._marks.pop()
         return found
 
-    def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.pop_to_mark()
-
-    def push_tuple(self, length: int) -> None:
-        parts = tuple(self.stack[len(self.stack) - length :])
-        if len(parts) != length:
-            raise IndexError("too few values for a tuple")
-        del self.stack[len(self.stack) - length :]
-        self.stack.append(parts)
-
     def push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name is no text")
@@ -206,11 +193,6 @@ class _Machine:
                 hint=_HINT,
             )
         self.stack.append(found)
-
-    def push_persistent(self, identity: Any) -> None:
-        if type(identity) is not tuple:
-            raise ValueError("what lies beside the pickle is named by no tuple")
-        self.stack.append(Persistent(identity))
 
     def call(self, arguments: Any) -> None:
         function = self.stack.pop()
@@ -337,6 +319,27 @@ def _pushing(make: Callable[[_Machine], Any]) -> Callable[[_Machine, Any], None]
     return follow
 
 
+def _pop(machine: _Machine, argument: None) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_to_mark()
+
+
+def _tuple_of(machine: _Machine, length: int) -> None:
+    begin = len(machine.stack) - length
+    if begin < 0:
+        raise IndexError("too few values for a tuple")
+    machine.stack[begin:] = [tuple(machine.stack[begin:])]
+
+
+def _persistent(machine: _Machine, argument: None) -> None:
+    identity = machine.stack.pop()
+    if type(identity) is not tuple:
+        raise ValueError("what lies beside the pickle is named by no tuple")
+    machine.stack.append(Persistent(identity))
+
+
 def _put(machine: _Machine, number: int) -> None:
     machine.memo[number] = machine.stack[-1]
 
@@ -373,9 +376,9 @@ _INSTRUCTIONS: Final[dict[str, Callable[[_Machine, Any], object]]] = {
     "EMPTY_DICT": _pushing(lambda machine: {}),
     "EMPTY_SET": _pushing(lambda machine: set()),
     "TUPLE": _pushing(lambda machine: tuple(machine.pop_to_mark())),
-    "TUPLE1": lambda machine, _: machine.push_tuple(1),
-    "TUPLE2": lambda machine, _: machine.push_tuple(2),
-    "TUPLE3": lambda machine, _: machine.push_tuple(3),
+    "TUPLE1": lambda machine, _: _tuple_of(machine, 1),
+    "TUPLE2": lambda machine, _: _tuple_of(machine, 2),
+    "TUPLE3": lambda machine, _: _tuple_of(machine, 3),
     "FROZENSET": _pushing(lambda machine: frozenset(machine.check_keys(machine.pop_to_mark()))),
     "APPEND": lambda machine, _: machine.append([machine.stack.pop()]),
     "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
@@ -383,7 +386,7 @@ _INSTRUCTIONS: Final[dict[str, Callable[[_Machine, Any], object]]] = {
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
     "ADDITEMS": lambda machine, _: machine.add_items(machine.pop_to_mark()),
     "MARK": lambda machine, _: machine.mark(),
-    "POP": lambda machine, _: machine.pop(),
+    "POP": _pop,
     "POP_MARK": lambda machine, _: machine.pop_to_mark(),
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
     "BINPUT": _put,
@@ -397,5 +400,5 @@ _INSTRUCTIONS: Final[dict[str, Callable[[_Machine, Any], object]]] = {
     "NEWOBJ": lambda machine, _: machine.call(machine.stack.pop()),
     "NEWOBJ_EX": _call_with_names,
     "BUILD": lambda machine, _: machine.set_state(machine.stack.pop()),
-    "BINPERSID": lambda machine, _: machine.push_persistent(machine.stack.pop()),
+    "BINPERSID": _persistent,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -159,7 +160,7 @@ def list_files(directory: Path) -> list[str]:
     index = directory / INDEX_NAME
     if not index.exists():
         return sorted(one.name for one in directory.iterdir() if one.name.endswith(SUFFIX))
-    with InputFile(index) as file:
+    with closing(InputFile(index)) as file:
         if file.size_bytes > _MAX_INDEX_BYTES:
             raise FormatError(f"{index} has {file.size_bytes} bytes, which cannot be", path=str(index))
         data = file.read(0, file.size_bytes)

@@ -46,10 +46,10 @@ class Record(msgspec.Struct, frozen=True):
 def write_archive(
     file: BinaryIO, pickle: bytes, storages: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]
 ) -> None:
-    """**Blocks.** Writes one archive behind what a file holds already.
+    """**Blocks.** Writes one archive at the end of a file.
 
     Args:
-        file: Where to write.
+        file: Where to write, from its current end on.
         pickle: The pickle.
         storages: For each storage its name, its size, and its bytes in pieces.
     """
