@@ -160,6 +160,14 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
     assert "nothing had been completed that could be lost" in job.errors
 
 
+def test_a_job_that_is_asked_to_leave_does_not_wait_for_a_run_that_is_not_made(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, pause=["looking"])
+    notify(job, jobs)
+    # Nobody goes on.
+    assert job.end() == 42, job.errors
+    assert "while the run was made, and it is not made after 2 s" in job.errors
+
+
 def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path, handlers_kept: None) -> None:
     state = {"values": np.zeros(10)}
     termination = hf.TerminationConfig(sources=[Signals()])

@@ -117,6 +117,12 @@ def test_open_storage_of_a_path(tmp_path: Path) -> None:
         assert repr(storage) == f"LocalStorage({str(tmp_path)!r})"
 
 
+def test_open_storage_expands_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert open_storage("~/runs/gpt").url == "/home/someone/runs/gpt"
+    assert open_storage("runs/~").url == open_storage("runs").url + "/~"
+
+
 def test_open_storage_decodes_a_file_url() -> None:
     assert open_storage("file:///a%20b/100%25").url == "/a b/100%"
 

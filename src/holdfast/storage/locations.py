@@ -28,8 +28,9 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     """The storage at a location; nothing is read or written yet.
 
     Args:
-        location: A directory's path; a `file://` URL; `memory://name`, which is the same store each time it is opened
-            under that name in this process, for tests and trials; or a storage, which is given back.
+        location: A directory's path, `~` for that of the user's home; a `file://` URL; `memory://name`, which is the
+            same store each time it is opened under that name in this process, for tests and trials; or a storage,
+            which is given back.
 
     Raises:
         UsageError: If the location is of another kind.
@@ -41,7 +42,7 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     text = os.fspath(location)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return LocalStorage(text)
+        return LocalStorage(os.path.expanduser(text))  # noqa: PTH111  A path that is not `~` stays as it was given.
     if not scheme[2]:
         raise UsageError(
             f"{text!r} looks like a URL that went through pathlib, which takes a slash away",
