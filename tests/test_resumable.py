@@ -933,7 +933,7 @@ def test_what_a_program_prints_says_how_far_it_is(tmp_path: Path) -> None:
     with hf.WorkerTrainingState(tmp_path / "epochs", checkpoint) as state:
         state.back_up(4).wait_committed()
         assert repr(state) == f"<WorkerTrainingState of {tmp_path / 'epochs'}: newest backup of epoch 4, committed>"
-    assert repr(state) == f"<WorkerTrainingState of {tmp_path / 'epochs'}: newest backup of epoch 4, committed, closed>"
+    assert repr(state) == f"<WorkerTrainingState of {tmp_path / 'epochs'}: newest backup of epoch 4, closed>"
     assert repr(loader).startswith("<ResumableDataLoader of list: ResumableSampler(2, batch_size=1")
     assert repr(hf.RNG()).startswith("RNG(python, numpy")
     assert repr(hf.PerWorker(model)) == "PerWorker(Linear)"

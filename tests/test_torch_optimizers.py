@@ -777,3 +777,22 @@ def test_gradients_that_wait_for_a_step_at_a_save_are_warned_of_once(turn: Any, 
     told = [event.text for event in events if isinstance(event, Warned)]
     assert len(told) == warned
     assert all(text.startswith("optimizer: the save came between backward() and optimizer.step()") for text in told)
+
+
+def test_an_optimizer_of_another_model_is_warned_of(tmp_path: Path) -> None:
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    loose = [nn.Parameter(torch.zeros(2))]
+
+    def warned(**objects: Any) -> list[str]:
+        events: list[Event] = []
+        with hf.resumable(tmp_path / "_".join(objects), sinks=[events.append], rng=hf.RNG(), **objects) as run:
+            list(run.steps(1))
+        return [
+            event.text.partition(" ")[0] for event in events if isinstance(event, Warned) and "none of" in event.text
+        ]
+
+    assert warned(model=model, optimizer=torch.optim.SGD(other.parameters())) == ["optimizer"]
+    assert warned(model=model, opt=torch.optim.SGD(model.parameters())) == []
+    assert warned(net=torch.compile(model), opt=torch.optim.SGD(model.parameters())) == []
+    assert warned(model=model, loose=loose, opt=torch.optim.SGD(loose)) == []
+    assert warned(opt_alone=torch.optim.SGD(other.parameters())) == []

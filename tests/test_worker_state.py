@@ -541,3 +541,16 @@ def test_the_order_of_arguments_is_said_if_it_is_wrong(tmp_path: Path) -> None:
     for frequency in (0, -1, 1.5, True, "batch"):
         with pytest.raises(UsageError, match="save_freq"):
             state_in(tmp_path, save_freq=frequency)
+
+
+def test_an_epoch_before_the_restored_one_is_refused(tmp_path: Path) -> None:
+    for life in range(2):
+        with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(values=np.zeros(3))) as state:
+            state.restore()
+            if life == 1:
+                with pytest.raises(UsageError, match="epoch 1 was restored, and epoch 0 lies before it"):
+                    state.back_up(0)
+            first = state.maybe_load_initial_epoch_from_ckpt(0, "train")
+            for epoch in range(first, first + 2):
+                state.back_up(epoch)
+    assert first == 2

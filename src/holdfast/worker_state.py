@@ -468,6 +468,11 @@ class WorkerTrainingState:
                 f"{self._storage.url} has a backup that was not restored; this one would take its place",
                 hint="Call restore() before training, or begin_anew=True to begin from nothing.",
             )
+        if (begun := self._began_from) is not None and epoch < begun.next_epoch:
+            raise UsageError(
+                f"{begun} was restored, and epoch {epoch} lies before it: it would be trained once more",
+                hint="Begin the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
+            )
         return backup
 
     def _begin(self, backup: Backup, metrics: Mapping[str, float] | None) -> SaveHandle:

@@ -24,7 +24,7 @@ from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
 from holdfast.restore.selection import Selection, make_selection
 from holdfast.restore.verify import open_step
-from holdfast.storage import Storage, open_storage
+from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "torch", "dcp")
@@ -173,6 +173,12 @@ def export_chosen(
         StorageError: If a place fails.
     """
     _check(options, threads)
+    run = local_directory(storage)
+    if run is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
+        raise UsageError(
+            f"{out} lies within the run {storage.url}, whose checkpoints an export could damage",
+            hint="Export to another directory.",
+        )
     attempts, gone = 0, None
     while True:
         try:

@@ -235,11 +235,15 @@ class Oversights(NamedTuple):
         draws: What of the object draws from the generators that the whole process shares.
         find_loss: Says of a save that is made when it is called what of the object's work that leaves out, "" if
             nothing; None where there never is such a thing. It may compare with the moment when it was made.
+        trains: The live parameters that the object changes, as an optimizer does.
+        holds: The live parameters that are its own state, as a module's.
     """
 
     lack: str = ""
     draws: str = ""
     find_loss: Callable[[], str] | None = None
+    trains: Sequence[Any] = ()
+    holds: Sequence[Any] = ()
 
 
 class Readable(enum.Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -64,7 +64,27 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
         for path, one in found.items()
         if one.draws and not keeps_draws
     ]
+    held = {id(parameter) for one in found.values() for parameter in one.holds}
+    texts += [
+        f"{path} trains none of the parameters that are kept, so it changes another model than the one that is saved. "
+        "Make it from the parameters of the model that is kept, after that"
+        for path, one in found.items()
+        if held and one.trains and held.isdisjoint(map(id, one.trains)) and not _are_kept(one.trains, objects)
+    ]
     return texts
+
+
+def _are_kept(parameters: Sequence[object], objects: Mapping[str, object]) -> bool:
+    """Whether some are kept as plain tensors, in a list say."""
+    kept = {id(value) for obj in objects.values() for value in _list_values(obj)}
+    return any(id(parameter) in kept for parameter in parameters)
+
+
+def _list_values(obj: object) -> Iterator[object]:
+    yield obj
+    inner = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) else ()
+    for value in inner:
+        yield from _list_values(value)
 
 
 class KeptEpoch:

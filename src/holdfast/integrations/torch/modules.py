@@ -78,7 +78,7 @@ class ModuleAdapter(Adapter):
         draws = "dropout" if any(map(_drops, obj.modules())) else ""
         is_own = type(obj).__module__.startswith("torch.nn.")
         if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
-            return Oversights(draws=draws)
+            return Oversights(draws=draws, holds=list(obj.parameters()))
         lack = (
             "its state_dict() is empty, so nothing of it is kept. Modules in a plain list or dict are no part of a "
             "module: use nn.ModuleList or nn.ModuleDict"

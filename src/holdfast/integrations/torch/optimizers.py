@@ -112,9 +112,9 @@ class _Gradients:
         if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
             return ""
         return (
-            "the save came between backward() and optimizer.step(), and gradients are not kept, so a restart trains "
-            "without these: count a step only when optimizer.step() has used them (call run.finish_step() there, or "
-            "take all batches of a step within one turn of run.steps())"
+            "the save came between backward() and optimizer.step(), and gradients are not kept. If the next step adds "
+            "to them, a restart trains without these: count a step only when optimizer.step() has used them (call "
+            "run.finish_step() there, or take all batches of a step within one turn of run.steps())"
         )
 
     def _sample(self) -> list[torch.Tensor]:
@@ -192,7 +192,8 @@ class OptimizerAdapter(Adapter):
 
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: gradients that wait for a step are not kept."""
-        return Oversights(find_loss=_Gradients(obj).find_loss)
+        parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
+        return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
         """The parameters, and the tensors that stand in their state."""
