@@ -178,16 +178,17 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
 
 
 def test_the_command_line_says_so_too_where_steps_of_an_earlier_line_are_left(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    save_steps(tmp_path, 5, begin_anew=True)
-    remove_manifests(tmp_path, "*5.g0002")
-    with open_manager(tmp_path) as manager, pytest.raises(NoWholeCheckpointError, match="step 5 was committed"):
+    run = tmp_path / "run"
+    save_steps(run, 1)
+    save_steps(run, 5, begin_anew=True)
+    remove_manifests(run, "*5.g0002")
+    with open_manager(run) as manager, pytest.raises(NoWholeCheckpointError, match="step 5 was committed"):
         manager.restore()
     for verb in ("list", "show", "verify"):
-        code, said = complaint(verb, tmp_path)
+        code, said = complaint(verb, run)
         assert code == ExitCode.DAMAGED
         assert "step 5 was committed, and its manifest is gone" in said
-    assert complaint("export", tmp_path, tmp_path / "out", "--to", "torch")[0] == ExitCode.DAMAGED
+    assert complaint("export", run, tmp_path / "out", "--to", "torch")[0] == ExitCode.DAMAGED
 
 
 @pytest.mark.parametrize("options", [{"begin_anew": True}, {"incremental": True}])

@@ -29,7 +29,7 @@ def batches():
         yield from sampler.batches(sampler)
 
 def train(directory, act=lambda run, step: None, total=20):
-    with hf.resumable(directory, state=state, sampler=sampler, save_every=hf.Steps(4)) as run:
+    with hf.resumable(directory, state=state, sampler=sampler, save_every=hf.Steps(4), quiet=True) as run:
         print("begins at", run.step)
         taken = batches()
         for step in run.steps(total):

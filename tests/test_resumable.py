@@ -339,6 +339,8 @@ def test_a_misspelt_option_is_no_object(tmp_path: Path) -> None:
         "thread": "threads",
         "num_threads": "threads",
         "failure_allowed": "failures_allowed",
+        "checkpoint_every": "save_every",
+        "interval": "save_every",
         "keep_latest": "keep",
         "max_to_keep": "keep",
         "timeout": "timeout_seconds",

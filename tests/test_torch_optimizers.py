@@ -796,3 +796,34 @@ def test_an_optimizer_of_another_model_is_warned_of(tmp_path: Path) -> None:
     assert warned(net=torch.compile(model), opt=torch.optim.SGD(model.parameters())) == []
     assert warned(model=model, loose=loose, opt=torch.optim.SGD(loose)) == []
     assert warned(opt_alone=torch.optim.SGD(other.parameters())) == []
+
+
+@pytest.mark.parametrize("way", ["resumable", "own loop", "handler"])
+def test_a_kept_optimizer_that_does_not_step_is_warned_of(tmp_path: Path, way: str) -> None:
+    model = nn.Linear(4, 1)
+    kept, other = (torch.optim.SGD(model.parameters()) for _ in range(2))
+
+    def warned(steps: int, trainer: torch.optim.Optimizer) -> list[str]:
+        events: list[Event] = []
+        options: dict[str, Any] = {"sinks": [events.append], "save_every": hf.Steps(100)}
+        objects: dict[str, Any] = {"model": model, "optimizer": kept, "rng": hf.RNG()}
+        if way == "handler":
+            with (
+                hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(**objects), begin_anew=True, **options) as manager,
+                hf.PreemptionCheckpointHandler(manager) as handler,
+            ):
+                for _ in handler.steps(steps):
+                    trainer.step()
+        else:
+            with hf.resumable(tmp_path / "run", begin_anew=True, **objects, **options) as run:
+                for _ in run.steps(steps) if way == "resumable" else range(steps):
+                    trainer.step()
+                    if way == "own loop":
+                        run.finish_step()
+        return [event.text.partition(".")[0] for event in events if isinstance(event, Warned)]
+
+    assert warned(3, kept) == []
+    assert warned(1, other) == [], "an evaluation, perhaps, or a step that accumulates"
+    assert warned(3, other) == ["3 steps were counted, and optimizer has not stepped"]
+    assert warned(70, other) == ["65 steps were counted, and optimizer has not stepped"], "it is said once"
+    assert not kept._optimizer_step_pre_hooks

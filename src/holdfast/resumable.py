@@ -382,6 +382,8 @@ class Run:
             return  # A forked child that leaves the block: the run is its parent's.
         hearing = self._guard.hearing
         hearing.patient = True
+        if error is None:
+            self._watch.warn_if_idle()
         self._watch.end()
         if not isinstance(error, Exception) and (text := self._watch.describe("nothing of it is saved")):
             self._warn_uncounted(text, is_error=True)
@@ -457,7 +459,7 @@ class Run:
         from holdfast.state.oversights import TrainingWatch
 
         advice = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
-        return TrainingWatch(objects, self._warn_uncounted, advice)
+        return TrainingWatch(objects, self._warn_uncounted, advice, self._warn)
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
         if self.manager.newest_asked <= self.step:  # Otherwise the program saves by the manager, and counts by itself.

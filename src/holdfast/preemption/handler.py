@@ -122,7 +122,7 @@ class PreemptionCheckpointHandler:
                 self._guard.close()
             raise
         self._first_count, self._first_asked = self._calls.count, manager.newest_asked
-        self._training = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE)
+        self._training = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, self._warn)
         atexit.register(self._close_at_exit)
         manager.closing.append(self._save_last)
 
@@ -445,7 +445,8 @@ class PreemptionCheckpointHandler:
             self._manager.emit(Warned(text=text, step=self._calls.count, is_error=is_error))
 
     def _note_end(self) -> None:
-        """Says what was trained and not counted."""
+        """Says what was trained and not counted, or counted and not trained."""
+        self._training.warn_if_idle()
         is_lost = self._manager.newest_asked == self._first_asked
         consequence = f"no notice was acted on{', and nothing of it is saved' if is_lost else ''}"
         if text := self._training.describe(consequence):

@@ -187,6 +187,9 @@ class Steps(Iterator[int]):
             self._taken = None
         return self._begin(self)
 
+    def __repr__(self) -> str:
+        return f"<{self._name}: {len(self)} left>"
+
     def __len__(self) -> int:
         """How many steps are left."""
         return self._count_left()

@@ -276,7 +276,13 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
             for option in options
             if name.startswith(f"{option}_") or name.endswith(f"_{option}") or option.startswith(f"{name}_")
         ]
-        near += ["save_every"] if name.startswith("save_") else []
+        # As other libraries call it.
+        if name.startswith(("save_", "checkpoint_", "ckpt_")) or name.rpartition("_")[2] in (
+            "every",
+            "interval",
+            "freq",
+        ):
+            near.append("save_every")
     return near[0] if near else ""
 
 

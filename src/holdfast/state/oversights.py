@@ -16,6 +16,8 @@ _EPOCHS: Final = ("epoch", "current_epoch")
 _EPOCHS_BEFORE_WARNING: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
+_MOST_WITHOUT_UPDATE: Final = 64
+"""More counted steps than gradients are accumulated over, as a rule."""
 _MOST_WATCHED: Final = 8
 """More optimizers than a program has, unless each parameter has one of its own, which steps within backward()."""
 
@@ -131,16 +133,24 @@ class TrainingWatch:
     batches that were taken from the kept loaders.
     """
 
-    def __init__(self, objects: Mapping[str, object], warn: Callable[[str], object], advice: str) -> None:
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        warn: Callable[[str], object],
+        advice: str,
+        warn_idle: Callable[[str], object],
+    ) -> None:
         """Begins to watch.
 
         Args:
             objects: What is kept, by name.
-            warn: Called with a warning, at most once, on the thread that trains.
+            warn: Called with a warning that no step is counted, at most once, on the thread that trains.
             advice: What to call, and when.
+            warn_idle: Called with a warning that the kept optimizers do not step, at most once, on that thread.
         """
-        self._warn, self._advice = warn, advice
+        self._warn, self._advice, self._warn_idle = warn, advice, warn_idle
         self._is_counted = self._has_warned = False
+        self._counted = 0
         self._counts: dict[str, BatchCount] = {
             path: batch_count(sampler) for path, sampler in _find_samplers(objects).items()
         }
@@ -168,10 +178,25 @@ class TrainingWatch:
         return now[1] > began[1] and now[0] == began[0]
 
     def note_counted(self) -> None:
-        """A step is counted, so the program does count them."""
-        if not self._is_counted:
-            self._is_counted = True
-            self.end()
+        """A step is counted, so the program does count them. A kept optimizer has to step as well."""
+        self._is_counted = True
+        if self._ends:
+            self._counted += 1
+            if not self._updates or any(self._updates.values()):
+                self.end()
+            elif self._counted > _MOST_WITHOUT_UPDATE:
+                self.warn_if_idle()
+                self.end()
+
+    def warn_if_idle(self) -> None:
+        """Warns if steps were counted, and none of the kept optimizers has stepped: others may train in their place."""
+        if self._ends and self._updates and self._counted > 1 and not any(self._updates.values()):
+            names = ", ".join(list(self._updates)[:3])
+            self._warn_idle(
+                f"{self._counted} steps were counted, and {names} has not stepped. If another optimizer trains, or "
+                "another model, that one is not saved: keep the objects that train, and make them before the run is "
+                "entered"
+            )
 
     def note_saved(self) -> None:
         """All that was trained until now is saved."""

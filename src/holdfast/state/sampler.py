@@ -421,6 +421,9 @@ class BatchStream(Iterator[Batch]):
     def __next__(self) -> Batch:
         return next(self._batches)
 
+    def __repr__(self) -> str:
+        return f"<BatchStream: {self._epoch_batches} batches an epoch, without an end>"
+
     def __len__(self) -> int:
         """The batches of a whole epoch, for loops that ask for so many at a time."""
         return self._epoch_batches

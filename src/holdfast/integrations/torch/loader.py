@@ -310,7 +310,9 @@ class LoaderAdapter(SamplerAdapter):
 
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: torch's own random sampler has no state, so that a loader passes over another order."""
-        if not isinstance(obj.sampler, RandomSampler) or isinstance(obj.batch_sampler, ResumableSampler):
+        # A wrapper, of accelerate's say, has none of its own.
+        sampler, batch_sampler = getattr(obj, "sampler", None), getattr(obj, "batch_sampler", None)
+        if not isinstance(sampler, RandomSampler) or isinstance(batch_sampler, ResumableSampler):
             return Oversights()
         return Oversights(
             "torch's RandomSampler keeps no order, so a restart within an epoch repeats and leaves out samples: give "
