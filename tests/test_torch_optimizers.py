@@ -3,9 +3,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -777,6 +779,34 @@ def test_gradients_that_wait_for_a_step_at_a_save_are_warned_of_once(turn: Any, 
     told = [event.text for event in events if isinstance(event, Warned)]
     assert len(told) == warned
     assert all(text.startswith("optimizer: the save came between backward() and optimizer.step()") for text in told)
+
+
+class WatchedParameter(nn.Parameter):
+    """Notes which threads read its gradient."""
+
+    readers: set[int]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        self.readers.add(threading.get_ident())
+        return super().grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        cast("Any", torch.Tensor.grad).__set__(self, gradient)
+
+
+def test_no_other_thread_reads_the_gradients_of_a_thread(tmp_path: Path) -> None:
+    parameter = WatchedParameter(torch.zeros(3))
+    parameter.readers = set()
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(optimizer=optimizer)) as manager:
+        manager.save(1)
+        another = model(1)
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(train, another, torch.optim.SGD(another.parameters(), 0.1)).result()
+        manager.save(2)
+    assert parameter.readers == {threading.get_ident()}
 
 
 def test_an_optimizer_of_another_model_is_warned_of(tmp_path: Path) -> None:

@@ -85,10 +85,14 @@ class _Gradients:
 
     What has come since waits for a step. The steps of other optimizers count too: the loss of a generator reaches the
     discriminator, whose gradients are then set to zero and not used.
+
+    Only the thread that makes this looks at the gradients. torch ends the process, or damages its memory, if one thread
+    reads `parameter.grad` while another one sets it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._thread = threading.get_ident()
         self._seen: list[tuple[TensorWeakRef, int]] = []
         self.note()
         # The call must not keep this alive: it ends with the save's interest in it.
@@ -96,14 +100,17 @@ class _Gradients:
         weakref.finalize(self, _STEPPED.add(lambda _: _call(note))).atexit = False
 
     def note(self) -> None:
-        """Called after each step."""
-        self._seen = [(TensorWeakRef(one), one._version) for one in self._sample()]
+        """Called after each step of any thread."""
+        if threading.get_ident() == self._thread:
+            self._seen = [(TensorWeakRef(one), one._version) for one in self._sample()]
 
     def find_loss(self) -> str:
         """What is to be said of a save that is made now, if gradients wait for a step.
 
         Those that were set to zero do not, nor those that overflowed, for which a gradient scaler skips the step.
         """
+        if threading.get_ident() != self._thread:
+            return ""
         seen = [(ref(), version) for ref, version in self._seen]
         new = [one for one in self._sample() if not any(one is old and one._version == count for old, count in seen)]
         # Of a divided one only what lies here: nothing is asked of other workers.
