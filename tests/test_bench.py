@@ -22,8 +22,7 @@ from holdfast.bench.place import LOCK_NAME, PREFIX, open_place, sweep
 from holdfast.bench.plan import SMALLEST_TRIAL_BYTES, check_trial, plan_trial
 from holdfast.bench.trial import Trial
 from holdfast.cli.bench_page import share_text
-from holdfast.cli.quantities import parse_seconds, parse_size
-from holdfast.cli.wording import rough_text
+from holdfast.cli.wording import parse_seconds, parse_size, rough_text
 from holdfast.errors import StorageError, StorageFullError, UsageError
 from holdfast.policies import Auto, SaveMoment, Seconds, Steps
 from holdfast.policies.expectation import expect_losses

@@ -46,7 +46,7 @@ def test_help_shows_every_verb_and_imports_little() -> None:
         "import sys; sys.argv = ['holdfast', '--help']\n"
         "from holdfast.cli.main import main\n"
         "try: main()\n"
-        "finally: print(sorted({'numpy', 'torch', 'rich', 'holdfast.cli.show'} & set(sys.modules)), file=sys.stderr)"
+        "finally: print(sorted({'numpy', 'torch', 'rich', 'holdfast.cli.verbs'} & set(sys.modules)), file=sys.stderr)"
     )
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert asked.stderr == "[]\n"

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from command_line import job_that_cannot_be_joined
 from holdfast.catalog import read_catalog
-from holdfast.cli.demo import command
+from holdfast.cli.verbs.demo import command
 from holdfast.demo.kills import plan_kills
 from holdfast.demo.pair import PairRun, find_objections
 from holdfast.demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
@@ -30,7 +30,7 @@ from holdfast.demo.verdict import compare_evidence, compare_steps
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after
 
-DEMO = "from holdfast.cli.demo import command; command(prog_name='holdfast demo')"
+DEMO = "from holdfast.cli.verbs.demo import command; command(prog_name='holdfast demo')"
 EVIDENCE: Evidence = {"weights": {"layer": "ab", "head": "cd"}, "loss log": {"step 1": "0x1.8p+1"}}
 
 

@@ -1,1 +1,1 @@
-"""The command `holdfast`, one module a verb; each verb is imported when it is called."""
+"""The command `holdfast`; each of its verbs is imported when it is called."""

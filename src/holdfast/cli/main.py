@@ -38,7 +38,7 @@ class Verbs(click.Group):
         """The verb of that name, or None."""
         if cmd_name not in VERBS:
             return None
-        found = importlib.import_module(f"holdfast.cli.{_MODULES.get(cmd_name, cmd_name)}").command
+        found = importlib.import_module(f"holdfast.cli.verbs.{_MODULES.get(cmd_name, cmd_name)}").command
         assert isinstance(found, click.Command)
         return found
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
 from holdfast.cli.wording import legible
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from holdfast.convert.exporter import ProgressWatcher
 
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
@@ -135,3 +141,38 @@ def _text(words: Words) -> str:
 
 def _style(words: Words) -> str:
     return words.style if isinstance(words, Styled) else PLAIN
+
+
+@contextmanager
+def byte_progress(stream: TextIO, label: str) -> Iterator[ProgressWatcher | None]:
+    """Shows a bar while the body runs, if the stream is a terminal; gone afterwards."""
+    if not stream.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.theme import Theme
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
+    with Progress(*columns, console=Console(file=stream, theme=quiet), transient=True) as progress:
+        yield _Bar(progress, progress.add_task(label, total=None))
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def expect(self, total_bytes: int) -> None:
+        # It may be told anew, when what was begun has to begin again with something else.
+        self._progress.reset(self._task, total=total_bytes)
+
+    def advance(self, moved_bytes: int) -> None:
+        self._progress.advance(self._task, moved_bytes)

@@ -6,15 +6,16 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from holdfast.cli.quantities import parse_size
-
-if TYPE_CHECKING:
-    from holdfast.cli.screen import Screen
-    from holdfast.convert.exporter import Export
+from holdfast.cli.exit_codes import ending_on
+from holdfast.cli.screen import FAINT, Screen, Styled, byte_progress, write_json
+from holdfast.cli.survey import name_fields
+from holdfast.cli.target import choose_step, find_target
+from holdfast.cli.wording import counted, duration_text, parse_size, size_text
+from holdfast.convert.exporter import FILE_BYTES, Export, ExportOptions, export_chosen, export_step
+from holdfast.errors import DamageError, UsageError
 
 
 @click.command()
@@ -55,14 +56,6 @@ def command(
     OUT is a directory for safetensors and dcp, and a file for torch; for safetensors it is one file if its name ends in
     .safetensors. Every byte is checked on the way, and nothing stands under the name OUT before it is whole.
     """
-    from holdfast.cli.byte_progress import byte_progress
-    from holdfast.cli.screen import Screen, write_json
-    from holdfast.cli.signals import ending_on
-    from holdfast.cli.survey import name_fields
-    from holdfast.cli.target import choose_step, find_target
-    from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
-    from holdfast.errors import DamageError, UsageError
-
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
         raise UsageError(
             "--file-size is for formats of several files", hint="Leave it out, or name a directory as OUT."
@@ -104,8 +97,6 @@ def command(
 
 
 def _show(screen: Screen, remarks: Screen, export: Export) -> None:
-    from holdfast.cli.screen import FAINT, Styled
-    from holdfast.cli.wording import counted, duration_text, size_text
 
     size = size_text(export.size_bytes) if screen.is_terminal else f"{export.size_bytes} bytes"
     screen.say(

@@ -1,20 +1,75 @@
-"""What a person sees of one checkpoint."""
+"""`holdfast show`: what one checkpoint holds."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from holdfast.cli.contents import Array, Contents, Heading
-from holdfast.cli.leaf_tree import grow_tree, list_tree
-from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, Styled, Words
+import click
+
+from holdfast.cli.contents import Array, Contents, Heading, read_checkpoint
+from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, Styled, Words, write_json
 from holdfast.cli.survey import State
+from holdfast.cli.target import Target, find_target
 from holdfast.cli.values import count_values, describe, list_values
 from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
+from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import join
 from holdfast.format.scalars import Node
+from holdfast.restore.selection import Selection, make_selection
+
+
+@click.command()
+@click.argument("run", metavar="RUN[@STEP]", type=click.Path())
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How deep the tree goes.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None:
+    """Show what one checkpoint holds.
+
+    RUN is the directory that a job saves into, and its newest checkpoint is meant unless a step is given, as in
+    runs/gpt@500. RUN may also be the directory of a single step, wherever that was copied to.
+
+    With one or more NAMEs those leaves and values are shown in full: an object (model), a leaf
+    (model/layers.0.weight), or a pattern ('model/layers.*.weight').
+    """
+    target = find_target(run)
+    selection = make_selection(names) if names else None
+    heading, contents = read_checkpoint(target)
+    page = None
+    if not as_json:
+        page = ContentsPage(Screen(sys.stdout))
+        if selection is None:
+            # First, so that it is seen also where an index is damaged.
+            page.show_heading(heading)
+    if isinstance(contents, DamageError):
+        raise contents
+    if page is None:
+        document = contents.document(selection)
+        _check_found(contents, selection, target)
+        write_json(sys.stdout, "show", document)
+    elif selection is None:
+        page.show_overview(contents, depth)
+    else:
+        arrays, values = contents.arrays(selection), contents.values(selection)
+        _check_found(contents, selection, target)
+        page.show_details(contents, arrays, values)
+
+
+def _check_found(contents: Contents, selection: Selection | None, target: Target) -> None:
+
+    if selection is not None and selection.unmatched:
+        raise UsageError(
+            f"step {contents.heading.manifest.step} of {target.location} has nothing of the name "
+            f"{', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, contents.objects))}; a leaf is named like model/head.weight.",
+        )
+
 
 _LARGEST: Final = 10
 _MAX_NOTE_CHARACTERS: Final = 400
@@ -164,3 +219,104 @@ def _values_text(node: Node, has_leaves: bool) -> str:
     if not has_leaves and len(text) <= _MAX_VALUE_CHARACTERS:
         return f"= {text}"
     return str(count_values(node) or "-")
+
+
+SHOWN_CHILDREN: Final = 16
+"""How many children of one branch are listed; those beyond are summed up."""
+
+_MAX_PARTS: Final = 16
+_SEPARATOR: Final = re.compile(r"([/.])")
+_NUMBER: Final = re.compile(r"([0-9]+)")
+
+
+@dataclass(slots=True)
+class Branch:
+    """All leaves whose names begin in the same way.
+
+    Attributes:
+        name: What the names have in common beyond the branch above.
+        leaves: How many they are.
+        size_bytes: What they take.
+        children: The branches below, by their part of the name.
+    """
+
+    name: str
+    leaves: int = 0
+    size_bytes: int = 0
+    children: dict[str, Branch] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a tree that is shown.
+
+    Attributes:
+        depth: How deep it stands; 0 for the root.
+        label: Its name, or how many branches it sums up.
+        leaves: How many leaves.
+        size_bytes: What they take.
+    """
+
+    depth: int
+    label: str
+    leaves: int
+    size_bytes: int
+
+
+def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
+    """**Pure.** The tree of one object.
+
+    Args:
+        root: The object's name.
+        leaves: The name and size of each of its leaves.
+    """
+    tree = Branch(root)
+    for name, size_bytes in leaves:
+        branch = tree
+        branch.leaves += 1
+        branch.size_bytes += size_bytes
+        for part in _parts(name.removeprefix(root)):
+            branch = branch.children.setdefault(part, Branch(part))
+            branch.leaves += 1
+            branch.size_bytes += size_bytes
+    return tree
+
+
+def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
+    """**Pure.** The lines of a tree, down to a depth. Below the root, a branch is joined with its only child."""
+    label = tree.name.lstrip("/.") or tree.name
+    while depth > 0 and len(tree.children) == 1:
+        (child,) = tree.children.values()
+        if child.leaves < tree.leaves:
+            break  # The branch is a leaf itself.
+        label, tree = label + child.name, child
+    yield Line(depth, label, tree.leaves, tree.size_bytes)
+    if depth == max_depth:
+        return
+    children = sorted(tree.children.values(), key=lambda child: _natural_key(child.name))
+    shown = children if len(children) <= SHOWN_CHILDREN else children[: SHOWN_CHILDREN - 1]
+    for child in shown:
+        yield from list_tree(child, max_depth, depth + 1)
+    rest = children[len(shown) :]
+    if rest:
+        yield Line(
+            depth + 1,
+            f"({len(rest)} more)",
+            sum(child.leaves for child in rest),
+            sum(child.size_bytes for child in rest),
+        )
+
+
+def _parts(name: str) -> Iterator[str]:
+    """The parts of a name, each with the separator before it."""
+    pieces = _SEPARATOR.split(name, _MAX_PARTS)
+    if pieces[0]:
+        yield pieces[0]
+    for separator, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        yield separator + text
+
+
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Orders `layers.2` before `layers.10`."""
+    pieces = _NUMBER.split(name)
+    return [(int(piece[:18]) if place % 2 else -1, piece) for place, piece in enumerate(pieces)]

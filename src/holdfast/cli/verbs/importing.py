@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from holdfast.cli.screen import Screen
-    from holdfast.convert.importer import Import
+from holdfast.cli.exit_codes import ending_on
+from holdfast.cli.screen import FAINT, Screen, Styled, byte_progress, write_json
+from holdfast.cli.survey import name_fields
+from holdfast.cli.wording import counted, duration_text, size_text
+from holdfast.convert.importer import Import, import_checkpoint
+from holdfast.errors import UsageError
 
 
 @click.command("import")
@@ -32,13 +34,6 @@ def command(
 
     RUN is a new directory, or one without a checkpoint. A job that saves there goes on from the step.
     """
-    from holdfast.cli.byte_progress import byte_progress
-    from holdfast.cli.screen import Screen, write_json
-    from holdfast.cli.signals import ending_on
-    from holdfast.cli.survey import name_fields
-    from holdfast.convert.importer import import_checkpoint
-    from holdfast.errors import UsageError
-
     if not name:
         raise UsageError("an object has a name", hint="Leave --name out, or give one.")
     with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "importing") as progress:
@@ -67,8 +62,6 @@ def command(
 
 
 def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
-    from holdfast.cli.screen import FAINT, Styled
-    from holdfast.cli.wording import counted, duration_text, size_text
 
     size = size_text(made.size_bytes) if screen.is_terminal else f"{made.size_bytes} bytes"
     screen.say(

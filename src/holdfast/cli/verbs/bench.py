@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from holdfast.cli.quantities import parse_seconds, parse_size
+from holdfast.cli.wording import parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from holdfast.bench.measure import Wish
@@ -89,8 +89,8 @@ def command(
     from holdfast.bench.measure import Wish
     from holdfast.cli.bench_page import BenchPage
     from holdfast.cli.bench_subject import find_subject
+    from holdfast.cli.exit_codes import ending_on
     from holdfast.cli.screen import NOTABLE, Screen, Styled, write_json
-    from holdfast.cli.signals import ending_on
     from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 
     subject = find_subject(directory, size, trial)

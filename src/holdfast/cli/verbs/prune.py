@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from holdfast.cli.removals import RemovalPlan, Removed
-    from holdfast.cli.screen import Screen
-    from holdfast.cli.survey import Found, Survey
-    from holdfast.cli.target import Target
+from holdfast.cli.removals import (
+    BRING_BACK,
+    RemovalPlan,
+    Removed,
+    Wishes,
+    carry_out,
+    check_removable,
+    check_unchanged,
+    plan_removals,
+)
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, Column, Screen, Styled, Words, write_json
+from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
+from holdfast.cli.target import Target, find_run
+from holdfast.cli.wording import counted, size_text
+from holdfast.errors import UsageError
 
 
 @click.command()
@@ -46,12 +55,6 @@ def command(
     The newest whole checkpoint of the living line is never removed: before any checkpoint goes, it is looked for, and
     every byte of it is read. What a running job may be writing is left alone unless --job-is-dead is given.
     """
-    from holdfast.cli.removals import Wishes, carry_out, check_removable, check_unchanged, plan_removals
-    from holdfast.cli.screen import Screen, write_json
-    from holdfast.cli.survey import survey_run
-    from holdfast.cli.target import find_run
-    from holdfast.errors import UsageError
-
     target = find_run(run)
     survey = survey_run(target.storage)
     named = tuple(text.strip() for text in steps.split(",") if text.strip())
@@ -86,8 +89,6 @@ def command(
 
 def _offer(survey: Survey) -> str:
     """What each of the selections would remove."""
-    from holdfast.cli.survey import State
-    from holdfast.cli.wording import counted, size_text
 
     def size_of(*states: State) -> str:
         return size_text(sum(one.size_bytes for one in survey.of(*states)))
@@ -117,10 +118,6 @@ def _offer(survey: Survey) -> str:
 
 
 def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
-    from holdfast.cli.removals import BRING_BACK
-    from holdfast.cli.screen import FAINT, NOTABLE, Column, Styled, Words
-    from holdfast.cli.survey import State
-    from holdfast.cli.wording import size_text
 
     titles = ("directory", "size", "") if screen.is_terminal else ("DIRECTORY", "BYTES", "STATE")
     columns = [Column(titles[0]), Column(titles[1], is_figure=True), Column(titles[2])]
@@ -152,8 +149,6 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
 
 
 def _count(found: Sequence[Found]) -> str:
-    from holdfast.cli.survey import State
-    from holdfast.cli.wording import counted
 
     directories = sum(one.state is not State.SPARE for one in found)
     parts = [counted(directories, "directory", "directories")] if directories or not found else []
@@ -161,8 +156,6 @@ def _count(found: Sequence[Found]) -> str:
 
 
 def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
-    from holdfast.cli.screen import BAD, GOOD, NOTABLE, Styled
-    from holdfast.cli.wording import size_text
 
     gone = [removed for removed in done if removed.is_gone]
     size = size_text(sum(removed.found.size_bytes for removed in gone))
@@ -175,7 +168,6 @@ def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
 
 
 def _document(target: Target, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
-    from holdfast.cli.survey import found_fields
 
     outcomes = {
         removed.found.directory: "failed" if removed.error else "removed" if removed.is_gone else "kept_foreign_files"

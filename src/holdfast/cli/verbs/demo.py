@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from holdfast.cli.signals import ending_on
+from holdfast.cli.exit_codes import ending_on
 from holdfast.demo.settings import FORGETTABLE, Settings
 
 _EXIT_INTERRUPTED: Final = 130
