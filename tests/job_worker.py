@@ -14,7 +14,7 @@ import holdfast as hf
 from epoch_jobs import make_job
 from holdfast.jobs import TorchrunSession, Workspace
 from holdfast.storage import LocalStorage
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
 
 LIVENESS_SECONDS = 4.0

@@ -32,7 +32,7 @@ from holdfast.errors import StorageError
 from holdfast.events import Event
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage import Entry, LocalStorage
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.writer import LocalWriter
 from holdfast.testing.file_engine import join_in_directory
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])

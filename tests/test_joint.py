@@ -37,7 +37,7 @@ from holdfast.gate import Gate
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.writer import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 from holdfast.testing.threads import run_threads
 from whole_runs import check_whole

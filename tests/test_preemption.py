@@ -30,7 +30,7 @@ from holdfast.preemption.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
 from holdfast.state.sampler import ResumableSampler
 from holdfast.storage import LocalStorage
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.writer import LocalWriter
 from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 

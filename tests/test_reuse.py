@@ -22,7 +22,7 @@ from holdfast.format.names import SPARE_NAME
 from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.writer import LocalWriter
 from holdfast.testing.faulty import FaultyStorage
 from test_storage_faults import needs_strace
 from test_storage_spare import can_reuse, identity, reader_of, small_disk

@@ -14,7 +14,7 @@ import pytest
 import preloaded
 from holdfast.format.names import data_name
 from holdfast.storage import Entry
-from holdfast.storage.direct import PAGE_BYTES
+from holdfast.storage.local.direct import PAGE_BYTES
 
 DIRECT_BYTES = 2 << 20
 

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 import preloaded
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import Entry, LocalStorage
-from holdfast.storage.descriptors import SharedDescriptor, open_directory
-from holdfast.storage.direct import PAGE_BYTES, try_direct_reads
-from holdfast.storage.local_writer import LocalWriter
-from holdfast.storage.residency import Residency
+from holdfast.storage.local.descriptors import SharedDescriptor, open_directory
+from holdfast.storage.local.direct import PAGE_BYTES, try_direct_reads
+from holdfast.storage.local.residency import Residency
+from holdfast.storage.local.writer import LocalWriter
 from patience import read_line
 
 OPEN_FILES = Path("/proc/self/fd")

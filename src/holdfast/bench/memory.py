@@ -18,7 +18,7 @@ from holdfast.save.buffer import HostBuffer
 from holdfast.save.moves import plan_copies
 from holdfast.save.write import PIECE_BYTES
 from holdfast.storage.crew import Crew
-from holdfast.storage.direct import address_of
+from holdfast.storage.local.direct import address_of
 
 _ARRAY_BYTES: Final = 16 << 20
 _RANDOM_BYTES: Final = 16 << 20

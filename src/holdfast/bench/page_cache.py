@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.storage.crew import Crew
-from holdfast.storage.residency import Residency
+from holdfast.storage.local.residency import Residency
 
 _READ_BYTES: Final = 1 << 20
 

@@ -13,8 +13,8 @@ from holdfast.errors import HoldfastError
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
 from holdfast.storage import LocalStorage
-from holdfast.storage.local_spare import has_spare
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.recycle import has_spare
+from holdfast.storage.local.writer import LocalWriter
 
 _TIMEOUT_SECONDS: Final = 7 * 86400.0
 """A person watches, and ends what takes too long."""

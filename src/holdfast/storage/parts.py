@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from holdfast.storage.direct import address_of
+from holdfast.storage.local.direct import address_of
 
 _SMALLEST_SHARED_BYTES: Final = 1 << 17
 """While as much is copied, other threads may run. To let them costs more than a smaller copy takes."""

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
-from holdfast.storage.descriptors import make_last, open_directory, write_all
-from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
-from holdfast.storage.local_reader import LocalReader
-from holdfast.storage.local_spare import LocalSpare, has_spare, take_spare
-from holdfast.storage.local_writer import LocalWriter
+from holdfast.storage.local.descriptors import make_last, open_directory, write_all
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
+from holdfast.storage.local.publishing import CannotPublishError, publish_file
+from holdfast.storage.local.reader import LocalReader
+from holdfast.storage.local.recycle import LocalSpare, has_spare, take_spare
+from holdfast.storage.local.writer import LocalWriter
 from holdfast.storage.paths import split_directory, split_path, trash_name
 from holdfast.storage.pieces import check_size
 from holdfast.storage.protocol import Entry
-from holdfast.storage.publishing import CannotPublishError, publish_file
 
 _T = TypeVar("_T")
 

@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import StorageError
-from holdfast.storage.descriptors import SharedDescriptor, make_last, write_all
-from holdfast.storage.direct import PAGE_BYTES, address_of, round_down, round_up, write_pages
 from holdfast.storage.failures import storage_error
+from holdfast.storage.local.descriptors import SharedDescriptor, make_last, write_all
+from holdfast.storage.local.direct import PAGE_BYTES, address_of, round_down, round_up, write_pages
 from holdfast.storage.pieces import flat, kept_bytes, missing_error
 
 _BOUNCE_BYTES: Final = 1 << 20

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.format.names import SPARE_NAME
-from holdfast.storage.descriptors import make_last, open_directory
-from holdfast.storage.direct import SMALLEST_DIRECT_BYTES, round_up
 from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.local.descriptors import make_last, open_directory
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, round_up
 from holdfast.storage.paths import split_path
 
 # Without O_NONBLOCK a FIFO would hold the opening up, and so would a file that somebody else has a lease on.

@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from typing import Final
 
-from holdfast.storage.descriptors import make_last, write_all
+from holdfast.storage.local.descriptors import make_last, write_all
 from holdfast.storage.paths import temporary_name
 
 _NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

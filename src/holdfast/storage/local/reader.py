@@ -11,13 +11,13 @@ from typing import Final
 
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.digests import digest_each
-from holdfast.storage.descriptors import SharedDescriptor
 from holdfast.storage.digesting import NO_PAGES, find_native
-from holdfast.storage.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
 from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
+from holdfast.storage.local.descriptors import SharedDescriptor
+from holdfast.storage.local.direct import PAGE_BYTES, round_down, round_up, try_direct_reads
+from holdfast.storage.local.residency import Residency
 from holdfast.storage.parts import batches, fill_parts, parts_beyond
 from holdfast.storage.pieces import flat
-from holdfast.storage.residency import Residency
 from holdfast.storage.scratch import Scratch
 
 _SMALLEST_DIRECT_BYTES: Final = 1 << 20
