@@ -14,6 +14,7 @@ endif
 RAY_VENV ?= .venv-ray
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
+CRASH := PYTHONPATH=tests $(BIN)/python -m crash
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
@@ -36,13 +37,13 @@ check: .venv/ready
 	$(BIN)/lint-imports
 
 crash: .venv/ready
-	$(BIN)/python -m holdfast.testing.crash --kills 5000
-	$(BIN)/python -m holdfast.testing.joint_crash --rounds 300
-	$(BIN)/python tests/torch_crash.py --rounds 100 --way kill
-	$(BIN)/python -m holdfast.testing.job_crash --kills 300
+	$(CRASH).single --kills 5000
+	$(CRASH).joint --rounds 300
+	$(CRASH).torch_joint --rounds 100 --way kill
+	$(CRASH).epoch_job --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
 	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests/test_*.py)
-	$(BIN)/python -m holdfast.testing.leaving_crash --faults 50
+	$(CRASH).leaving --faults 50
 
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)

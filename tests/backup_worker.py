@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import holdfast as hf
+from file_engine import join_in_directory
 from holdfast.testing.cluster_scenarios import say
-from holdfast.testing.file_engine import join_in_directory
 
 EPOCHS = 6
 LIVENESS_SECONDS = 2.0

@@ -7,9 +7,9 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from file_engine import join_in_directory
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.testing.cluster_scenarios import play
-from holdfast.testing.file_engine import join_in_directory
 
 
 def join(kind: str) -> Cluster:

@@ -12,10 +12,10 @@ from typing import Any
 
 import holdfast as hf
 from epoch_jobs import make_job
+from file_engine import join_in_directory
 from holdfast.jobs import TorchrunSession, Workspace
 from holdfast.storage import LocalStorage
 from holdfast.storage.local.writer import LocalWriter
-from holdfast.testing.file_engine import join_in_directory
 
 LIVENESS_SECONDS = 4.0
 

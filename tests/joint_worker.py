@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 import holdfast as hf
+from file_engine import join_in_directory
 from holdfast.errors import FencedError, HoldfastError, PeerError
 from holdfast.events import Diverged
 from holdfast.testing.cluster_scenarios import say
-from holdfast.testing.file_engine import join_in_directory
 
 LIVENESS_SECONDS = 2.0
 

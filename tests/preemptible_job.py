@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 import holdfast as hf
+from file_engine import join_in_directory
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.errors import StorageError
 from holdfast.events import Event
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage import Entry, LocalStorage
 from holdfast.storage.local.writer import LocalWriter
-from holdfast.testing.file_engine import join_in_directory
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 LONGEST_SECONDS = 100

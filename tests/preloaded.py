@@ -42,7 +42,7 @@ HOLDFAST: Final = (
     "holdfast.save.joint",
     "holdfast.state.numpy_arrays",
     "holdfast.state.numpy_random",
-    "holdfast.testing.file_engine",
+    "file_engine",
 )
 """The modules of a program without a framework."""
 

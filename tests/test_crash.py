@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.testing.command import WrongStateError
-from holdfast.testing.crash import Tally, Toy, check_after
+from crash.command import WrongStateError
+from crash.single import Tally, Toy, check_after
 from repetitions import repeated
 
 
 @pytest.mark.slow
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     kills = repeated(100, in_gate=40)
-    command = [sys.executable, "-m", "holdfast.testing.crash", "--kills", str(kills), "--span", "0.15"]
-    done = subprocess.run(
-        [*command, "--directory", str(tmp_path / "run")], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [sys.executable, "-m", "crash.single", "--kills", str(kills), "--span", "0.15"]
+    command += ["--directory", str(tmp_path / "run")]
+    tests = Path(__file__).parent
+    done = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kills} kills" in done.stdout
     in_save = re.search(r"(\d+) hit an unfinished save", done.stdout)

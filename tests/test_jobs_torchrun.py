@@ -115,8 +115,9 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
-    command = python("-m", "holdfast.testing.job_crash", "--kills", "20", "--directory", tmp_path / "crash")
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
+    command = python("-m", "crash.epoch_job", "--kills", "20", "--directory", tmp_path / "crash")
+    tests = Path(__file__).parent
+    done = subprocess.run(list(map(str, command)), cwd=tests, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 kills" in done.stdout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing import leaving_crash
+from crash import leaving
 from preemption_jobs import TOTAL, Jobs
 from whole_runs import check_whole
 
@@ -714,5 +714,5 @@ def test_a_worker_that_is_killed_is_found_whatever_the_time_for_signs_of_life(tm
 
 @pytest.mark.slow
 def test_a_job_that_is_struck_at_random_moments_comes_to_its_end(tmp_path: Path) -> None:
-    tally = leaving_crash.run(tmp_path, len(leaving_crash.WAYS), seed=1)
-    assert all(tally[way] for way in leaving_crash.WAYS)
+    tally = leaving.run(tmp_path, len(leaving.WAYS), seed=1)
+    assert all(tally[way] for way in leaving.WAYS)

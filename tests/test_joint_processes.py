@@ -138,7 +138,8 @@ def test_a_job_that_torchrun_restarts_ends_as_if_nothing_had_happened(tmp_path: 
 @pytest.mark.slow
 def test_workers_struck_at_random_moments(tmp_path: Path) -> None:
     rounds = repeated(10, in_gate=4)
-    command = python("-m", "holdfast.testing.joint_crash", "--rounds", str(rounds), "--directory", tmp_path / "crash")
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900, check=False)
+    command = python("-m", "crash.joint", "--rounds", str(rounds), "--directory", tmp_path / "crash")
+    tests = Path(__file__).parent
+    done = subprocess.run(list(map(str, command)), cwd=tests, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{rounds} rounds" in done.stdout

@@ -1843,7 +1843,7 @@ TAKES_BATCHES_FOR_ITS_STEPS = """
 import os, signal, sys, time
 from pathlib import Path
 import holdfast as hf
-from holdfast.testing.file_engine import join_in_directory
+from file_engine import join_in_directory
 
 directory, store, how, at = sys.argv[1:5]
 rank, workers = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -16,13 +16,13 @@ import pytest
 
 import holdfast as hf
 import preloaded
+from crash.forked import ForkedJob
 from holdfast.catalog import read_catalog
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.events import Event, Written
 from holdfast.storage import LocalStorage
 from holdfast.storage.failures import storage_error
 from holdfast.storage.local.direct import PAGE_BYTES
-from holdfast.testing.forked import ForkedJob
 from mounts import mounted
 
 PRELUDE = """

@@ -76,7 +76,7 @@ def check_alone(directory: Path) -> None:
 @pytest.mark.long
 def test_workers_over_the_store_of_torch_are_struck_at_random_moments(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
-        program = python(ROOT / "tests" / "torch_crash.py", "--rounds", "3", "--directory", tmp_path / "crash")
-        number = workers.start(program, ENVIRONMENT)
+        program = python("-m", "crash.torch_joint", "--rounds", "3", "--directory", tmp_path / "crash")
+        number = workers.start(program, {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")})
         assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
         assert "3 rounds" in workers.text(number)

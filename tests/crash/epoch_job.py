@@ -1,6 +1,6 @@
 """Kills the workers of an epoch job, again and again, and looks at what becomes of its epochs and of its total.
 
-`python -m holdfast.testing.job_crash`. A job of three forked processes reads ten rows, three an epoch, and sums them
+`python -m crash.epoch_job`. A job of three forked processes reads ten rows, three an epoch, and sums them
 up from 100: after its four epochs the total is 145. It keeps two epochs. At random moments all of its processes are
 killed with SIGKILL; or one of them, and then the others, soon or when they have ended by themselves. The job is started
 again, until it ends; then the next one begins in a new directory. It must be that
@@ -24,6 +24,10 @@ from typing import Any, Final
 
 import msgspec
 
+from crash.command import WrongStateError, check_whole, run_command, show_progress
+from crash.forked import ForkedJob
+from crash.joint import LIMIT_SECONDS
+from file_engine import join_in_directory
 from holdfast.catalog import read_catalog
 from holdfast.errors import HoldfastError
 from holdfast.jobs import (
@@ -37,10 +41,6 @@ from holdfast.jobs import (
 )
 from holdfast.policies import Latest
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
-from holdfast.testing.file_engine import join_in_directory
-from holdfast.testing.forked import ForkedJob
-from holdfast.testing.joint_crash import LIMIT_SECONDS
 
 WORKERS: Final = 3
 EPOCHS: Final = 4
@@ -262,7 +262,7 @@ def main() -> None:
         )
 
     span = {"type": float, "default": 0.1, "help": "seconds after an epoch within which to kill"}
-    run_command("job_crash", __doc__, {"--kills": {"type": int, "default": 100}, "--span": span}, play)
+    run_command("epoch_job", __doc__, {"--kills": {"type": int, "default": 100}, "--span": span}, play)
 
 
 if __name__ == "__main__":

@@ -25,19 +25,19 @@ def run_command(
     """Runs such a program as a command.
 
     Args:
-        name: The module.
+        name: The module in this package.
         purpose: What it does; the first line is shown.
         options: What it can be told besides `--seed` and `--directory`, each with what argparse is to know of it.
         play: Does it, in a directory; gives what is to be said in the end, with SECONDS for how long it took.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m holdfast.testing.{name}", description=purpose.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m crash.{name}", description=purpose.split("\n")[0])
     for option, known in options.items():
         parser.add_argument(option, **known)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="a new directory to work in; by default a temporary one")
     chosen = parser.parse_args()
     begun_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"holdfast-{name.replace('_', '-')}-") as temporary:
+    with tempfile.TemporaryDirectory(prefix=f"holdfast-crash-{name}-") as temporary:
         try:
             told = play(chosen.directory or Path(temporary) / "run", chosen)
         except WrongStateError as error:

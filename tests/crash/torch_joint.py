@@ -1,9 +1,7 @@
 """Kills workers of saving jobs that meet as under torchrun: in a store of torch's, and with a process group of gloo.
 
-python tests/torch_crash.py --rounds 100
-
-All else is that of `holdfast.testing.joint_crash`. torch is imported once, by the process that forks all others; it
-opens no store, and computes nothing, so that no thread of torch's is lost to those that it forks.
+`python -m crash.torch_joint`. All else is that of `crash.joint`. torch is imported once, by the process that forks all
+others; it opens no store, and computes nothing, so that no thread of torch's is lost to those that it forks.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Any, NoReturn
 import torch.distributed
 
 import holdfast as hf
+from crash.forked import ForkedJob
+from crash.joint import Join, main
+from crash.toy_worker import PATIENCE_SECONDS
 from holdfast.cluster.protocol import Cluster
 from holdfast.integrations.torch.cluster import open_environment
-from holdfast.testing.forked import ForkedJob
-from holdfast.testing.joint_crash import Join, main
-from holdfast.testing.toy_worker import PATIENCE_SECONDS
 
 ADDRESS = "127.0.0.1"
 

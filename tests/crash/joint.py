@@ -1,6 +1,6 @@
 """Kills workers of saving jobs, again and again, and looks at what becomes of the others and of what they saved.
 
-`python -m holdfast.testing.joint_crash`. In each round a job of a few forked processes goes on from the newest
+`python -m crash.joint`. In each round a job of a few forked processes goes on from the newest
 checkpoint, trains and saves without a pause, each worker telling through a pipe what it was promised. At a random
 moment one of them, the leader too, is killed with SIGKILL, or all are, or one is stopped with SIGSTOP as if it hung.
 Then it must be that
@@ -25,14 +25,14 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from crash.command import WrongStateError, check_whole, run_command, show_progress
+from crash.forked import ForkedJob
+from crash.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
+from file_engine import join_in_directory
 from holdfast.catalog import read_catalog
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.storage import LocalStorage
-from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
-from holdfast.testing.file_engine import join_in_directory
-from holdfast.testing.forked import ForkedJob
-from holdfast.testing.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 
 LIMIT_SECONDS: Final = 15.0
 """How long a survivor may take to end. It is ten times what it should, for machines that are busy."""
@@ -286,7 +286,7 @@ def main(open_store: OpenStore = open_file_store) -> None:
         "--way": {"choices": WAYS, "default": "", "help": "how to strike; by default each now and then"},
         "--victim": {"choices": ("leader", "other"), "default": "", "help": "by default any worker"},
     }
-    run_command("joint_crash", __doc__, known, play)
+    run_command("joint", __doc__, known, play)
 
 
 if __name__ == "__main__":

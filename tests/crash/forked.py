@@ -10,8 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from holdfast.testing.command import WrongStateError
-from holdfast.testing.toy_worker import PATIENCE_SECONDS
+from crash.command import WrongStateError
+from crash.toy_worker import PATIENCE_SECONDS
 
 
 class ForkedJob:
@@ -115,7 +115,7 @@ def _run_child(rank: int, writing: int, work: Callable[[int, Callable[[str], Non
     with contextlib.suppress(BaseException):
         try:
             code = work(rank, lambda line: _tell(writing, line))
-        except BaseException:  # noqa: BLE001  The parent has to see it, whatever it is.
+        except BaseException:
             _tell(writing, "wrong " + traceback.format_exc().replace("\n", " | "))
     os._exit(code)
 

@@ -1,6 +1,6 @@
 """Strikes a job of two workers with notices and faults, again and again, until it has come to its end all the same.
 
-`python -m holdfast.testing.leaving_crash`. Two forked processes train together, waiting for each other in each step.
+`python -m crash.leaving`. Two forked processes train together, waiting for each other in each step.
 At a random moment one of them or both are asked to leave, or one is killed, is killed right after a notice, fails with
 an error, or finds its disk full when it is to leave. Then they are started again. It must be that
 
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import holdfast as hf
+from crash.command import WrongStateError, run_command, show_progress
+from crash.forked import ForkedJob
+from file_engine import join_in_directory
 from holdfast.catalog import read_catalog
 from holdfast.errors import PeerError
 from holdfast.events import Committed, Event, Leaving
 from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.storage import LocalStorage
-from holdfast.testing.command import WrongStateError, run_command, show_progress
-from holdfast.testing.file_engine import join_in_directory
-from holdfast.testing.forked import ForkedJob
 
 WORKERS: Final = 2
 LIVENESS_SECONDS: Final = 1.0
@@ -235,7 +235,7 @@ def main() -> None:
         told = ", ".join(f"{what}: {count}" for what, count in sorted(tally.items()))
         return f"{options.faults} faults in SECONDS, and the end is the same. {told}."
 
-    run_command("leaving_crash", __doc__, {"--faults": {"type": int, "default": 50}}, play)
+    run_command("leaving", __doc__, {"--faults": {"type": int, "default": 50}}, play)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kills a saving process again and again, and looks each time at what it left: `python -m holdfast.testing.crash`.
+"""Kills a saving process again and again, and looks each time at what it left: `python -m crash.single`.
 
 Each round forks a child that goes on from the newest checkpoint, trains (its arrays follow from the step; some change
 seldom) and saves without a pause, telling through a pipe which steps it was promised. Most children save incrementally.
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crash.command import WrongStateError, check_whole, run_command, show_progress
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
 from holdfast.save.references import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage
-from holdfast.testing.command import WrongStateError, check_whole, run_command, show_progress
 
 ARRAYS = ((1, 1), (1000, 1), (30_000, 1), (30_000, 7), (200_000, 50), (5000, 1_000_000))
 """The length of each array, and for how many steps it stays as it is."""
@@ -237,7 +237,7 @@ def main() -> None:
         )
 
     span = {"type": float, "default": 0.25, "help": "seconds within which a child is killed"}
-    run_command("crash", __doc__, {"--kills": {"type": int, "default": 300}, "--span": span}, play)
+    run_command("single", __doc__, {"--kills": {"type": int, "default": 300}, "--span": span}, play)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from crash.command import WrongStateError
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster.protocol import Cluster
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.testing.command import WrongStateError
 
 LIVENESS_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 60.0
