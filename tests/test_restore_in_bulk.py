@@ -12,24 +12,29 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import DamageError, HoldfastError, MismatchError, UnsupportedValueError
+from holdfast.format.boxes import Box
 from holdfast.format.digests import DIGEST_CHARACTERS, digest
 from holdfast.format.index import Index, LeafRecord, find_leaf_problem
 from holdfast.format.soundness import try_end
 from holdfast.integrations.torch.tensors import TorchBackend
+from holdfast.restore.assign import Share
 from holdfast.restore.destinations import Destinations, find_overlapping
+from holdfast.restore.handoffs import Piece
 from holdfast.restore.plan import PIECE_BYTES, plan_pieces
 from holdfast.restore.read import read_targets
+from holdfast.restore.shares import Patchwork
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
 from holdfast.state.loading import ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
+from holdfast.storage.addresses import memory_between
 from holdfast.storage.local import LocalStorage
 from repetitions import repeated
 from state_trip import Stored, store
@@ -563,3 +568,40 @@ def test_a_target_of_another_form_is_never_written() -> None:
     target = Target("leaf0", spec_of("U8", (10,)), array, TorchBackend(), (), array.data_ptr())
     with pytest.raises(ValueError, match="not of the form"):
         Destinations(index, {"leaf0": target})
+
+
+def test_an_array_smaller_than_what_is_stored_is_refused_and_not_written() -> None:
+    index = make_index([100], 50)
+    beside = torch.zeros(200, dtype=torch.uint8)
+    array = beside[:60]
+    target = Target("leaf0", spec_of("U8", (100,)), array, TorchBackend(), (), array.data_ptr())
+    destinations = Destinations(index, {"leaf0": target})
+    first, second = (Piece([0], [index.leaves[0].begin + at], [""], index.leaves[0].begin + at + 50) for at in (0, 50))
+    (part,) = destinations.parts_of(first)
+    part[:] = bytes(range(50))
+    with pytest.raises(ValueError, match="the array lies"):
+        destinations.parts_of(second)
+    patchwork = Patchwork()
+    patchwork.expect({0: [Share(target, Box((0,), (100,)), Box((0,), (100,)))]})
+    with pytest.raises(ValueError, match="the array lies"):
+        patchwork.view(target)
+    assert beside.tolist() == [*range(50), *[0] * 150]
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(-(2**70), 2**70))
+@example(100, 200)
+@example(100, 101)
+@example(199, 200)
+@example(99, 200)
+@example(100, 201)
+@example(150, 149)
+@example(-1, 100)
+def test_memory_outside_of_an_extent_is_refused(begin: int, end: int) -> None:
+    array = torch.arange(100, dtype=torch.uint8)
+    ((first, last),) = TorchBackend().lend_memory([array])
+    begin, end = begin + first - 100, end + first - 100
+    if first <= begin <= end <= last:
+        assert memory_between(begin, end, (first, last)) == array.numpy()[begin - first : end - first].data
+        return
+    with pytest.raises(ValueError, match="the array lies"):
+        memory_between(begin, end, (first, last))

@@ -9,7 +9,7 @@ from typing import Any, Final
 from holdfast.format.index import Index
 from holdfast.restore.handoffs import Parts, Piece
 from holdfast.state.leaves import ArrayBackend, Target
-from holdfast.storage.addresses import MEMORY
+from holdfast.storage.addresses import Extent, memory_between
 from holdfast.storage.scratch import take_pages
 
 _LARGE_BYTES: Final = 2 << 20
@@ -36,14 +36,14 @@ class Destinations:
         """
         self._leaves = index.leaves
         self._targets = targets
-        # For each leaf that is read in place, the distance from a place in the file to that in memory.
-        self._shifts: list[int | None] = [None] * len(index.leaves)
+        # For each leaf that is read in place, the memory of its array.
+        self._extents: list[Extent | None] = [None] * len(index.leaves)
         self._has_others = False
         # Guards the two fields below: what is being gathered, and how much of each has yet to come.
         self._lock = threading.Lock()
         self._gathered: dict[int, memoryview] = {}
         self._left_bytes: dict[int, int] = {}
-        changing: dict[ArrayBackend, list[Any]] = {}
+        lenders: dict[ArrayBackend, tuple[list[int], list[Any]]] = {}
         numbers: list[int] = []
         begins: list[int] = []
         ends: list[int] = []
@@ -61,29 +61,34 @@ class Destinations:
                 continue
             if target.spec.dtype != leaf.dtype or target.spec.shape != leaf.shape:
                 raise ValueError(f"{leaf.name}: the array is not of the form that is stored")
-            self._shifts[number] = target.address - leaf.begin
             numbers.append(number)
             begins.append(target.address)
             ends.append(target.address + leaf.end - leaf.begin)
-            arrays = changing.get(target.backend)
-            if arrays is None:
-                arrays = changing[target.backend] = []
-            arrays.append(target.array)
-        for backend, arrays in changing.items():
-            backend.note_changes(arrays)
+            lender = lenders.get(target.backend)
+            if lender is None:
+                lender = lenders[target.backend] = [], []
+            lender[0].append(number)
+            lender[1].append(target.array)
+        for backend, (lent, arrays) in lenders.items():
+            for number, extent in zip(lent, backend.lend_memory(arrays), strict=True):
+                self._extents[number] = extent
         self.overlapping: list[Target] = []
         for number in sorted(find_overlapping(begins, ends)):
-            self._shifts[numbers[number]] = None
+            self._extents[numbers[number]] = None
             self._has_others = True
             self.overlapping.append(targets[index.leaves[numbers[number]].name])
 
     def parts_of(self, piece: Piece) -> Parts:
         """**Thread-safe.** The memory of each span of a piece."""
         parts = []
-        shifts = self._shifts
+        extents, leaves = self._extents, self._leaves
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
-            shift = shifts[number]
-            parts.append(MEMORY[shift + begin : shift + end] if shift is not None else self._gather(number, begin, end))
+            extent = extents[number]
+            if extent is None:
+                parts.append(self._gather(number, begin, end))
+            else:
+                shift = extent[0] - leaves[number].begin
+                parts.append(memory_between(begin + shift, end + shift, extent))
         return parts
 
     def receive(self, piece: Piece) -> None:
@@ -91,7 +96,7 @@ class Destinations:
         if not self._has_others:
             return
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
-            if self._shifts[number] is None:
+            if self._extents[number] is None:
                 with self._lock:
                     self._left_bytes[number] -= end - begin
                     if self._left_bytes[number]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -17,11 +15,9 @@ from holdfast.restore.handoffs import Parts, Piece
 from holdfast.restore.plan import PIECE_BYTES
 from holdfast.restore.read import ScratchParts, find_damages, read_pieces
 from holdfast.state.leaves import Target
+from holdfast.storage.addresses import Extent, memory_between
 from holdfast.storage.protocol import FileReader
 from holdfast.storage.scratch import take_pages
-
-_MEMORY: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All memory there may be, of which only what arrays have may be touched."""
 
 _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
@@ -80,6 +76,8 @@ class Patchwork:
     """
 
     def __init__(self) -> None:
+        # By the identity of a target that is filled where it is, the memory of its array.
+        self._extents: dict[int, Extent] = {}
         # Guards the two below.
         self._lock = threading.Lock()
         self._gathered: dict[int, memoryview] = {}
@@ -90,7 +88,7 @@ class Patchwork:
         for share in (share for wanted in shares.values() for share in wanted):
             target = share.target
             if target.address is not None:
-                target.backend.note_changes([target.array])
+                (self._extents[id(target)],) = target.backend.lend_memory([target.array])
             else:
                 self._left_bytes[id(target)] = target.spec.size_bytes
 
@@ -98,7 +96,7 @@ class Patchwork:
         """The memory of a target, or what stands for it."""
         size_bytes = target.spec.size_bytes
         if target.address is not None:
-            return _MEMORY[target.address : target.address + size_bytes]
+            return memory_between(target.address, target.address + size_bytes, self._extents[id(target)])
         with self._lock:
             data = self._gathered.get(id(target))
             if data is None:

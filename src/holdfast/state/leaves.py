@@ -186,8 +186,12 @@ class ArrayBackend(Protocol):
         """
         ...
 
-    def note_changes(self, arrays: Sequence[Any]) -> None:
-        """Says that arrays are about to be changed at their addresses, behind their library's back."""
+    def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
+        """The memory of arrays that have an `address`, which are about to be changed there, unseen by their library.
+
+        Returns:
+            For each array the address of its first byte, and that of its last one, exclusive.
+        """
         ...
 
     def copy_in(self, array: Any, data: memoryview) -> None:

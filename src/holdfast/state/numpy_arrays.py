@@ -79,9 +79,10 @@ class NumpyBackend:
             name, flags = _stored_as(array.dtype), array.flags
             if not (name and flags.c_contiguous and flags.writeable and array.size and type(array) is np.ndarray):
                 return None
+            address = int(array.__array_interface__["data"][0])
             plain.specs.append(spec_of(name, array.shape))
-            plain.addresses.append(int(array.__array_interface__["data"][0]))
-            plain.alias_keys.append(self.alias_key(array))
+            plain.addresses.append(address)
+            plain.alias_keys.append((address, array.dtype, array.shape, array.strides))  # As `alias_key` gives them.
         return plain
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
@@ -95,8 +96,10 @@ class NumpyBackend:
                 part = flat[offset : offset + array.nbytes].view(dtype).reshape(array.shape)
                 np.copyto(part, array)
 
-    def note_changes(self, arrays: Sequence[Any]) -> None:
-        """NumPy counts no changes."""
+    def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
+        """The memory of each; NumPy counts no changes."""
+        begins = [array.__array_interface__["data"][0] for array in arrays]
+        return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills an array from bytes."""

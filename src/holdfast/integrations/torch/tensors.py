@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import chain, repeat
-from operator import attrgetter, gt
+from operator import add, attrgetter, gt
 from typing import Any, Final
 
 import torch
@@ -147,8 +147,8 @@ class TorchBackend:
         if transfer is not None:
             transfer.wait()
 
-    def note_changes(self, arrays: Sequence[Any]) -> None:
-        """Lets autograd, and other watchers of the version, notice changes that torch cannot see."""
+    def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
+        """The memory of each; autograd, and other watchers of the version, notice the change that torch cannot see."""
         try:
             torch.autograd.graph.increment_version(arrays)
         except (RuntimeError, TypeError):
@@ -156,6 +156,8 @@ class TorchBackend:
             for array in arrays:
                 if not array.is_inference():
                     torch.autograd.graph.increment_version(array)
+        begins = list(map(_address, arrays))
+        return list(zip(begins, map(add, begins, map(_nbytes, arrays)), strict=True))
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills a tensor from bytes."""
