@@ -11,7 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import ApplyError
-from holdfast.restore.overlaps import find_overlapping_targets
+from holdfast.restore.aliasing import find_overlapping_targets
 from holdfast.state.leaves import Target, spec_of
 from holdfast.state.registry import backend_of
 from holdfast.storage import MemoryStorage

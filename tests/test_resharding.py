@@ -22,7 +22,7 @@ from holdfast.cluster.protocol import Cluster
 from holdfast.format.boxes import Box
 from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
-from holdfast.restore.driver import restore_objects
+from holdfast.restore.engine import restore_objects
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage

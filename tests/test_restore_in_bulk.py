@@ -22,11 +22,11 @@ from holdfast.format.digests import DIGEST_CHARACTERS, digest
 from holdfast.format.index import Index, LeafRecord, find_leaf_problem
 from holdfast.format.soundness import try_end
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.restore.assign import Share
 from holdfast.restore.destinations import Destinations, find_overlapping
-from holdfast.restore.handoffs import Piece
 from holdfast.restore.plan import PIECE_BYTES, plan_pieces
 from holdfast.restore.read import read_targets
+from holdfast.restore.records import Piece
+from holdfast.restore.reshard_plan import Share
 from holdfast.restore.shares import Patchwork
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.comparing import Comparison

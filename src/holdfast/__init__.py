@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.preemption.handler import PreemptionCheckpointHandler
     from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.backup import Backup
-    from holdfast.restore.driver import Restoration
+    from holdfast.restore.engine import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.worker_state import WorkerTrainingState
@@ -92,7 +92,7 @@ _HOMES: Final = {
     "PerWorker": "holdfast.state",
     "PreemptionCheckpointHandler": "holdfast.preemption.handler",
     "RaySession": "holdfast.integrations.ray.session",
-    "Restoration": "holdfast.restore.driver",
+    "Restoration": "holdfast.restore.engine",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
     "ResumableSampler": "holdfast.state",
     "SaveHandle": "holdfast.save.handle",

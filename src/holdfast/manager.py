@@ -20,7 +20,7 @@ from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.agreement import make_agreement
-from holdfast.restore.driver import Restoration, restore_objects
+from holdfast.restore.engine import Restoration, restore_objects
 from holdfast.restore.selection import make_selection
 from holdfast.save import arguments
 from holdfast.save.audience import open_audience

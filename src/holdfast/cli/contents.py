@@ -17,7 +17,7 @@ from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manife
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
 from holdfast.format.shards import StoredBox
-from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
 
 

@@ -15,7 +15,7 @@ from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.workspace import Workspace
-from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.discard import discard_unfinished
 from holdfast.storage import LocalStorage, Storage, open_storage

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Manifest
-from holdfast.restore.driver import Restoration
+from holdfast.restore.engine import Restoration
 
 _NOTE: Final = "backup"
 

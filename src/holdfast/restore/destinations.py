@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.format.index import Index
-from holdfast.restore.handoffs import Parts, Piece
+from holdfast.restore.records import Parts, Piece
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.storage.addresses import Extent, memory_between
 from holdfast.storage.scratch import take_pages

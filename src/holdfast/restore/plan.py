@@ -7,7 +7,7 @@ from typing import Final
 
 from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
-from holdfast.restore.handoffs import Piece
+from holdfast.restore.records import Piece
 
 PIECE_BYTES: Final = 8 << 20
 """What one thread reads before it asks for more, if no span is longer: large enough that threads seldom wait for each

@@ -9,8 +9,8 @@ from typing import Final
 from holdfast.errors import DamageError
 from holdfast.format.index import Index
 from holdfast.restore.destinations import Destinations
-from holdfast.restore.handoffs import Parts, Piece
 from holdfast.restore.plan import PIECE_BYTES, plan_pieces
+from holdfast.restore.records import Parts, Piece
 from holdfast.state.leaves import Target
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileReader

@@ -6,7 +6,7 @@ from holdfast.catalog import read_index
 from holdfast.errors import DamageError, StorageError
 from holdfast.events import Sink, Warned
 from holdfast.format.workers import Worker
-from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.records import OpenedStep
 from holdfast.state.apart import PositionRecord, find_apart, list_positions
 from holdfast.storage.protocol import Storage
 

@@ -10,10 +10,10 @@ from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_rang
 from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.index import Index, LeafRecord
-from holdfast.restore.assign import Share
-from holdfast.restore.handoffs import Parts, Piece
 from holdfast.restore.plan import PIECE_BYTES
 from holdfast.restore.read import ScratchParts, find_damages, read_pieces
+from holdfast.restore.records import Parts, Piece
+from holdfast.restore.reshard_plan import Share
 from holdfast.state.leaves import Target
 from holdfast.storage.addresses import Extent, memory_between
 from holdfast.storage.protocol import FileReader

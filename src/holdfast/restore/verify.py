@@ -14,10 +14,10 @@ from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, decod
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
 from holdfast.format.shards import find_cover_problem
 from holdfast.format.workers import Worker
-from holdfast.restore.handoffs import OpenedStep, Parts, Piece
+from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.plan import plan_pieces
 from holdfast.restore.read import ScratchParts, find_damages, read_pieces
-from holdfast.restore.sources import Part, list_parts, open_part
+from holdfast.restore.records import OpenedStep, Parts, Piece
 from holdfast.storage.protocol import FileReader, Storage
 
 

@@ -8,11 +8,11 @@ from contextlib import closing
 from holdfast.errors import DamageError
 from holdfast.format.index import Index
 from holdfast.format.names import MANIFEST_NAME, join
-from holdfast.restore.assign import Assignment, Order
-from holdfast.restore.handoffs import OpenedStep
+from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.read import read_targets
+from holdfast.restore.records import OpenedStep
+from holdfast.restore.reshard_plan import Assignment, Order
 from holdfast.restore.shares import Patchwork, read_shares
-from holdfast.restore.sources import Part, list_parts, open_part
 from holdfast.restore.verify import read_rank
 from holdfast.state.leaves import ArraySpec, Target
 from holdfast.storage.protocol import FileReader, Storage

@@ -12,8 +12,8 @@ import msgspec
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.index import Index
 from holdfast.format.names import StepName, join
-from holdfast.restore.handoffs import OpenedStep
 from holdfast.restore.read import read_targets
+from holdfast.restore.records import OpenedStep
 from holdfast.state.leaves import Target
 from holdfast.storage.protocol import FileReader, Storage
 

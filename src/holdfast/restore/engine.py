@@ -27,13 +27,13 @@ from holdfast.format.manifest import SHARDS, Manifest
 from holdfast.format.names import StepName, is_own
 from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.agreement import Agreement, AloneAgreement
-from holdfast.restore.assemble import assign_parts, read_orders
-from holdfast.restore.choose import choose_candidates
-from holdfast.restore.handoffs import OpenedStep
-from holdfast.restore.overlaps import find_clashes, find_overlapping_targets
+from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
+from holdfast.restore.candidates import choose_candidates
+from holdfast.restore.files import open_parts, read_parts
+from holdfast.restore.records import OpenedStep
+from holdfast.restore.reshard import assign_parts, read_orders
 from holdfast.restore.resize import warn_if_apart
 from holdfast.restore.selection import Selection
-from holdfast.restore.sources import open_parts, read_parts
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
 from holdfast.state.collection import no_collection
