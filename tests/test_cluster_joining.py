@@ -15,6 +15,16 @@ from command_line import run_python
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import Joining, name_ranks
 from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.polling import (
+    CALLS_PER_SECOND,
+    JOINING,
+    NEWS,
+    ONE_KEY,
+    SOME_KEYS,
+    URGENT_NEWS,
+    Backoff,
+    poll,
+)
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import gather, rendezvous
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, UsageError
@@ -177,6 +187,29 @@ def test_names_of_ranks() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks((1, 2)) == "ranks 1 and 2"
     assert name_ranks(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+# Looking again and again.
+
+
+@pytest.mark.parametrize(
+    ("backoff", "calls"), [(ONE_KEY, 1), (JOINING, 1), (SOME_KEYS, 3), (NEWS, 1), (URGENT_NEWS, 2)]
+)
+@pytest.mark.parametrize("world_size", [2, 100, 2_500, 10_000, 50_000])
+def test_a_long_wait_of_all_workers_leaves_a_store_time_for_others(
+    backoff: Backoff, calls: int, world_size: int
+) -> None:
+    spread = backoff.spread(world_size, calls)
+    assert calls * world_size / spread.pause_seconds(10_000.0) <= CALLS_PER_SECOND
+    assert spread.pause_seconds(0.0) == backoff.shortest_seconds, "what is there soon is seen soon"
+    assert backoff.spread(2, calls) == backoff, "a few workers are not held up for the sake of many"
+
+
+def test_polling_looks_once_more_at_the_deadline() -> None:
+    looks = iter([None, None, b"late"])
+    assert poll(lambda: next(looks), Backoff(0.0, 0.0), time.monotonic() + PATIENCE_SECONDS) == b"late"
+    assert poll(lambda: b"there", ONE_KEY, 0.0) == b"there"
+    assert poll(lambda: None, ONE_KEY, 0.0) is None
 
 
 # The store.

@@ -8,9 +8,8 @@ import threading
 import time
 
 from holdfast.cluster.keys import check_amount, check_key, check_value
+from holdfast.cluster.polling import IN_MEMORY, poll
 from holdfast.errors import ClosedError, DeadlineError
-
-_LONGEST_WAIT_SECONDS = 0.05
 
 
 class AloneCluster:
@@ -53,15 +52,9 @@ class AloneCluster:
 
     def wait_get(self, key: str, timeout_seconds: float) -> bytes:
         """See `Cluster`."""
-        end_at = time.monotonic() + timeout_seconds
-        pause_seconds = 0.001
-        # Whoever waits here waits for another thread of this process, which is rare: looking again is good enough.
-        while (value := self.try_get(key)) is None:
-            left_seconds = end_at - time.monotonic()
-            if left_seconds <= 0:
-                raise DeadlineError(f"{key} was not set within {timeout_seconds:g} s")
-            time.sleep(min(pause_seconds, left_seconds))
-            pause_seconds = min(2 * pause_seconds, _LONGEST_WAIT_SECONDS)
+        value = poll(lambda: self.try_get(key), IN_MEMORY, time.monotonic() + timeout_seconds)
+        if value is None:
+            raise DeadlineError(f"{key} was not set within {timeout_seconds:g} s")
         return value
 
     def add(self, key: str, amount: int) -> int:

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.neighbours import Neighbours
+from holdfast.cluster.polling import PROCESS_LOOK_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
 from holdfast.cluster.rendezvous import LEADER, make_absent_error
 from holdfast.deadlines import LIVENESS_SECONDS
@@ -25,9 +26,6 @@ _GOODBYE: Final = -(1 << 30)
 
 _DIED: Final = -(1 << 29)
 """Added by another worker, if the process has ended without a goodbye; the sum is not less than this then."""
-
-_LOOK_SECONDS: Final = 0.25
-"""How often to look whether a process on this machine has ended."""
 
 _STOP_SECONDS: Final = 2.0
 
@@ -104,7 +102,7 @@ class Heartbeat:
         self._looked_at = self._begun_at = time.monotonic()
         self._told = _Missed()
         # The first signs come sooner, so that those on one machine find each other at once.
-        self._pause_seconds = min(_LOOK_SECONDS, interval_seconds)
+        self._pause_seconds = min(PROCESS_LOOK_SECONDS, interval_seconds)
         # Those of the neighbours that have ended, and whose count was looked at; and those of them that said goodbye.
         self._judged: set[int] = set()
         self._excused: set[int] = set()
@@ -206,9 +204,11 @@ class Heartbeat:
         while True:
             left_seconds = max(end_at - time.monotonic(), 0.0)
             with suppress(queue.Empty):
-                self._wake.get(timeout=min(left_seconds, _LOOK_SECONDS))
+                self._wake.get(timeout=min(left_seconds, PROCESS_LOOK_SECONDS))
                 return True
-            if left_seconds <= _LOOK_SECONDS or (self._failure is None and neighbours.find_ended() - self._judged):
+            if left_seconds <= PROCESS_LOOK_SECONDS or (
+                self._failure is None and neighbours.find_ended() - self._judged
+            ):
                 return False
 
     def _judge(self, ended: Collection[int]) -> None:

@@ -19,14 +19,10 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.polling import JOINING, JOINING_TURNS, STALE_JOIN_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import AbsentError, ClusterError
 
-_LOOK_SECONDS: Final = 0.25
-_LONGEST_LOOK_SECONDS: Final = 2.0
-"""How long to wait for one thing before looking whether another has changed."""
-
-_PAUSE_SECONDS: Final = 0.05
 _NAMED_RANKS: Final = 8
 _WHAT: Final = "joining the other workers"
 
@@ -66,7 +62,8 @@ class Joining:
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
         self._mine = _Joined(os.urandom(8).hex(), node, world_size)
-        self._end_at = 0.0
+        self._backoff = JOINING.spread(world_size)
+        self._begun_at = self._end_at = 0.0
 
     def join(self) -> str:
         """**Blocks.** Waits for all workers.
@@ -78,7 +75,8 @@ class Joining:
             AbsentError: If workers are missing; it names them.
             ClusterError: If the store fails, or another start of the job takes the place of this one.
         """
-        self._end_at = time.monotonic() + self._timeout_seconds
+        self._begun_at = time.monotonic()
+        self._end_at = self._begun_at + self._timeout_seconds
         key, value = self._key("join", self._rank), msgspec.json.encode(self._mine)
         # The store itself may have to come up yet.
         self._lanes.call(lambda store: store.set(key, value), self._timeout_seconds, _WHAT)
@@ -119,9 +117,9 @@ class Joining:
                 raise self._absent(missing or [rank])
             self._check_word()
             # What an earlier start of another size has left stands there already, so that looking again is in place.
-            if self._wait(self._key("join", rank), _LOOK_SECONDS) is not None:
+            if self._wait(self._key("join", rank), JOINING_TURNS.shortest_seconds) is not None:
                 # The value is there, but not from a worker of this start yet; a store does not tell of a second one.
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(STALE_JOIN_SECONDS)
         return word
 
     def _invite(self, word: str, token: str, invited: set[str]) -> None:
@@ -134,12 +132,12 @@ class Joining:
         while True:
             word = self._wait_word(rank)
             self._invite(word, token, invited)
-            answer = self._wait(self._key("answer", token, rank), _LOOK_SECONDS)
+            answer = self._wait(self._key("answer", token, rank), JOINING_TURNS.shortest_seconds)
             if answer == word.encode():
                 return word
             if answer is not None:
                 # It was its predecessor that answered; a store does not tell when another one does.
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(STALE_JOIN_SECONDS)
             self._check_word()
             if time.monotonic() > self._end_at:
                 keys = {other: self._key("answer", token, other) for other in range(1, self._world_size)}
@@ -153,22 +151,21 @@ class Joining:
     def _follow(self) -> str:
         invitation = self._key("invite", self._mine.word)
         token = b""
-        look_seconds = _LOOK_SECONDS
         while True:
+            # Very many workers wait for the last one, and all ask the same store.
+            turn_seconds = JOINING_TURNS.pause_seconds(time.monotonic() - self._begun_at)
             # Another leader may invite as long as none has begun: one of them is of an earlier start.
-            newest = (self._try_get(invitation) if token else self._wait(invitation, look_seconds)) or token
+            newest = (self._try_get(invitation) if token else self._wait(invitation, turn_seconds)) or token
             if newest != token:
                 token = newest
                 self._set(self._key("answer", token.decode(), self._rank), self._mine.word.encode())
-            if token and self._wait(self._key("begun", token.decode()), look_seconds) is not None:
+            if token and self._wait(self._key("begun", token.decode()), turn_seconds) is not None:
                 self._check_word()
                 return token.decode()
             if time.monotonic() > self._end_at:
                 missing = [rank for rank in range(self._world_size) if self._word_of(rank) is None]
                 raise self._absent(missing or [0])
             self._check_word()
-            # Very many workers wait for the last one, and all ask the same store.
-            look_seconds = min(2 * look_seconds, _LONGEST_LOOK_SECONDS)
 
     # The store.
 
@@ -211,7 +208,9 @@ class Joining:
 
     def _wait(self, key: str, timeout_seconds: float) -> bytes | None:
         left_seconds = max(self._end_at - time.monotonic(), 0.0)
-        return self._lanes.wait_get(key, min(timeout_seconds, left_seconds), _WHAT)
+        # The leader waits for one worker after the other, and each of these waits is new.
+        begun_at = self._begun_at if self._rank else None
+        return self._lanes.wait_get(key, min(timeout_seconds, left_seconds), _WHAT, self._backoff, begun_at)
 
 
 def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from holdfast.cluster.engine import Connect, EngineStore
+from holdfast.cluster.polling import ONE_KEY, Backoff, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClosedError, ClusterError
 from holdfast.gate import Gate
@@ -23,11 +24,6 @@ _MOST_LANES: Final = 16
 """How many calls there may be at a time. Of a store that is cut off none comes back, and threads must not pile up."""
 
 _CLOSE_SECONDS: Final = 1.0
-
-_PAUSE_SHARE: Final = 0.1
-_SHORTEST_PAUSE_SECONDS: Final = 0.001
-_LONGEST_PAUSE_SECONDS: Final = 1.0
-"""A wait looks again after a share of the time that it has lasted, so that it is late by about that share at most."""
 
 
 _open: weakref.WeakSet[Lanes] = weakref.WeakSet()
@@ -104,24 +100,33 @@ class Lanes:
             ) from task.error
         return task.result  # type: ignore[no-any-return]
 
-    def wait_get(self, key: str, timeout_seconds: float, what: str) -> bytes | None:
+    def wait_get(
+        self,
+        key: str,
+        timeout_seconds: float,
+        what: str,
+        backoff: Backoff = ONE_KEY,
+        begun_at: float | None = None,
+    ) -> bytes | None:
         """**Blocks.** The value of a key once it holds one, or None if it holds none within that time.
+
+        Engines have waits of their own, which hold a connection, say so in the log when they run out, and cannot be
+        called off. So the store is asked again and again.
+
+        Args:
+            key: The key.
+            timeout_seconds: The deadline.
+            what: What is done, for the error.
+            backoff: The pauses between two looks.
+            begun_at: As for `poll`.
 
         Raises:
             ClusterError: As `call`. A store that is cut off is found out in the middle of a long wait.
             ClosedError: As `call`.
         """
-        begun_at = time.monotonic()
         work = partial(_try_get, key)
-        while (value := self.call(work, ANSWER_SECONDS, what)) is None:
-            waited_seconds = time.monotonic() - begun_at
-            if waited_seconds >= timeout_seconds:
-                break
-            # Engines have waits of their own, which hold a connection, say so in the log when they run out, and cannot
-            # be called off. To look again is cheap, as long as very many workers that wait long do not do it often.
-            pause_seconds = min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-            time.sleep(min(pause_seconds, timeout_seconds - waited_seconds))
-        return value
+        end_at = time.monotonic() + timeout_seconds
+        return poll(lambda: self.call(work, ANSWER_SECONDS, what), backoff, end_at, begun_at)
 
     def close(self) -> None:
         """Ends the lanes; one that hangs is left behind. Harmless twice."""

@@ -12,22 +12,14 @@ import msgspec
 
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.polling import SOME_KEYS, heartbeat_seconds
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer, wait_counted
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 
-_BEATS: Final = 15
-_FEW_BEATS: Final = 5
-_MANY: Final = 512
-"""How many signs of life a worker gives in that time; fewer where many ask the same store."""
-
 _WARN_SECONDS: Final = 60.0
 """After how long it is worth a word that something is still waited for."""
-
-_PAUSE_SHARE: Final = 0.1
-_SHORTEST_PAUSE_SECONDS: Final = 0.002
-_LONGEST_PAUSE_SECONDS: Final = 0.5
 
 _TEXT_CHARACTERS: Final = 4000
 """How much of an error is told: enough for people, and no more than a store holds."""
@@ -104,7 +96,6 @@ class Peers:
         self.liveness_seconds = liveness_seconds
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
-        interval_seconds = liveness_seconds / (_BEATS if cluster.world_size <= _MANY else _FEW_BEATS)
         self._meetings = 0
         self._accords = 0
         self._is_explained = False
@@ -117,7 +108,7 @@ class Peers:
         self._read_key = self.key("left", LEADER, "read")
         self._heartbeat = Heartbeat(
             cluster,
-            interval_seconds,
+            heartbeat_seconds(liveness_seconds, cluster.world_size),
             liveness_seconds,
             name=self.key("heartbeat"),
             hear_of_leader=self._hear_of_leader,
@@ -224,6 +215,7 @@ class Peers:
         """
         looked_at = time.monotonic()
         end_at = (looked_at if begun_at is None else begun_at) + self.timeout_seconds
+        backoff = SOME_KEYS.spread(self.world_size, len(keys))
         missed: Failure | None = None
         warn_seconds = _WARN_SECONDS
         while True:
@@ -247,7 +239,7 @@ class Peers:
                 )
             if missed is None:
                 # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
-                time.sleep(min(max(waited_seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
+                time.sleep(backoff.pause_seconds(waited_seconds))
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
 
     def describe(self, error: BaseException) -> Failure:

@@ -10,6 +10,7 @@ from typing import Final, NoReturn, TypeAlias
 import msgspec
 
 from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.polling import COUNTERS, ONE_KEY, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster
 from holdfast.errors import AbsentError, DeadlineError, HoldfastError
 
@@ -19,12 +20,7 @@ Check: TypeAlias = Callable[[Collection[int]], None]
 """Raises `AbsentError` if one of these workers is known to be missing, such as `Heartbeat.check`."""
 
 _NAMED_NODES: Final = 32
-_LOOK_SECONDS: Final = 0.5
-_LONGEST_LOOK_SECONDS: Final = 4.0
-"""How long to wait at a time, between two looks whether the others are there."""
-
 _READ_SECONDS: Final = 3.0
-_READ_PAUSE_SECONDS: Final = 0.02
 
 _led: dict[str, tuple[str, float]] = {}
 """The newest meeting that was led in this process, for each cluster's incarnation, and when it was decided by the
@@ -151,14 +147,15 @@ def wait_counted(
     Raises:
         ClusterError: If the store does not answer.
     """
-    while time.monotonic() < begun_at + _READ_SECONDS:
+
+    def look() -> bool | None:
         others = set(range(cluster.world_size)) - {LEADER, *lost()}
         if cluster.add(key, 0) >= len(others):
             return False
-        if is_over():
-            return True
-        time.sleep(_READ_PAUSE_SECONDS)  # It is a counter, and only values can be waited for.
-    return False
+        return True if is_over() else None
+
+    end_at = begun_at + _READ_SECONDS
+    return time.monotonic() < end_at and bool(poll(look, COUNTERS, end_at))
 
 
 class _Meeting:
@@ -229,23 +226,25 @@ class _Meeting:
             DeadlineError: If the time is up.
         """
         full = self._key(key)
-        look_seconds = _LOOK_SECONDS
-        while True:
-            left_seconds = max(self._end_at - time.monotonic(), 0.0)
+
+        def look() -> bytes | None:
+            value = self._cluster.try_get(full)
+            if value is not None or self._check is None:
+                return value
             try:
-                return self._cluster.wait_get(full, min(left_seconds, look_seconds) if self._check else left_seconds)
-            except DeadlineError:
-                if time.monotonic() >= self._end_at:
-                    raise
-            look_seconds = min(2 * look_seconds, _LONGEST_LOOK_SECONDS)
-            try:
-                if self._check is not None:
-                    self._check(ranks)
+                self._check(ranks)
             except AbsentError as error:
                 # One that brought its record, and then went, is not missed here.
                 lost = tuple(rank for rank in error.ranks if self._has_not_brought(rank))
-                if lost and self._cluster.try_get(full) is None:
+                value = self._cluster.try_get(full)
+                if lost and value is None:
                     raise make_absent_error(self._cluster, lost, "lost") from error
+            return value
+
+        value = poll(look, ONE_KEY.spread(self._cluster.world_size), self._end_at)
+        if value is None:
+            raise DeadlineError(f"{full} was not set within {self._timeout_seconds:g} s")
+        return value
 
     def _has_not_brought(self, rank: int) -> bool:
         # What the leader brings stands there until it has answered, and is of no use without the answer.
