@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.preemption.agreement import ABSENT, Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
+from holdfast.preemption.consensus.stop_step import ABSENT, Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
 from repetitions import repeated
 
 # The table.

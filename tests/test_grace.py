@@ -15,7 +15,7 @@ from holdfast.preemption.grace import (
     decide,
     has_time_to_save,
 )
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 SAVE, LEAVE_BY, LEAVE = Demand.SAVE, Demand.LEAVE_BY, Demand.LEAVE
 

@@ -83,7 +83,7 @@ IMPORT_BY_NAME = {
     "cli/main.py",
     "cluster/opening.py",
     "preemption/__init__.py",
-    "preemption/collectives.py",
+    "preemption/consensus/collectives.py",
     "save/moves.py",
     "state/comparing.py",
     "state/registry.py",

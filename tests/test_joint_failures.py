@@ -26,7 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Event, NoticeHeard
 from holdfast.preemption import FileAppears
-from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow
+from holdfast.preemption.consensus.consequences import find_missing, is_of_collective, may_follow
 from holdfast.storage import LocalStorage
 from holdfast.storage.protocol import Entry
 from holdfast.testing.memory_engine import run_workers

@@ -40,10 +40,10 @@ from holdfast.preemption import (
     Slurm,
     Watcher,
 )
-from holdfast.preemption.slurm import requeue_advice
-from holdfast.preemption.surroundings import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
-from holdfast.preemption.wakeup import ANSWERED, Wakeup, answer
-from holdfast.preemption.watch import Watch
+from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
+from holdfast.preemption.sources.poller import Watch
+from holdfast.preemption.sources.slurm import requeue_advice
+from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
 
@@ -921,7 +921,7 @@ def test_a_forked_child_is_left_alone() -> None:
         """
         import os, signal
         from holdfast.preemption import Signals
-        from holdfast.preemption.wakeup import Wakeup
+        from holdfast.preemption.sources.wakeup import Wakeup
         heard = []
         Signals().open(lambda notice: not heard.append(notice))
         bell = Wakeup()
@@ -945,7 +945,7 @@ def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_pare
         # Before those of the library, which come in the order in which they were registered.
         os.register_at_fork(after_in_child=lambda: is_forking and os.kill(os.getpid(), signal.SIGTERM))
         from holdfast.preemption import Signals
-        from holdfast.preemption.wakeup import Wakeup
+        from holdfast.preemption.sources.wakeup import Wakeup
         Signals().open(lambda notice: True)
         bell = Wakeup()
         bell.take_signals()
@@ -969,7 +969,7 @@ def test_a_signal_rings_while_the_main_thread_is_busy() -> None:
         """
         import ctypes, os, signal, sys, threading
         from holdfast.preemption import Signals
-        from holdfast.preemption.wakeup import Wakeup
+        from holdfast.preemption.sources.wakeup import Wakeup
         Signals().open(lambda notice: True)
         bell = Wakeup()
         bell.take_signals()

@@ -26,7 +26,7 @@ from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
-from holdfast.preemption.signals import DEFAULT_SIGNALS
+from holdfast.preemption.sources.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
 from holdfast.state.sampler import ResumableSampler
 from holdfast.storage import LocalStorage

@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from holdfast.preemption.aws import AWS
-    from holdfast.preemption.azure import Azure
-    from holdfast.preemption.gcp import GCP
-    from holdfast.preemption.kubernetes import Kubernetes
-    from holdfast.preemption.notices import Demand, Hear, Notice, NoticeSource, PolledSource
-    from holdfast.preemption.signals import Signals
-    from holdfast.preemption.slurm import Slurm
-    from holdfast.preemption.watching import FileAppears, Watcher
+    from holdfast.preemption.sources.aws import AWS
+    from holdfast.preemption.sources.azure import Azure
+    from holdfast.preemption.sources.gcp import GCP
+    from holdfast.preemption.sources.kubernetes import Kubernetes
+    from holdfast.preemption.sources.protocol import Demand, Hear, Notice, NoticeSource, PolledSource
+    from holdfast.preemption.sources.signals import Signals
+    from holdfast.preemption.sources.slurm import Slurm
+    from holdfast.preemption.sources.user import FileAppears, Watcher
 
 __all__ = [
     "AWS",
@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AWS": "aws",
-    "Azure": "azure",
-    "Demand": "notices",
-    "FileAppears": "watching",
-    "GCP": "gcp",
-    "Hear": "notices",
-    "Kubernetes": "kubernetes",
-    "Notice": "notices",
-    "NoticeSource": "notices",
-    "PolledSource": "notices",
-    "Signals": "signals",
-    "Slurm": "slurm",
-    "Watcher": "watching",
+    "AWS": "sources.aws",
+    "Azure": "sources.azure",
+    "Demand": "sources.protocol",
+    "FileAppears": "sources.user",
+    "GCP": "sources.gcp",
+    "Hear": "sources.protocol",
+    "Kubernetes": "sources.kubernetes",
+    "Notice": "sources.protocol",
+    "NoticeSource": "sources.protocol",
+    "PolledSource": "sources.protocol",
+    "Signals": "sources.signals",
+    "Slurm": "sources.slurm",
+    "Watcher": "sources.user",
 }
 """Imported when asked for: most programs need none of them, or few."""
 

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from holdfast.gate import Gate
 from holdfast.preemption.grace import Heard
-from holdfast.preemption.notices import Hear, Notice
-from holdfast.preemption.signals import Signals
+from holdfast.preemption.sources.protocol import Hear, Notice
+from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.say import say
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.preemption.departure import Saves
+from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.handle import SaveHandle

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 MARGIN_SECONDS: Final = 2.0
 """What is kept free before the end, for the process to go."""

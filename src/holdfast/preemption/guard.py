@@ -14,12 +14,12 @@ from holdfast.errors import DeadlineError, HoldfastError
 from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
-from holdfast.preemption.departure import Departure, Saves, end_by
+from holdfast.preemption.final_save import Departure, Saves, end_by
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, decide, find_lateness, has_time_to_save
-from holdfast.preemption.hearing import Hearing
-from holdfast.preemption.notices import Demand
-from holdfast.preemption.posts import Post, take_post
-from holdfast.preemption.rest import Rest
+from holdfast.preemption.notice_inbox import Hearing
+from holdfast.preemption.ownership import Post, take_post
+from holdfast.preemption.pause import Rest
+from holdfast.preemption.sources.protocol import Demand
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.exit import is_interactive
 from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit

@@ -12,16 +12,16 @@ from typing import Any, Final
 from holdfast.cluster.peers import Failure, make_brief
 from holdfast.errors import AbsentError, ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Failed
-from holdfast.preemption.accord import Accord, Turn, make_call
-from holdfast.preemption.agreement import Wanted
-from holdfast.preemption.board import Outcome
-from holdfast.preemption.departure import ATTEMPTS, Saves, end_by
+from holdfast.preemption.consensus.abort import Rescue
+from holdfast.preemption.consensus.coordinator import Accord, Turn, make_call
+from holdfast.preemption.consensus.patience import Patience
+from holdfast.preemption.consensus.peer_failures import describe, find_loss, is_cause, is_of_save
+from holdfast.preemption.consensus.records import Outcome
+from holdfast.preemption.consensus.stop_step import Wanted
+from holdfast.preemption.final_save import ATTEMPTS, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, allow_for_others, decide, to_spare
 from holdfast.preemption.guard import Guard, end_at_of
-from holdfast.preemption.mishaps import describe, find_loss, is_cause, is_of_save
-from holdfast.preemption.patience import Patience
-from holdfast.preemption.rescue import Rescue
-from holdfast.preemption.rest import Rest
+from holdfast.preemption.pause import Rest
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.company import Company
 from holdfast.save.handle import SaveHandle

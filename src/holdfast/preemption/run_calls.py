@@ -9,7 +9,7 @@ from holdfast.checkpoint import Checkpoint, backup_url, own_objects
 from holdfast.errors import UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.policies import SavePolicy
-from holdfast.preemption.departure import Saves
+from holdfast.preemption.final_save import Saves
 from holdfast.preemption.last_save import LastSave
 from holdfast.restore.engine import Restoration
 from holdfast.save.handle import SaveHandle

@@ -12,10 +12,10 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds, check_whole
 from holdfast.preemption.exit_codes import EXIT_RESTART
-from holdfast.preemption.notices import NoticeSource
-from holdfast.preemption.signals import Signals
-from holdfast.preemption.surroundings import choose_sources, look_around
-from holdfast.preemption.watching import Watcher, check_function
+from holdfast.preemption.sources.detect import choose_sources, look_around
+from holdfast.preemption.sources.protocol import NoticeSource
+from holdfast.preemption.sources.signals import Signals
+from holdfast.preemption.sources.user import Watcher, check_function
 from holdfast.tracebacks import short_traceback
 
 _MAX_EXIT_CODE: Final = 125

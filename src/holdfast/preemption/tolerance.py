@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from holdfast.errors import SaveFailedError
-from holdfast.preemption.hearing import Hearing
+from holdfast.preemption.notice_inbox import Hearing
 
 
 class Tolerance:

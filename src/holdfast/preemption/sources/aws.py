@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from holdfast.numbers import check_seconds
-from holdfast.preemption.metadata import Answer, MetadataSource, parse_record, unexpected
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.metadata_server import Answer, MetadataSource, parse_record, unexpected
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 DEFAULT_URL: Final = "http://169.254.169.254"
 

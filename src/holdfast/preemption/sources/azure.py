@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.numbers import check_seconds
-from holdfast.preemption.metadata import MetadataSource, parse_record, unexpected
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.metadata_server import MetadataSource, parse_record, unexpected
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 DEFAULT_URL: Final = "http://169.254.169.254"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from holdfast.numbers import check_seconds
-from holdfast.preemption.notices import Demand, Notice, PolledSource
+from holdfast.preemption.sources.protocol import Demand, Notice, PolledSource
 
 DEFAULT_AHEAD_SECONDS: Final = 120.0
 

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
-from holdfast.preemption.metadata import MetadataSource, unexpected
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.metadata_server import MetadataSource, unexpected
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 DEFAULT_URL: Final = "http://metadata.google.internal"
 

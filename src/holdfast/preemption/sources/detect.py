@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from holdfast import preemption
-from holdfast.preemption.notices import NoticeSource
-from holdfast.preemption.signals import Signals
+from holdfast.preemption.sources.protocol import NoticeSource
+from holdfast.preemption.sources.signals import Signals
 
 _DMI: Final = Path("/sys/class/dmi/id")
 _DMI_FILES: Final = ("product_name", "sys_vendor", "bios_version", "chassis_asset_tag")

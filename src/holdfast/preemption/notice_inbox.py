@@ -12,11 +12,11 @@ from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.grace import Heard, combine
-from holdfast.preemption.notices import Demand, Notice
-from holdfast.preemption.signals import Signals
+from holdfast.preemption.sources.poller import Watch
+from holdfast.preemption.sources.protocol import Demand, Notice
+from holdfast.preemption.sources.signals import Signals
+from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.preemption.wakeup import ANSWERED, Wakeup, answer
-from holdfast.preemption.watch import Watch
 from holdfast.save.exit import is_interactive
 from holdfast.save.say import say_amid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from holdfast.numbers import check_seconds
-from holdfast.preemption.signals import Signals
+from holdfast.preemption.sources.signals import Signals
 
 DEFAULT_GRACE_SECONDS: Final = 30.0
 """Of a pod that names no `terminationGracePeriodSeconds`."""

@@ -9,7 +9,7 @@ from typing import Final
 from holdfast.events import Event, Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
-from holdfast.preemption.notices import Hear, NoticeSource
+from holdfast.preemption.sources.protocol import Hear, NoticeSource
 
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _END_SECONDS: Final = 2.0

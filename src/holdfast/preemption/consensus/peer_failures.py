@@ -15,10 +15,10 @@ from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 from holdfast.gate import Gate
-from holdfast.preemption.board import Board, EndRecord
-from holdfast.preemption.collectives import count_begun
-from holdfast.preemption.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
-from holdfast.preemption.herald import Herald
+from holdfast.preemption.consensus.collectives import count_begun
+from holdfast.preemption.consensus.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
+from holdfast.preemption.consensus.herald import Herald
+from holdfast.preemption.consensus.records import Board, EndRecord
 from holdfast.save.progress import Place, find_library_call
 
 _TELL_SECONDS: Final = 3.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
-from holdfast.preemption.notices import Demand, Notice, PolledSource
+from holdfast.preemption.sources.protocol import Demand, Notice, PolledSource
 
 
 def check_function(what: str, function: object) -> None:

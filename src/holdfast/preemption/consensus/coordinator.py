@@ -19,12 +19,12 @@ from msgspec.structs import replace as replace_fields
 
 from holdfast.cluster.peers import Peers, make_brief
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.preemption.agreement import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
-from holdfast.preemption.board import Board, CallRecord, Outcome, StopRecord
+from holdfast.preemption.consensus.herald import Herald
+from holdfast.preemption.consensus.peer_failures import Mishaps
+from holdfast.preemption.consensus.records import Board, CallRecord, Outcome, StopRecord
+from holdfast.preemption.consensus.stop_step import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
 from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
-from holdfast.preemption.herald import Herald
-from holdfast.preemption.mishaps import Mishaps
-from holdfast.preemption.notices import Demand, Notice
+from holdfast.preemption.sources.protocol import Demand, Notice
 
 _HEARD_SECONDS: Final = 3.0
 """How long the leader waits until all have read the verdict."""

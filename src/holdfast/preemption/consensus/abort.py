@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, Final
 
 from holdfast.preemption.background import start_thread
-from holdfast.preemption.collectives import find_collectives
-from holdfast.preemption.mishaps import Mishaps
+from holdfast.preemption.consensus.collectives import find_collectives
+from holdfast.preemption.consensus.peer_failures import Mishaps
 from holdfast.save.exit import drain_all
 from holdfast.save.say import say
 

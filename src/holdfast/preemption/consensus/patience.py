@@ -9,9 +9,9 @@ from typing import Final
 from holdfast.cluster.peers import Peers
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.events import Event, Warned
-from holdfast.preemption.accord import Turn
+from holdfast.preemption.consensus.coordinator import Turn
+from holdfast.preemption.consensus.herald import Herald
 from holdfast.preemption.grace import MARGIN_SECONDS
-from holdfast.preemption.herald import Herald
 
 _WARN_SECONDS: Final = 10.0
 

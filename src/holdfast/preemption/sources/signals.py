@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
-from holdfast.preemption.notices import Demand, Hear, Notice
+from holdfast.preemption.sources.protocol import Demand, Hear, Notice
 
 _WAY_OUT_SECONDS: Final = 60.0
 _MOST_CHAINED: Final = 100
