@@ -79,10 +79,10 @@ def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, met
 def test_a_worker_ends_when_its_process_tells_it_to() -> None:
     program = """
     import multiprocessing, signal, time
-    from holdfast.integrations.torch.shield import Shielded
+    from holdfast.integrations.torch.ignore_signals import IgnoreSignals
 
     def serve(ready):
-        Shielded(None)(0)
+        IgnoreSignals(None)(0)
         ready.set()
         while True:
             time.sleep(60)

@@ -14,7 +14,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import names_in
 from holdfast.format.workers import Worker
-from holdfast.integrations.jax.making import MadeArray, Place, box_of, is_key, numbers_of, place_of
+from holdfast.integrations.jax.deferred_arrays import MadeArray, Placement, box_of, is_key, numbers_of, placement_of
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend, register_sharder
 from holdfast.state.shards import LocalBox, Sharding
@@ -85,8 +85,10 @@ class JaxBackend:
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """The host memory from which each is made later."""
+        memories = [_memory_of(array) for array in arrays]
+        sizes_bytes = [0 if memory is None else memory.nbytes for memory in memories]
         begins = [self.address(array) or 0 for array in arrays]
-        return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
+        return [(begin, begin + size_bytes) for begin, size_bytes in zip(begins, sizes_bytes, strict=True)]
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills memory from bytes."""
@@ -96,7 +98,7 @@ class JaxBackend:
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """What stands for a new array, where a live one lies, or on the default device."""
-        place = Place() if like is None else place_of(like)
+        place = Placement() if like is None else placement_of(like)
         return MadeArray(spec, _dtype_of(spec), place, [whole_box(spec.shape)])
 
     def fillable(self, array: Any) -> bool:
@@ -148,7 +150,7 @@ class JaxSharder:
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """What stands for a new array, divided as another one."""
-        place = place_of(like)
+        place = placement_of(like)
         boxes = _local_boxes(place.sharding, spec.shape) if place.is_committed else [whole_box(spec.shape)]
         return MadeArray(spec, _dtype_of(spec), place, boxes)
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
-from holdfast.integrations.torch.shield import Shielded, ShieldedLoader
+from holdfast.integrations.torch.ignore_signals import IgnoreSignals, SignalProofLoader
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import Loading, Oversights, Readable, Scene
 from holdfast.state.leaves import Skeleton
@@ -113,8 +113,8 @@ class ResumableDataLoader:
         # A generator of its own, since torch draws a number for its workers from the global one otherwise.
         generator = torch.Generator()
         generator.manual_seed(derive(seed, _FOR_WORKERS))
-        options["worker_init_fn"] = Shielded(options.get("worker_init_fn"))
-        self._loader: DataLoader[Any] = ShieldedLoader(
+        options["worker_init_fn"] = IgnoreSignals(options.get("worker_init_fn"))
+        self._loader: DataLoader[Any] = SignalProofLoader(
             _SeededDataset(dataset, collate_fn, seed_samples),
             batch_sampler=_Tasks(self._sampler),
             num_workers=num_workers,

@@ -32,7 +32,7 @@ class Key(NamedTuple):
     sharding: Any
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where, and as what, an array lies.
 
     Attributes:
@@ -48,14 +48,14 @@ class Place(NamedTuple):
     key: Key | None = None
 
 
-def place_of(array: Any) -> Place:
+def placement_of(array: Any) -> Placement:
     """Where an array lies, or will."""
     if isinstance(array, MadeArray):
         return array.place
     numbers = numbers_of(array)
     is_committed = numbers.committed or len(numbers.sharding.device_set) > 1
     key = Key(jax.random.key_impl(array), array.sharding) if is_key(array) else None
-    return Place(numbers.sharding, is_committed, numbers.weak_type, key)
+    return Placement(numbers.sharding, is_committed, numbers.weak_type, key)
 
 
 def is_key(array: Any) -> bool:
@@ -77,7 +77,7 @@ class MadeArray(PendingArray):
         buffers: By box, the memory.
     """
 
-    def __init__(self, spec: ArraySpec, dtype: Any, place: Place, boxes: Sequence[Box]) -> None:
+    def __init__(self, spec: ArraySpec, dtype: Any, place: Placement, boxes: Sequence[Box]) -> None:
         self.spec = spec
         self.shape = spec.shape
         self.place = place

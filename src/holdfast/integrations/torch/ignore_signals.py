@@ -17,11 +17,11 @@ _PASSED_OVER: Final = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _BLOCKED_AT_START: Final = (signal.SIGTERM, *_PASSED_OVER)
 
 
-class Shielded:
+class IgnoreSignals:
     """A `worker_init_fn` that lets a worker pass over signals that are meant for the training process.
 
     Schedulers send `SIGTERM` to every process of a job. Workers would die of it first, and the training process amid a
-    step, for want of a batch. Shielded, they serve until that process lets them go: it tells them to end, it ends
+    step, for want of a batch. With this they serve until that process lets them go: it tells them to end, it ends
     itself, or it sends them `SIGTERM` as `Process.terminate` does.
     """
 
@@ -40,7 +40,7 @@ class Shielded:
             self._then(worker)
 
 
-class ShieldedLoader(DataLoader[Any]):
+class SignalProofLoader(DataLoader[Any]):
     """A `DataLoader` whose workers begin with these signals blocked.
 
     A signal that is blocked in all threads of a process can be taken by one that waits for it, and is told who has sent
