@@ -15,13 +15,15 @@ RAY_VENV ?= .venv-ray
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests $(BIN)/python -m crash
+# For instance: make demo DEMO="--part kills --seed 3"; DEMO=--help shows what there is.
+DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
 .PHONY: demo test test-ray check crash bench clean
 
 demo: .venv/ready
-	$(BIN)/holdfast demo
+	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
 
 test: .venv/ready
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=15

@@ -18,19 +18,20 @@ import pytest
 from click.testing import CliRunner
 
 from command_line import job_that_cannot_be_joined
+from demo.__main__ import command
+from demo.kills import plan_kills
+from demo.pair import PairRun, find_objections
+from demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
+from demo.process import DemoError, Process
+from demo.reports import Evidence, StepDone
+from demo.settings import Settings
+from demo.verdict import compare_evidence, compare_steps
 from holdfast.catalog import read_catalog
-from holdfast.cli.verbs.demo import command
-from holdfast.demo.kills import plan_kills
-from holdfast.demo.pair import PairRun, find_objections
-from holdfast.demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
-from holdfast.demo.process import DemoError, Process
-from holdfast.demo.reports import Evidence, StepDone
-from holdfast.demo.settings import Settings
-from holdfast.demo.verdict import compare_evidence, compare_steps
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after
 
-DEMO = "from holdfast.cli.verbs.demo import command; command(prog_name='holdfast demo')"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEMO = "from demo.__main__ import command; command(prog_name='demo')"
 EVIDENCE: Evidence = {"weights": {"layer": "ab", "head": "cd"}, "loss log": {"step 1": "0x1.8p+1"}}
 
 
@@ -41,10 +42,15 @@ def scratch() -> Iterator[Path]:
         yield Path(place)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a process that finds the demo, as `make demo` starts it."""
+    return {**os.environ, "PYTHONPATH": str(EXAMPLES), **more}
+
+
 def run_demo(scratch: Path, *arguments: str, part: str = "kills") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", DEMO, "--part", part, *arguments],
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env=environment(TMPDIR=str(scratch)),
         capture_output=True,
         text=True,
         timeout=300,
@@ -168,6 +174,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
 def test_without_torch_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules['torch'] = None; {DEMO}"],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -229,10 +236,10 @@ def test_workers_that_part_are_found_out() -> None:
 
 
 def test_training_within_a_job_is_alone(tmp_path: Path) -> None:
-    with job_that_cannot_be_joined() as environment:
+    with job_that_cannot_be_joined() as told:
         done = subprocess.run(
-            [sys.executable, "-m", "holdfast.demo.train", str(tmp_path / "run"), "--steps", "2"],
-            env={**os.environ, **environment},
+            [sys.executable, "-m", "demo.train", str(tmp_path / "run"), "--steps", "2"],
+            env=environment(**told),
             capture_output=True,
             text=True,
             timeout=300,
@@ -247,7 +254,7 @@ def demo_and_its_processes(scratch: Path) -> Iterator[tuple[subprocess.Popen[str
     """The demo in the midst of training, and a descriptor of each process that it has started."""
     with subprocess.Popen(
         [sys.executable, "-c", f"import signal; signal.signal(2, signal.default_int_handler); {DEMO}", "--quick"],
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env=environment(TMPDIR=str(scratch)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

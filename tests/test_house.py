@@ -283,7 +283,7 @@ def error_classes() -> list[type[BaseException]]:
     """All error classes that holdfast defines, wherever they stand, but for those of its own tests' tools."""
     found: set[type[BaseException]] = set()
     for info in pkgutil.walk_packages(hf.__path__, "holdfast."):
-        if info.name.startswith(("holdfast.testing", "holdfast.integrations", "holdfast.demo")):
+        if info.name.startswith(("holdfast.testing", "holdfast.integrations")):
             continue
         module = importlib.import_module(info.name)
         found |= {

@@ -22,7 +22,6 @@ VERBS: Final = {
     "export": "Write a checkpoint as safetensors, for torch.load, or for torch.distributed.checkpoint.",
     "import": "Make a checkpoint of such files.",
     "bench": "Measure what a disk gives, what a save costs, and how often to save.",
-    "demo": "Train a small model, kill it again and again, and compare.",
 }
 """Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help
 is quick, and no verb pays for what another needs."""

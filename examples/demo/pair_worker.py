@@ -1,6 +1,6 @@
 """One of the two workers of the demo's second part: data-parallel training, in a program as a user would write it.
 
-    torchrun --nproc-per-node=2 -m holdfast.demo.pair_worker STEPS SEED [DIRECTORY]
+    torchrun --nproc-per-node=2 -m demo.pair_worker STEPS SEED [DIRECTORY]
 
 Without a directory nothing is saved. What it does is told on standard output, in lines of JSON.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast as hf
-from holdfast.demo.pair_reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
+from demo.pair_reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from holdfast.events import Event, Leaving, NoticeHeard
 
 _WIDTH = 256

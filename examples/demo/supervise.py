@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from holdfast.demo.kills import KillPlan, plan_kills
-from holdfast.demo.outcome import Life, Outcome
-from holdfast.demo.process import Process
-from holdfast.demo.reports import Evidence, Report, StepDone
-from holdfast.demo.settings import Settings
-from holdfast.demo.show import Screen
-from holdfast.demo.verdict import compare_evidence, compare_steps
+from demo.kills import KillPlan, plan_kills
+from demo.outcome import Life, Outcome
+from demo.process import Process
+from demo.reports import Evidence, Report, StepDone
+from demo.settings import Settings
+from demo.show import Screen
+from demo.verdict import compare_evidence, compare_steps
 from holdfast.events import Committed, Restored, Staged, Written
 from holdfast.format.names import MANIFEST_NAME, parse_step_directory
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.demo.settings import Settings
+from demo.settings import Settings
 from holdfast.events import Restored
 from holdfast.format.names import parse_step_directory
 

@@ -1,6 +1,6 @@
 """One process of the demo: runs the training script, tells of its steps, and leaves evidence of what it ended with.
 
-    python -m holdfast.demo.child SETTINGS EVIDENCE [DIRECTORY]
+    python -m demo.child SETTINGS EVIDENCE [DIRECTORY]
 
 Settings are JSON, and without a directory nothing is saved. Standard input is a leash: when whoever holds its other
 end has gone, this process goes too.
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.demo.reports import Evidence, StepDone
-from holdfast.demo.settings import Settings
+from demo.reports import Evidence, StepDone
+from demo.settings import Settings
 from holdfast.events import Event, encode_event
 
 if TYPE_CHECKING:
-    from holdfast.demo.train import History, Trained
+    from demo.train import History, Trained
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         tell(encode_event(event))
 
     # Not before the leash is held: importing torch takes seconds.
-    from holdfast.demo.train import train
+    from demo.train import train
 
     trained = train(settings, directory, tell_step, [tell_event])
     Path(sys.argv[2]).write_bytes(msgspec.json.encode(collect_evidence(trained)))

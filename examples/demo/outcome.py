@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.demo.reports import StepDone
-from holdfast.demo.verdict import Comparison
+from demo.reports import StepDone
+from demo.verdict import Comparison
 from holdfast.events import Restored
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.demo.reports import Evidence, StepDone
+from demo.reports import Evidence, StepDone
 
 EVERY_STEP: Final = "every step on the way"
 

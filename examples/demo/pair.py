@@ -18,11 +18,11 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.demo.pair_reports import PAIR_REPORTS, PairEnded, PairHeard, PairLeft, PairReport, PairStep
-from holdfast.demo.process import DemoError
-from holdfast.demo.reports import Evidence
-from holdfast.demo.summary import make_comparison_table
-from holdfast.demo.verdict import Comparison, compare_evidence
+from demo.pair_reports import PAIR_REPORTS, PairEnded, PairHeard, PairLeft, PairReport, PairStep
+from demo.process import DemoError, make_environment
+from demo.reports import Evidence
+from demo.summary import make_comparison_table
+from demo.verdict import Comparison, compare_evidence
 from holdfast.events.event import time_text
 
 WORKERS: Final = 2
@@ -182,7 +182,7 @@ def _started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
     """Starts torchrun with both workers. None of them outlives the block."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
-        "--max-restarts=0", "--monitor-interval=0.1", "-m", "holdfast.demo.pair_worker", *arguments,
+        "--max-restarts=0", "--monitor-interval=0.1", "-m", "demo.pair_worker", *arguments,
     ]  # fmt: skip
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -191,7 +191,7 @@ def _started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**make_environment(), "OMP_NUM_THREADS": "1"},
         )
     try:
         yield process

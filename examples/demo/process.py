@@ -15,8 +15,8 @@ from typing import Final, Self
 
 import msgspec
 
-from holdfast.demo.reports import EVIDENCE, REPORTS, Evidence, Report
-from holdfast.demo.settings import Settings
+from demo.reports import EVIDENCE, REPORTS, Evidence, Report
+from demo.settings import Settings
 
 _SILENCE_SECONDS: Final = 120.0
 _LOG_LINES: Final = 15
@@ -24,6 +24,12 @@ _LOG_LINES: Final = 15
 
 class DemoError(Exception):
     """The demo could not be carried out; the message is for the person at the terminal."""
+
+
+def make_environment() -> dict[str, str]:
+    """The variables for another process of the demo, which finds this package wherever it is started."""
+    places = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 class Process:
@@ -50,12 +56,12 @@ class Process:
         arguments = [msgspec.json.encode(settings).decode(), str(self._evidence)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.demo.child", *arguments, *([str(directory)] if directory else [])],
+                [sys.executable, "-m", "demo.child", *arguments, *([str(directory)] if directory else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": scratch},
+                env={**make_environment(), "TMPDIR": scratch},
             )
         assert self._process.stdout is not None, "it is a pipe"
         self._reports = self._process.stdout.fileno()

@@ -9,9 +9,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.demo.figures import Figures
-from holdfast.demo.outcome import Outcome
-from holdfast.demo.verdict import Comparison
+from demo.figures import Figures
+from demo.outcome import Outcome
+from demo.verdict import Comparison
 
 _DIGEST_CELLS = 16
 

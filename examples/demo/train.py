@@ -1,6 +1,6 @@
 """Trains a small GPT on the source of Python's standard library. Kill it at any moment and start it again: it goes on.
 
-python -m holdfast.demo.train runs/gpt
+python -m demo.train runs/gpt
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import holdfast as hf
-from holdfast.demo.corpus import VOCABULARY, Excerpts, read_text
-from holdfast.demo.model import GPT
-from holdfast.demo.settings import Settings
+from demo.corpus import VOCABULARY, Excerpts, read_text
+from demo.model import GPT
+from demo.settings import Settings
 from holdfast.events import Sink
 from holdfast.integrations.torch.loader import ResumableDataLoader
 

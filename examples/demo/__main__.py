@@ -1,4 +1,4 @@
-"""`holdfast demo`: training that is killed again and again, or asked to leave, and ends bit-identical."""
+"""The demo, `make demo`: training that is killed again and again, or asked to leave, and ends bit-identical."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
+from demo.settings import FORGETTABLE, Settings
 from holdfast.cli.exit_codes import ending_on
-from holdfast.demo.settings import FORGETTABLE, Settings
 
 _EXIT_INTERRUPTED: Final = 130
 _STEPS: Final = (160, 24)
@@ -24,7 +24,7 @@ _PAIR_STEPS: Final = (400, 120)
 _PARTS: Final = ("kills", "workers")
 
 
-@click.command("demo")
+@click.command()
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the training and of the kills."
 )
@@ -86,11 +86,11 @@ def command(
 def _run(seed: int, kills: int, steps: int, forget: tuple[str, ...], quick: bool, files: Path) -> bool:
     from rich.console import Console
 
-    from holdfast.demo.figures import read_figures
-    from holdfast.demo.process import DemoError
-    from holdfast.demo.show import Screen
-    from holdfast.demo.summary import show_summary
-    from holdfast.demo.supervise import run_demo
+    from demo.figures import read_figures
+    from demo.process import DemoError
+    from demo.show import Screen
+    from demo.summary import show_summary
+    from demo.supervise import run_demo
 
     size = {"batch": 4, "tokens": 32} if quick else {}
     settings = Settings(seed=seed, steps=steps, save_every_steps=max(2, steps // 16), forget=forget, **size)
@@ -109,8 +109,8 @@ def _run(seed: int, kills: int, steps: int, forget: tuple[str, ...], quick: bool
 def _run_pair(steps: int, seed: int, files: Path) -> bool:
     from rich.console import Console
 
-    from holdfast.demo.pair import run_pair
-    from holdfast.demo.process import DemoError
+    from demo.pair import run_pair
+    from demo.process import DemoError
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -138,3 +138,7 @@ def _place(directory: Path | None, keep: bool) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as temporary:
             yield Path(temporary)
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m demo")
