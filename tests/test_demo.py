@@ -19,12 +19,10 @@ from click.testing import CliRunner
 
 from command_line import job_that_cannot_be_joined
 from demo.__main__ import command
-from demo.kills import plan_kills
 from demo.pair import PairRun, find_objections
-from demo.pair_reports import PairEnded, PairLeft, PairReport, PairStep
 from demo.process import DemoError, Process
-from demo.reports import Evidence, StepDone
-from demo.settings import Settings
+from demo.reports import Evidence, PairEnded, PairLeft, PairReport, PairStep, Settings, StepDone
+from demo.supervise import plan_kills
 from demo.verdict import compare_evidence, compare_steps
 from holdfast.catalog import read_catalog
 from holdfast.storage import LocalStorage

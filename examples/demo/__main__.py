@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from demo.settings import FORGETTABLE, Settings
+from demo.reports import FORGETTABLE, Settings
 from holdfast.cli.exit_codes import ending_on
 
 _EXIT_INTERRUPTED: Final = 130
@@ -88,8 +88,7 @@ def _run(seed: int, kills: int, steps: int, forget: tuple[str, ...], quick: bool
 
     from demo.figures import read_figures
     from demo.process import DemoError
-    from demo.show import Screen
-    from demo.summary import show_summary
+    from demo.show import Screen, show_summary
     from demo.supervise import run_demo
 
     size = {"batch": 4, "tokens": 32} if quick else {}

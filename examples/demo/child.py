@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from demo.reports import Evidence, StepDone
-from demo.settings import Settings
+from demo.reports import Evidence, Settings, StepDone
 from holdfast.events import Event, encode_event
 
 if TYPE_CHECKING:

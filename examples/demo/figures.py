@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from demo.outcome import Outcome
 from demo.reports import StepDone
+from demo.verdict import Outcome
 from holdfast.events import Staged, Sums, read_events
 from holdfast.events.run_journal import JOURNAL_NAME
 from holdfast.events.sinks import add_event

@@ -18,10 +18,9 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from demo.pair_reports import PAIR_REPORTS, PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from demo.process import DemoError, make_environment
-from demo.reports import Evidence
-from demo.summary import make_comparison_table
+from demo.reports import PAIR_REPORTS, Evidence, PairEnded, PairHeard, PairLeft, PairReport, PairStep
+from demo.show import make_comparison_table
 from demo.verdict import Comparison, compare_evidence
 from holdfast.events.event import time_text
 

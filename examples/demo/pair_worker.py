@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast as hf
-from demo.pair_reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
+from demo.reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from holdfast.events import Event, Leaving, NoticeHeard
 
 _WIDTH = 256

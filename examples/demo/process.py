@@ -15,8 +15,7 @@ from typing import Final, Self
 
 import msgspec
 
-from demo.reports import EVIDENCE, REPORTS, Evidence, Report
-from demo.settings import Settings
+from demo.reports import EVIDENCE, REPORTS, Evidence, Report, Settings
 
 _SILENCE_SECONDS: Final = 120.0
 _LOG_LINES: Final = 15

@@ -1,6 +1,6 @@
 """Trains a small GPT on the source of Python's standard library. Kill it at any moment and start it again: it goes on.
 
-python -m demo.train runs/gpt
+PYTHONPATH=examples python -m demo.train runs/gpt
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 import holdfast as hf
 from demo.corpus import VOCABULARY, Excerpts, read_text
 from demo.model import GPT
-from demo.settings import Settings
+from demo.reports import Settings
 from holdfast.events import Sink
 from holdfast.integrations.torch.loader import ResumableDataLoader
 
