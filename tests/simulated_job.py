@@ -10,7 +10,8 @@ from holdfast.events import Event
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
-from holdfast.restore.engine import Restoration, restore_objects
+from holdfast.restore.engine import restore_objects
+from holdfast.restore.records import Restoration
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.commit import commit
 from holdfast.save.handoffs import Receipts

@@ -22,12 +22,10 @@ from holdfast.format.digests import DIGEST_CHARACTERS, digest
 from holdfast.format.index import Index, LeafRecord, find_leaf_problem
 from holdfast.format.soundness import try_end
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.restore.destinations import Destinations, find_overlapping
-from holdfast.restore.plan import PIECE_BYTES, plan_pieces
-from holdfast.restore.read import read_targets
+from holdfast.restore.read import PIECE_BYTES, Destinations, find_overlapping, plan_pieces, read_targets
 from holdfast.restore.records import Piece
+from holdfast.restore.reshard import Patchwork
 from holdfast.restore.reshard_plan import Share
-from holdfast.restore.shares import Patchwork
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArrayBackend, Target, spec_of

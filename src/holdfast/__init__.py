@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.handler import PreemptionCheckpointHandler
     from holdfast.preemption.termination import TerminationConfig
-    from holdfast.restore.backup import Backup
-    from holdfast.restore.engine import Restoration
+    from holdfast.restore.records import Backup, Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.worker_state import WorkerTrainingState
@@ -83,7 +82,7 @@ __all__ = [
 
 _HOMES: Final = {
     "RNG": "holdfast.state",
-    "Backup": "holdfast.restore.backup",
+    "Backup": "holdfast.restore.records",
     "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
@@ -92,7 +91,7 @@ _HOMES: Final = {
     "PerWorker": "holdfast.state",
     "PreemptionCheckpointHandler": "holdfast.preemption.handler",
     "RaySession": "holdfast.integrations.ray.session",
-    "Restoration": "holdfast.restore.engine",
+    "Restoration": "holdfast.restore.records",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
     "ResumableSampler": "holdfast.state",
     "SaveHandle": "holdfast.save.handle",

@@ -20,8 +20,9 @@ from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.workers import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.agreement import make_agreement
-from holdfast.restore.engine import Restoration, restore_objects
-from holdfast.restore.selection import make_selection
+from holdfast.restore.candidates import make_selection
+from holdfast.restore.engine import restore_objects
+from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.audience import open_audience
 from holdfast.save.companies import open_company, try_plan_save

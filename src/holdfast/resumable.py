@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from holdfast.preemption.checkpointable import Checkpointable
     from holdfast.preemption.run_calls import Steps
     from holdfast.preemption.termination import TerminationConfig
-    from holdfast.restore.engine import Restoration
+    from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state.oversights import TrainingWatch
     from holdfast.storage import Storage

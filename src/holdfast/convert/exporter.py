@@ -22,7 +22,7 @@ from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
 from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
-from holdfast.restore.selection import Selection, make_selection
+from holdfast.restore.candidates import Selection, make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.tracebacks import short_traceback

@@ -37,7 +37,7 @@ from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.format.strides import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
-from holdfast.restore.selection import Selection, make_selection
+from holdfast.restore.candidates import Selection, make_selection
 from holdfast.save.line import Line
 from holdfast.save.order import Origin
 from holdfast.save.write import PIECE_BYTES, conclude

@@ -18,8 +18,8 @@ from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.format.shards import StoredBox
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.records import OpenedStep
+from holdfast.restore.reshard import Patchwork, read_shares
 from holdfast.restore.reshard_plan import Share
-from holdfast.restore.shares import Patchwork, read_shares
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
 from holdfast.storage.protocol import FileReader, Storage
 from holdfast.storage.scratch import take_pages

@@ -15,8 +15,9 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName, data_name
 from holdfast.format.workers import Worker
 from holdfast.jobs.workspace import KIND, Workspace, explain_missing
-from holdfast.restore.engine import Restoration, restore_objects
-from holdfast.restore.selection import make_selection
+from holdfast.restore.candidates import make_selection
+from holdfast.restore.engine import restore_objects
+from holdfast.restore.records import Restoration
 from holdfast.restore.verify import read_rank
 from holdfast.storage import Storage
 

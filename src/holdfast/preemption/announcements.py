@@ -13,8 +13,7 @@ from holdfast.events.event import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.workers import Worker
 from holdfast.policies import AnySave, SavePolicy, Seconds, Steps
-from holdfast.restore.backup import Backup
-from holdfast.restore.engine import Restoration
+from holdfast.restore.records import Backup, Restoration
 from holdfast.save.say import inform
 from holdfast.state.hyperparameters import HyperparameterChange
 

@@ -11,7 +11,7 @@ from holdfast.format.names import RUN_CALLS
 from holdfast.policies import SavePolicy
 from holdfast.preemption.final_save import Saves
 from holdfast.preemption.last_save import LastSave
-from holdfast.restore.engine import Restoration
+from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects

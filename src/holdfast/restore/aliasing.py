@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.format.digests import digest
-from holdfast.restore.destinations import find_overlapping
+from holdfast.restore.read import find_overlapping
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.state.matching import fill_copies
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.catalog import Catalog, find_lost, read_catalog
+from holdfast.catalog import Catalog, find_lost, read_catalog, read_index
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -23,72 +22,25 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
-from holdfast.format.manifest import SHARDS, Manifest
+from holdfast.format.manifest import SHARDS
 from holdfast.format.names import StepName, is_own
 from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
-from holdfast.restore.candidates import choose_candidates
+from holdfast.restore.candidates import Selection, choose_candidates
 from holdfast.restore.files import open_parts, read_parts
-from holdfast.restore.records import OpenedStep
+from holdfast.restore.records import OpenedStep, Restoration
 from holdfast.restore.reshard import assign_parts, read_orders
-from holdfast.restore.resize import warn_if_apart
-from holdfast.restore.selection import Selection
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
+from holdfast.state.apart import PositionRecord, find_apart, list_positions
 from holdfast.state.collection import no_collection
-from holdfast.state.hyperparameters import HyperparameterChange, Keeping
+from holdfast.state.hyperparameters import Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
 
 _MOST_LOOKS: Final = 30
 """How often a run is looked at again, since a job that goes on has removed what was found there."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Restoration:
-    """What a restore did.
-
-    Attributes:
-        step: The step that the live objects now have.
-        name: Which checkpoint it was.
-        seen_generation: The newest generation that the run had when it was looked for what to restore, before that was
-            chosen: one that begins later is another job's.
-        manifest: Its manifest, with the metrics and metadata of the save.
-        differences: What did not fit and was left as it was; empty unless `strict=False`.
-        replaced: New values of named objects that could not be changed in place, such as numbers.
-        passed_over: Newer checkpoints that were found damaged.
-        hyperparameters: What the script says otherwise than the one that made the checkpoint, and was restored all the
-            same; by paths such as `optimizer.lr`.
-        path: Where the checkpoint lies: its directory, or what stands for that in another storage.
-        size_bytes: What was read and checked.
-        seconds: How long it took.
-    """
-
-    step: int
-    name: StepName
-    seen_generation: int
-    manifest: Manifest
-    differences: Differences
-    replaced: Mapping[str, Any] = field(default_factory=dict)
-    passed_over: tuple[DamageError, ...] = ()
-    hyperparameters: Mapping[str, HyperparameterChange] = field(default_factory=dict)
-    path: str = ""
-    size_bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def workers(self) -> int:
-        """How many workers had saved it."""
-        return self.manifest.world_size
-
-    def __repr__(self) -> str:
-        return f"<Restoration of {self.path}: {self}>"
-
-    def __str__(self) -> str:
-        notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
-        notes += ["with differences"] if self.differences else []
-        return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 @no_collection()
@@ -147,101 +99,147 @@ def restore_objects(
     """
     begun_at = time.monotonic()
     agreement = agreement or AloneAgreement()
-    is_new = begins_anew and step is None
-    seen: list[Catalog] = []
-
-    def find() -> tuple[StepName, ...]:
-        # It is looked in here, since the others are told of what goes wrong in here.
-        seen.append(catalog := read_catalog(storage))
-        for fault in catalog.faults:
-            text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"
-            emit(Warned(text=text))
-        return () if is_new else _find_candidates(storage, catalog, step)
-
-    candidates = list(agreement.choose(step, find))
-    (catalog,) = seen
-    if not candidates:
-        _warn_of_others(catalog, emit)
+    request = _Request(storage, objects, step, select, strict, threads, worker, named, on_resize, keeping)
+    candidates = _Candidates(request, agreement, emit)
+    if not candidates.find(begins_anew=begins_anew):
         return None
-    damages: dict[StepName, DamageError] = {}
+    trial = _restore_first_whole(request, candidates, agreement)
+    name, manifest = trial.name, trial.opened.manifest
+    if manifest.world_size != worker.world_size:
+        _tell_of_resize(storage, trial, worker, emit)
+    seconds = time.monotonic() - begun_at
+    emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
+    return Restoration(
+        step=name.step,
+        name=name,
+        seen_generation=candidates.seen_generation,
+        manifest=manifest,
+        differences=trial.matching.differences,
+        replaced=trial.replaced,
+        passed_over=tuple(candidates.damages.values()),
+        hyperparameters={} if select or keeping is None else keeping.list_changes(),
+        path=f"{storage.url.rstrip('/')}/{name.directory}",
+        size_bytes=trial.size_bytes,
+        seconds=seconds,
+    )
+
+
+class _Request(NamedTuple):
+    """What is asked of a restore; see `restore_objects`."""
+
+    storage: Storage
+    objects: Mapping[str, object]
+    step: int | None
+    select: Selection | None
+    strict: bool
+    threads: int
+    worker: Worker
+    named: Collection[str]
+    on_resize: Literal["allow", "refuse"]
+    keeping: Keeping | None
+
+
+class _Candidates:
+    """The checkpoints that are still to be tried, the best first.
+
+    Attributes:
+        damages: The damage of each that was passed over.
+        seen_generation: The newest generation that the run had at the first look.
+    """
+
+    def __init__(self, request: _Request, agreement: Agreement, emit: Sink) -> None:
+        self._storage = request.storage
+        self._step = request.step
+        self._agreement = agreement
+        self._emit = emit
+        self._left: list[StepName] = []
+        self._looks = 1
+        self.damages: dict[StepName, DamageError] = {}
+        self.seen_generation = 0
+
+    def find(self, *, begins_anew: bool) -> bool:
+        """**Blocks.** Looks for checkpoints, and warns if there are none but those of an earlier line.
+
+        Returns:
+            Whether there are any.
+        """
+        catalogs: list[Catalog] = []
+
+        def find() -> tuple[StepName, ...]:
+            # It is looked in here, since the others are told of what goes wrong in here.
+            catalogs.append(catalog := read_catalog(self._storage))
+            for fault in catalog.faults:
+                text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"
+                self._emit(Warned(text=text))
+            return () if begins_anew and self._step is None else self._choose(catalog)
+
+        self._left = list(self._agreement.choose(self._step, find))
+        (catalog,) = catalogs
+        self.seen_generation = catalog.generation
+        if not self._left and catalog.committed:
+            steps = ", ".join(str(name.step) for name in catalog.committed)
+            text = f"nothing was restored: the run began anew, and steps {steps} belong to an earlier line"
+            self._emit(Warned(text=text))
+        return bool(self._left)
+
+    def take(self) -> StepName | None:
+        """The next one to try; None if all have been tried."""
+        return self._left.pop(0) if self._left else None
+
+    def pass_over(self, name: StepName, damage: DamageError) -> None:
+        """**Blocks.** Goes on to the next; or, if the checkpoint is no longer there, to what is there now."""
+        found = self._look_again(name) if self._looks <= _MOST_LOOKS else ()
+        if found:
+            self._looks += 1
+            self._left = [other for other in found if other not in self.damages]
+            text = f"{name.directory} was removed while it was being restored; what is there now is tried"
+            self._emit(Warned(text=text))
+            return
+        self.damages[name] = damage
+        self._emit(
+            PassedOver(
+                step=name.step,
+                generation=name.generation,
+                file=damage.path,
+                error=damage.message,
+                offset_bytes=damage.offset_bytes,
+                tensor=damage.tensor,
+            )
+        )
+
+    def _look_again(self, name: StepName) -> tuple[StepName, ...]:
+        if not self._agreement.is_gone(self._storage, name):
+            return ()
+        found = self._agreement.choose(self._step, lambda: self._choose(read_catalog(self._storage)))
+        return () if name in found else found
+
+    def _choose(self, catalog: Catalog) -> tuple[StepName, ...]:
+        return choose_candidates(catalog, find_lost(self._storage, catalog), self._step, self._storage.url)
+
+
+def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: Agreement) -> _Trial:
+    """**Blocks.** Tries one checkpoint after the other until one has been restored."""
     touched = False
-    looks = 1
-    while candidates:
-        name, *candidates = candidates
-        trial = _Trial(storage, name, objects, select, strict, threads, worker, touched, named, on_resize, keeping)
+    while (name := candidates.take()) is not None:
+        trial = _Trial(request, name, touched)
         try:
             damage = trial.go(agreement)
-            found = [] if damage is None or looks > _MOST_LOOKS else _look_again(storage, step, name, agreement)
+            if damage is None:
+                return trial
+            candidates.pass_over(name, damage)
         except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
                 error.add_note("Some live arrays hold what was read before: restore again before training on.")
             raise
         touched = trial.touched
-        if found:
-            looks += 1
-            candidates = [other for other in found if other not in damages]
-            emit(Warned(text=f"{name.directory} was removed while it was being restored; what is there now is tried"))
-            continue
-        if damage is not None:
-            damages[name] = damage
-            emit(
-                PassedOver(
-                    step=name.step,
-                    generation=name.generation,
-                    file=damage.path,
-                    error=damage.message,
-                    offset_bytes=damage.offset_bytes,
-                    tensor=damage.tensor,
-                )
-            )
-            continue
-        matching, manifest = trial.matching, trial.opened.manifest
-        if manifest.world_size != worker.world_size:
-            emit(
-                Resized(
-                    step=name.step,
-                    generation=name.generation,
-                    stored_workers=manifest.world_size,
-                    workers=worker.world_size,
-                    reseeded=matching.reseeded,
-                    left=matching.left,
-                )
-            )
-            warn_if_apart(storage, trial.opened, worker, emit)
-        seconds = time.monotonic() - begun_at
-        emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
-        return Restoration(
-            step=name.step,
-            name=name,
-            seen_generation=catalog.generation,
-            manifest=manifest,
-            differences=matching.differences,
-            replaced=trial.replaced,
-            passed_over=tuple(damages.values()),
-            hyperparameters={} if select or keeping is None else keeping.list_changes(),
-            path=f"{storage.url.rstrip('/')}/{name.directory}",
-            size_bytes=trial.size_bytes,
-            seconds=seconds,
-        )
-    raise _no_whole(storage, step, tuple(damages.values()), touched)
-
-
-def _find_candidates(storage: Storage, catalog: Catalog, step: int | None) -> tuple[StepName, ...]:
-    return choose_candidates(catalog, find_lost(storage, catalog), step, storage.url)
-
-
-def _look_again(storage: Storage, step: int | None, name: StepName, agreement: Agreement) -> list[StepName]:
-    """**Blocks.** The checkpoints to try, if the one that could not be read is no longer there; empty if it is."""
-    if not agreement.is_gone(storage, name):
-        return []
-    found = agreement.choose(step, lambda: _find_candidates(storage, read_catalog(storage), step))
-    return [] if name in found else list(found)
+    raise _no_whole(request.storage, request.step, tuple(candidates.damages.values()), touched)
 
 
 class _Trial:
     """One checkpoint that is tried.
 
     Attributes:
+        name: Which it is.
         touched: Whether live arrays have been read into, now or before.
         opened: Its records, once they have been read and checked.
         matching: How they fit the live objects.
@@ -252,31 +250,10 @@ class _Trial:
     opened: OpenedStep
     matching: Matching
 
-    def __init__(
-        self,
-        storage: Storage,
-        name: StepName,
-        objects: Mapping[str, object],
-        select: Selection | None,
-        strict: bool,
-        threads: int,
-        worker: Worker,
-        touched: bool,
-        named: Collection[str],
-        on_resize: Literal["allow", "refuse"],
-        keeping: Keeping | None,
-    ) -> None:
-        self._keeping = keeping
-        self._left_out = frozenset() if keeping is None else keeping.whole
-        self._storage = storage
-        self._named = named
-        self._on_resize = on_resize
-        self._name = name
-        self._objects = objects
-        self._select = select
-        self._strict = strict
-        self._threads = threads
-        self._worker = worker
+    def __init__(self, request: _Request, name: StepName, touched: bool) -> None:
+        self._request = request
+        self._left_out = frozenset() if request.keeping is None else request.keeping.whole
+        self.name = name
         self._files = ExitStack()
         self._read: Callable[[Sequence[Target]], int]
         # Where one file holds all, what is found while it is read.
@@ -288,7 +265,7 @@ class _Trial:
 
     def go(self, agreement: Agreement) -> DamageError | None:
         """**Blocks.** Restores the checkpoint, or gives the damage that was found in it."""
-        agreement.see(self._storage, self._name)
+        agreement.see(self._request.storage, self.name)
         with self._files:
             # That knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
             self._files.callback(self.__dict__.pop, "_read", None)
@@ -296,13 +273,13 @@ class _Trial:
 
     def _prepare(self) -> None:
         """Nothing live is touched: finds out whether the checkpoint is there, and fits."""
-        storage = self._storage
-        self.opened = opened = open_step(storage, self._name.directory, self._name, self._worker)
-        workers, stored_workers = self._worker.world_size, opened.manifest.world_size
-        if self._on_resize == "refuse" and stored_workers != workers:
+        storage = self._request.storage
+        self.opened = opened = open_step(storage, self.name.directory, self.name, self._request.worker)
+        workers, stored_workers = self._request.worker.world_size, opened.manifest.world_size
+        if self._request.on_resize == "refuse" and stored_workers != workers:
             savers = "1 worker" if stored_workers == 1 else f"{stored_workers} workers"
             raise MismatchError(
-                f"step {self._name.step} was saved by {savers}, and this job has {workers}; on_resize is 'refuse'",
+                f"step {self.name.step} was saved by {savers}, and this job has {workers}; on_resize is 'refuse'",
                 differences=Differences(),
                 hint="Start the job with as many workers as before, or take on_resize='allow'.",
             )
@@ -311,16 +288,14 @@ class _Trial:
         stored = self._find_objects()
         opened = self.opened
         with _enough_memory(opened):
-            self.matching = _match(
-                opened, stored, self._objects, self._select, self._strict, self.touched, self._worker, self._left_out
-            )
+            self.matching = self._match(stored)
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
                 self._seen = self._overlapping if len(parts) == 1 else None
                 self._read = lambda targets: read_parts(
                     parts,
                     {target.leaf: target for target in targets},
-                    threads=self._threads,
+                    threads=self._request.threads,
                     overlapping=self._seen,
                 )
             else:
@@ -332,7 +307,7 @@ class _Trial:
                     storage,
                     orders if targets is wanted else assign_parts(storage, opened, targets, specs),
                     readers,
-                    threads=self._threads,
+                    threads=self._request.threads,
                 )
 
     def _find_objects(self) -> dict[str, Skeleton]:
@@ -340,28 +315,56 @@ class _Trial:
 
         Stages of a pipeline have objects of their own. This worker may have another stage than the one of its rank had.
         """
-        own = self.opened.indexes[0]
+        request, own = self._request, self.opened.indexes[0]
         stored = {
-            name: state for name, state in own.objects.items() if name in self._objects or name not in self._named
+            name: state for name, state in own.objects.items() if name in request.objects or name not in request.named
         }
         # What holdfast itself adds lies with every worker, or with none.
-        missing = {name for name in list_shared(self._objects) if name not in stored and not is_own(name)}
+        missing = {name for name in list_shared(request.objects) if name not in stored and not is_own(name)}
         missing -= self._left_out
-        if self._select is not None:
-            missing = set(filter(self._select.concerns, missing))
+        if request.select is not None:
+            missing = set(filter(request.select.concerns, missing))
         manifest = self.opened.manifest
         # Stages mostly lie in the order of the ranks.
-        guess = self._worker.rank * manifest.world_size // self._worker.world_size
+        guess = self._request.worker.rank * manifest.world_size // self._request.worker.world_size
         for rank in sorted(range(manifest.world_size), key=lambda rank: abs(rank - guess)):
             if not missing:
                 break
             if rank != own.rank:
-                index = read_rank(self._storage, self._name.directory, manifest, rank)
+                index = read_rank(self._request.storage, self.name.directory, manifest, rank)
                 if found := missing & index.objects.keys():
                     stored |= {name: index.objects[name] for name in found}
                     missing -= found
                     self.opened = replace(self.opened, indexes=(*self.opened.indexes, index))
         return stored
+
+    def _match(self, stored: Mapping[str, Skeleton]) -> Matching:
+        request, step = self._request, self.name.step
+        select = request.select
+        matching = match_objects(
+            request.objects,
+            stored,
+            _list_specs(self.opened),
+            select=select,
+            worker=request.worker,
+            stored_workers=self.opened.manifest.world_size,
+            left_out=self._left_out,
+        )
+        if select is not None and select.unmatched:
+            names = ", ".join(repr(name) for name in stored if not is_own(name))
+            raise UsageError(
+                f"step {step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
+                hint=f"Its objects are {names}; a leaf is named like 'model/head.weight'.",
+            )
+        if request.strict and matching.differences:
+            arrays = "arrays hold what was read from a newer, damaged checkpoint"
+            state = arrays if self.touched else "nothing was changed"
+            raise MismatchError(
+                f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
+                differences=matching.differences,
+                hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
+            )
+        return matching
 
     def _fill(self) -> None:
         """Reads into live arrays."""
@@ -374,7 +377,7 @@ class _Trial:
             self._seen = None
             clashes = find_clashes(self._overlapping, self._read) if self._overlapping else []
         self.matching.differences.wrong_kind.extend(clashes)
-        if clashes and self._strict:
+        if clashes and self._request.strict:
             raise ApplyError(
                 "live arrays that share memory cannot hold what is stored for each:\n  " + "\n  ".join(clashes[:20]),
                 hint="Let them share it as they did when they were saved, or give each memory of its own; strict=False "
@@ -384,43 +387,8 @@ class _Trial:
     def _apply(self) -> None:
         """Sets all else, when every byte has been checked, by all workers."""
         self.replaced = self.matching.apply()
-        if self._keeping is not None:
-            self._keeping.put_back()
-
-
-def _match(
-    opened: OpenedStep,
-    stored: Mapping[str, Skeleton],
-    objects: Mapping[str, object],
-    select: Selection | None,
-    strict: bool,
-    touched: bool,
-    worker: Worker,
-    left_out: frozenset[str],
-) -> Matching:
-    matching = match_objects(
-        objects,
-        stored,
-        _list_specs(opened),
-        select=select,
-        worker=worker,
-        stored_workers=opened.manifest.world_size,
-        left_out=left_out,
-    )
-    if select is not None and select.unmatched:
-        names = ", ".join(repr(name) for name in stored if not is_own(name))
-        raise UsageError(
-            f"step {opened.name.step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
-            hint=f"Its objects are {names}; a leaf is named like 'model/head.weight'.",
-        )
-    if strict and matching.differences:
-        state = "arrays hold what was read from a newer, damaged checkpoint" if touched else "nothing was changed"
-        raise MismatchError(
-            f"step {opened.name.step} does not fit the live objects ({state}):\n{matching.differences}",
-            differences=matching.differences,
-            hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
-        )
-    return matching
+        if self._request.keeping is not None:
+            self._request.keeping.put_back()
 
 
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
@@ -462,10 +430,52 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
         ) from error
 
 
-def _warn_of_others(catalog: Catalog, emit: Sink) -> None:
-    if catalog.committed:
-        steps = ", ".join(str(name.step) for name in catalog.committed)
-        emit(Warned(text=f"nothing was restored: the run began anew, and steps {steps} belong to an earlier line"))
+def _tell_of_resize(storage: Storage, trial: _Trial, worker: Worker, emit: Sink) -> None:
+    """**Blocks.** Tells of another number of workers than the checkpoint's."""
+    emit(
+        Resized(
+            step=trial.name.step,
+            generation=trial.name.generation,
+            stored_workers=trial.opened.manifest.world_size,
+            workers=worker.world_size,
+            reseeded=trial.matching.reseeded,
+            left=trial.matching.left,
+        )
+    )
+    _warn_if_apart(storage, trial.opened, worker, emit)
+
+
+def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: Sink) -> None:
+    """**Blocks.** Warns if those that saved were at different places of the data that they divided.
+
+    Each worker looks at some of them, beside the first: all workers together at all. Where no position is stored,
+    nothing is read.
+
+    Args:
+        storage: Where the run lies.
+        opened: The checkpoint's records.
+        worker: Which worker this is.
+        emit: Told of it.
+    """
+    manifest = opened.manifest
+    known = {index.rank: list_positions(index.objects) for index in opened.indexes}
+    if not any(known.values()):
+        return
+    positions: list[list[PositionRecord]] = [[] for _ in range(manifest.world_size)]
+    try:
+        for rank in {0, *range(worker.rank, manifest.world_size, worker.world_size)}:
+            stored = known.get(rank)
+            if stored is None:
+                stored = list_positions(read_index(storage, opened.directory, manifest, rank).objects)
+            positions[rank] = stored
+    except (DamageError, StorageError) as error:
+        # Nothing else of it was needed here, and what was is restored.
+        text = f"whether all workers had saved at the same place of the data cannot be seen: {error.message}"
+        emit(Warned(step=manifest.step, text=text))
+        return
+    text = find_apart(positions)
+    if text:
+        emit(Warned(step=manifest.step, text=text))
 
 
 def _no_whole(

@@ -1,15 +1,19 @@
-"""The records that pass from one stage of a restore to the next."""
+"""The records that pass from one stage of a restore to the next, and those that tell the user of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from holdfast.errors import DamageError, UsageError
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName, data_name, join
+from holdfast.state import Differences
+from holdfast.state.hyperparameters import HyperparameterChange
 
 
 class OpenedStep(msgspec.Struct, frozen=True):
@@ -70,3 +74,97 @@ class Piece(msgspec.Struct, frozen=True):
 
 Parts: TypeAlias = Sequence[memoryview]
 """The memory of each span of a piece."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Restoration:
+    """What a restore did.
+
+    Attributes:
+        step: The step that the live objects now have.
+        name: Which checkpoint it was.
+        seen_generation: The newest generation that the run had when it was looked for what to restore, before that was
+            chosen: one that begins later is another job's.
+        manifest: Its manifest, with the metrics and metadata of the save.
+        differences: What did not fit and was left as it was; empty unless `strict=False`.
+        replaced: New values of named objects that could not be changed in place, such as numbers.
+        passed_over: Newer checkpoints that were found damaged.
+        hyperparameters: What the script says otherwise than the one that made the checkpoint, and was restored all the
+            same; by paths such as `optimizer.lr`.
+        path: Where the checkpoint lies: its directory, or what stands for that in another storage.
+        size_bytes: What was read and checked.
+        seconds: How long it took.
+    """
+
+    step: int
+    name: StepName
+    seen_generation: int
+    manifest: Manifest
+    differences: Differences
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: tuple[DamageError, ...] = ()
+    hyperparameters: Mapping[str, HyperparameterChange] = field(default_factory=dict)
+    path: str = ""
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def workers(self) -> int:
+        """How many workers had saved it."""
+        return self.manifest.world_size
+
+    def __repr__(self) -> str:
+        return f"<Restoration of {self.path}: {self}>"
+
+    def __str__(self) -> str:
+        notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
+        notes += ["with differences"] if self.differences else []
+        return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+_NOTE: Final = "backup"
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """How far training had come when it was backed up.
+
+    Attributes:
+        epoch: The epoch, counted from 0.
+        batch: The last batch of it that was complete, counted from 0; None if the whole epoch was.
+        restoration: What was restored, or None for a backup that this process has made.
+    """
+
+    epoch: int
+    batch: int | None = None
+    restoration: Restoration | None = None
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch in which training goes on."""
+        return self.epoch + (self.batch is None)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" + ("" if self.batch is None else f", batch {self.batch}")
+
+
+def make_note(backup: Backup) -> Mapping[str, Any]:
+    """**Pure.** What to keep with the checkpoint."""
+    return {_NOTE: {"epoch": backup.epoch, "batch": backup.batch}}
+
+
+def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
+    """**Pure.** The epoch and the batch of a checkpoint.
+
+    Raises:
+        UsageError: If it is no backup.
+    """
+    note = manifest.metadata.get(_NOTE)
+    epoch = note.get("epoch") if isinstance(note, dict) else None
+    batch = note.get("batch") if isinstance(note, dict) else None
+    if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
+        raise UsageError(
+            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
+            hint="Give backups a directory of their own.",
+        )
+    return epoch, batch

@@ -15,8 +15,7 @@ from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
 from holdfast.format.shards import find_cover_problem
 from holdfast.format.workers import Worker
 from holdfast.restore.files import Part, list_parts, open_part
-from holdfast.restore.plan import plan_pieces
-from holdfast.restore.read import ScratchParts, find_damages, read_pieces
+from holdfast.restore.read import ScratchParts, find_damages, plan_pieces, read_pieces
 from holdfast.restore.records import OpenedStep, Parts, Piece
 from holdfast.storage.protocol import FileReader, Storage
 
