@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import re
@@ -10,7 +11,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -593,6 +596,64 @@ def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path)
         assert (done, handler.total_run_calls) == ([*range(9)], 9)
         with hf.PreemptionCheckpointHandler(manager) as handler, pytest.raises(UsageError, match=r"handler.steps\(n\)"):
             list(zip(sampler.stream(sampler), handler.steps(12), strict=False))
+
+
+@pytest.mark.parametrize("door", ["run", "handler"])
+def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
+    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+
+    def train(epochs: Callable[[hf.ResumableSampler], Iterable[int]], **objects: Any) -> list[str]:
+        sampler, aside = hf.ResumableSampler(8, batch_size=4), hf.ResumableSampler(8, batch_size=4)
+        kept = hf.Checkpoint(sampler=sampler, aside=aside, **objects)
+        events: list[Event] = []
+        with ExitStack() as stack:
+            if door == "run":
+                run = hf.resumable(tmp_path, kept, save_every=hf.Steps(1), sinks=[events.append])
+                count = stack.enter_context(run).finish_step
+            else:
+                manager = stack.enter_context(
+                    hf.CheckpointManager(tmp_path, kept, save_every=hf.Steps(1), sinks=[events.append])
+                )
+                count = stack.enter_context(hf.PreemptionCheckpointHandler(manager)).save_checkpoint_if_preempted
+            for _ in epochs(sampler):
+                for _ in sampler.batches(sampler):
+                    count()
+                list(aside.batches(aside))  # It evaluates, so the program has no need to ask where that stands.
+        return [text for text, _ in told(events)]
+
+    three = "sampler was restored with 3 complete epochs. A loop over range(n) trains n epochs more"
+    assert train(lambda _: range(3)) == []
+    assert train(lambda _: range(2)) == [three]
+    assert train(lambda sampler: sampler.epochs(5)) == []
+    assert train(lambda sampler: range(sampler.epoch, 6)) == []
+    said = [text.partition(" (saved")[0] for text in caplog.messages if text.startswith("resumed")]
+    assert [text.partition(", after ")[2] for text in said] == [
+        f"{number} complete epochs of sampler" for number in (3, 4, 5)
+    ]
+
+
+def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = hf.ResumableSampler(8, batch_size=4)
+    seen = []
+    for epoch in sampler.epochs(5):
+        seen.append(epoch)
+        for _ in range(2):  # It trains, and then it evaluates.
+            list(sampler.batches(sampler))
+    assert seen == [0, 2, 4]
+    (record,) = caplog.records
+    assert "epochs 0 to 1 went by in one turn of epochs(5)" in record.message
+
+    def train() -> None:
+        for _ in sampler.stream(sampler):
+            list(sampler.batches(sampler))
+
+    with pytest.raises(UsageError, match="another loop") as raised:
+        train()
+    assert "To evaluate, use a loader of its own" in str(raised.value)
+    frames = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert [Path(name).name for name in frames] == [Path(__file__).name] * 2 + ["tracebacks.py"]
 
 
 def test_an_epoch_that_is_kept_as_a_number_is_warned_of_when_a_sampler_has_passed_it(tmp_path: Path) -> None:

@@ -381,7 +381,7 @@ class TestPasses:
         older, newer = sampler.batches(sampler), sampler.batches(sampler)
         first = next(older)
         second = next(newer)
-        with pytest.raises(UsageError, match="has ended"):
+        with pytest.raises(UsageError, match="another loop over this loader has begun"):
             next(older)
         assert next(newer) not in (first, second)
         assert sampler.position_samples == 6
@@ -452,7 +452,7 @@ class TestPasses:
         batches = sampler.batches(sampler)
         first = next(batches)
         sampler.load_state_dict(start)
-        with pytest.raises(UsageError, match="has ended"):
+        with pytest.raises(UsageError, match="another loop over this loader has begun"):
             next(batches)
         stream = sampler.stream(AheadLoader(sampler, 2))
         assert next(stream) == first

@@ -265,7 +265,7 @@ class Run:
                 "finish_step would count a step of run.steps once more",
                 hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
             )
-        self._watch.note_counted()
+        self._watch.note_own_step()
         self._go_on()
         self.step += 1
         self._guard.is_tentative = True

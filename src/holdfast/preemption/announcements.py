@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
+from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.events.event import span_text
 from holdfast.events.sinks import logger
@@ -16,6 +17,7 @@ from holdfast.policies import AnySave, SavePolicy, Seconds, Steps
 from holdfast.restore.records import Backup, Restoration
 from holdfast.save.say import inform
 from holdfast.state.hyperparameters import HyperparameterChange
+from holdfast.state.oversights import describe_epochs
 
 _MOST_SHOWN: Final = 3
 
@@ -24,6 +26,7 @@ class Announced(Protocol):
     """What is asked of a manager: `CheckpointManager` has it."""
 
     begin_anew: bool
+    checkpoint: Checkpoint
     save_every: SavePolicy | None
 
     @property
@@ -60,7 +63,9 @@ class Announcements:
             how = "starts anew" if manager.begin_anew else "is new"
             self.say(f"{self.place} {how}" + (f"; first save {due}" if due else ""))
         else:
-            self.say(self.describe(restored, f"at step {step}", f"next save {due}" if due else ""))
+            epochs = describe_epochs(manager.checkpoint.objects)
+            after = f", after {epochs}" if epochs else ""
+            self.say(self.describe(restored, f"at step {step}{after}", f"next save {due}" if due else ""))
 
     def end(self, manager: Announced, step: int) -> None:
         """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.

@@ -159,7 +159,7 @@ class PreemptionCheckpointHandler:
             self._watch.begin_step()
         self._pass_boundary()
         step_break.end()
-        self._training.note_counted()
+        self._training.note_own_step()
         self._calls.in_step, self._has_failed = True, False
         try:
             result = fn(*args, **kwargs)
@@ -232,7 +232,7 @@ class PreemptionCheckpointHandler:
             check_notes(None, kwargs.get("metadata"))
         self._finish_step()
         step_break.end()
-        self._training.note_counted()
+        self._training.note_own_step()
         self._calls.count += 1
         self._guard.is_tentative = True
         self._save_options = kwargs

@@ -9,7 +9,14 @@ from typing import Any, Final
 from holdfast.state.adapters import Adapter
 from holdfast.state.finding import find_stateful
 from holdfast.state.rng import RNG
-from holdfast.state.sampler import BatchCount, ResumableSampler, SamplerAdapter, batch_count
+from holdfast.state.sampler import (
+    BatchCount,
+    ResumableSampler,
+    SamplerAdapter,
+    batch_count,
+    count_epochs,
+    current_epoch,
+)
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
@@ -107,10 +114,10 @@ class KeptEpoch:
                 del self._first[name]  # The program sets it, or has set it before what was restored was saved.
                 continue
             for path, sampler in _find_samplers(objects).items():
-                if sampler.epoch >= first + _EPOCHS_BEFORE_WARNING:
+                if (epoch := current_epoch(sampler)) >= first + _EPOCHS_BEFORE_WARNING:
                     del self._first[name]
                     self._has_warned = True
-                    return _describe_epoch(name, first, f", while {path} is in epoch {sampler.epoch}")
+                    return _describe_epoch(name, first, f", while {path} is in epoch {epoch}")
         return ""
 
     def look_at_end(self, objects: Mapping[str, Any], assigned: frozenset[str]) -> str:
@@ -138,7 +145,7 @@ class TrainingWatch:
         objects: Mapping[str, object],
         warn: Callable[[str], object],
         advice: str,
-        warn_idle: Callable[[str], object],
+        warn_else: Callable[[str], object],
     ) -> None:
         """Begins to watch.
 
@@ -146,9 +153,11 @@ class TrainingWatch:
             objects: What is kept, by name.
             warn: Called with a warning that no step is counted, at most once, on the thread that trains.
             advice: What to call, and when.
-            warn_idle: Called with a warning that the kept optimizers do not step, at most once, on that thread.
+            warn_else: Called with other warnings, at most once with each, on that thread.
         """
-        self._warn, self._advice, self._warn_idle = warn, advice, warn_idle
+        self._warn, self._advice, self._warn_else = warn, advice, warn_else
+        # Then the program begins with its own epoch.
+        self._keeps_epoch = any(_is_number(objects.get(name)) for name in _EPOCHS)
         self._is_counted = self._has_warned = False
         self._counted = 0
         self._counts: dict[str, BatchCount] = {
@@ -177,6 +186,12 @@ class TrainingWatch:
         began, now = self._step_began, self._count_batches()
         return now[1] > began[1] and now[0] == began[0]
 
+    def note_own_step(self) -> None:
+        """A loop of the program's own counts a step; warns at the first one if it seems to begin its epochs anew."""
+        if not self._is_counted and not self._keeps_epoch:
+            self._warn_if_unasked()
+        self.note_counted()
+
     def note_counted(self) -> None:
         """A step is counted, so the program does count them. A kept optimizer has to step as well."""
         self._is_counted = True
@@ -192,7 +207,7 @@ class TrainingWatch:
         """Warns if steps were counted, and none of the kept optimizers has stepped: others may train in their place."""
         if self._ends and self._updates and self._counted > 1 and not any(self._updates.values()):
             names = ", ".join(list(self._updates)[:3])
-            self._warn_idle(
+            self._warn_else(
                 f"{self._counted} steps were counted, and {names} has not stepped. If another optimizer trains, or "
                 "another model, that one is not saved: keep the objects that train, and make them before the run is "
                 "entered"
@@ -233,6 +248,17 @@ class TrainingWatch:
             self._has_warned = True
             self._warn(text)
 
+    def _warn_if_unasked(self) -> None:
+        counts = self._counts.values()
+        for path, count in () if any(count.is_asked for count in counts) else self._counts.items():
+            if count.unasked_epochs:
+                self._warn_else(
+                    f"{path} was restored with {_epochs_text(count.unasked_epochs)}. A loop over range(n) trains n "
+                    "epochs more: write `for epoch in loader.epochs(n)` to train n in all. If your loop ends by a "
+                    "number of steps in all, this is well"
+                )
+                return
+
     def _note_update(self, path: str, _: object) -> None:
         self._updates[path] += 1
         if self._updates[path] - self._seen[1][path] >= _MOST_IN_A_STEP:
@@ -270,6 +296,14 @@ def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
     return {path: batch_count(sampler).batches for path, sampler in _find_samplers(objects).items()}
 
 
+def describe_epochs(objects: Mapping[str, object]) -> str:
+    """How many epochs the first of the kept samplers has complete, in words; "" if none has."""
+    for path, sampler in _find_samplers(objects).items():
+        if complete := count_epochs(sampler):
+            return f"{_epochs_text(complete)} of {path}"
+    return ""
+
+
 def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
     """The objects with state, those within trees too, each with its path and adapter."""
     return [
@@ -292,6 +326,10 @@ def _find_samplers(objects: Mapping[str, object]) -> dict[str, ResumableSampler]
 
 def _largest(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(numbers.items(), key=lambda item: -item[1])[:1]
+
+
+def _epochs_text(number: int) -> str:
+    return f"{number} complete {'epoch' if number == 1 else 'epochs'}"
 
 
 def _is_number(value: Any) -> bool:

@@ -21,6 +21,7 @@ from holdfast.state.leaves import Differences, Skeleton
 from holdfast.state.position import Position, count_samples, step_break
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
+from holdfast.tracebacks import short_traceback
 
 Batch = TypeVar("Batch")
 
@@ -50,10 +51,14 @@ class BatchCount:
         batches: How many were taken.
         ends: How often the loop asked for another batch at the end of an epoch.
         calls: Functions to call for each batch.
+        is_asked: Whether the program has asked for the epoch, or has set it, since a position was restored.
+        unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch
+            began without asking; 0 if none did.
     """
 
     def __init__(self) -> None:
-        self.batches = self.ends = 0
+        self.batches = self.ends = self.unasked_epochs = 0
+        self.is_asked = False
         self.calls: list[Callable[[], object]] = []
 
     def __reduce__(self) -> tuple[type[BatchCount], tuple[()]]:
@@ -145,6 +150,7 @@ class ResumableSampler:
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0 on."""
+        self._count.is_asked = True
         return self._epoch
 
     @property
@@ -184,7 +190,9 @@ class ResumableSampler:
                 sampler; or, at a later batch, if this pass was ended by a newer one.
         """
         self.check_loader(loader)
-        return self._follow(loader)
+        if self._is_restored and not self._count.is_asked:
+            self._count.unasked_epochs = count_epochs(self)
+        return BatchIterator(self._follow(loader))
 
     def stream(self, loader: Iterable[Batch]) -> BatchStream[Batch]:
         """The same as `batches`, over one epoch after the other without an end.
@@ -206,14 +214,27 @@ class ResumableSampler:
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies.
 
-        Each is followed by the next even if the loop's body has not gone through all of its batches.
+        Each is followed by the next even if the loop's body has not gone through all of its batches. A body that goes
+        through more than one epoch, since it evaluates over the loader that trains, is warned once.
         """
         total = check_whole("total", total)
+        self._count.is_asked = True
         while self._epoch < total:
             epoch, moves = self._epoch, self._moves
             yield epoch
-            if self._epoch == epoch and self._moves == moves:
+            if self._moves != moves:
+                continue
+            if self._epoch == epoch:
                 self.set_epoch(epoch + 1)
+            elif self._epoch > epoch + 1 and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "epochs %d to %d went by in one turn of epochs(%d): if one of them only evaluates, it does not "
+                    "train, and counts all the same. Evaluate over a loader of its own",
+                    epoch,
+                    self._epoch - 1,
+                    total,
+                )
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
@@ -226,6 +247,7 @@ class ResumableSampler:
             UsageError: If the number is below 0.
         """
         epoch = check_whole("epoch", epoch)
+        self._count.is_asked = True
         if epoch < self._epoch and self._is_restored and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -276,7 +298,7 @@ class ResumableSampler:
             )
         self._seed = stored.seed
         self._shuffle = stored.shuffle
-        self._is_restored = True
+        self._is_restored, self._count.is_asked = True, False
         self._move(stored.epoch, stored.position_samples)
 
     def difference_from(self, stored: Position) -> str:
@@ -398,8 +420,9 @@ class ResumableSampler:
     def _check_current(self, current: _Pass) -> None:
         if self._pass is not current:
             raise UsageError(
-                "this pass over the sampler has ended: a newer one has begun, or another position was set or loaded",
-                hint="Begin again with sampler.batches(loader); only the newest pass can be taken from.",
+                "another loop over this loader has begun, or its position was set or loaded: this loop cannot go on",
+                hint="To evaluate, use a loader of its own, and not the one that trains. To train on from a position "
+                "that was set or loaded, begin a new loop.",
             )
 
     def _move(self, epoch: int, position_samples: int) -> None:
@@ -410,16 +433,25 @@ class ResumableSampler:
         self._moves += 1
 
 
-class BatchStream(Iterator[Batch]):
+class BatchIterator(Iterator[Batch]):
+    """Batches of one epoch, as a loop takes them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        """Takes the batches."""
+        self._batches = batches
+
+    @short_traceback
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+
+class BatchStream(BatchIterator[Batch]):
     """Batches without an end. To iterate it again goes on with it."""
 
     def __init__(self, batches: Iterator[Batch], epoch_batches: int) -> None:
         """Takes the batches, and how many of them an epoch has."""
-        self._batches = batches
+        super().__init__(batches)
         self._epoch_batches = epoch_batches
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
 
     def __repr__(self) -> str:
         return f"<BatchStream: {self._epoch_batches} batches an epoch, without an end>"
@@ -467,6 +499,16 @@ class SamplerAdapter(Adapter):
 def batch_count(sampler: ResumableSampler) -> BatchCount:
     """The count of the batches that were taken from a sampler."""
     return sampler._count
+
+
+def current_epoch(sampler: ResumableSampler) -> int:
+    """Its `epoch`, where it is not the program that asks for it."""
+    return sampler._epoch
+
+
+def count_epochs(sampler: ResumableSampler) -> int:
+    """How many epochs are complete."""
+    return sampler._epoch + (not sampler._cut.count_from(sampler._position_samples))
 
 
 def leave_alone() -> None:

@@ -20,7 +20,7 @@ from holdfast.state.permutation import derive
 from holdfast.state.position import is_position
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
-from holdfast.state.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
+from holdfast.state.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
 _FOR_SAMPLES: Final = 1
@@ -213,7 +213,7 @@ class _Tasks:
 
     def __iter__(self) -> Iterator[Any]:
         # The key is taken along with the position: seed and epoch are those of the sampler when a loader begins.
-        key = derive(self._sampler.seed, self._sampler.epoch, _FOR_SAMPLES)
+        key = derive(self._sampler.seed, current_epoch(self._sampler), _FOR_SAMPLES)
         return (_Task(key, indices) for indices in iter(self._sampler))
 
 
