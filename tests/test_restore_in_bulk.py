@@ -579,8 +579,7 @@ def test_an_array_smaller_than_what_is_stored_is_refused_and_not_written() -> No
     part[:] = bytes(range(50))
     with pytest.raises(ValueError, match="the array lies"):
         destinations.parts_of(second)
-    patchwork = Patchwork()
-    patchwork.expect({0: [Share(target, Box((0,), (100,)), Box((0,), (100,)))]})
+    patchwork = Patchwork({0: [Share(target, Box((0,), (100,)), Box((0,), (100,)))]})
     with pytest.raises(ValueError, match="the array lies"):
         patchwork.view(target)
     assert beside.tolist() == [*range(50), *[0] * 150]

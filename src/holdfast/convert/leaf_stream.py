@@ -167,6 +167,7 @@ class LeafReader:
         if self._window is None:
             self._window = take_pages(self._window_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._window))
+        window = address, address + self._window_bytes
         shares: dict[int, dict[int, list[Share]]] = {}
         ends: list[int] = []
         place = 0
@@ -174,7 +175,7 @@ class LeafReader:
             leaf = self.leaves[extent.leaf]
             for slab in split_range(leaf.shape, extent.begin, extent.end):
                 spec = spec_of(leaf.dtype, slab.shape)
-                target = Target(extent.leaf, spec, None, _NO_LIBRARY, (), address + place)
+                target = Target(extent.leaf, spec, window, _NO_LIBRARY, (), address + place)
                 for box in self._boxes[extent.leaf]:
                     common = intersect(box.stored.box, slab)
                     if common is not None:
@@ -195,7 +196,7 @@ class LeafReader:
         part = self._parts[number]
         reader = self._open(number, part)
         try:
-            read_shares(reader, part.index, part.path, shares, Patchwork(), threads=self._threads)
+            read_shares(reader, part.index, part.path, shares, Patchwork(shares), threads=self._threads)
         except DamageError as damage:
             raise part.explain(damage) from damage
 
@@ -218,7 +219,10 @@ def take_bytes(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memory
 
 
 class _NoLibrary:
-    """Stands for the library of an array, where memory is filled that no library has: nothing is asked of it."""
+    """Stands for the library of an array, where memory is filled that no library has: a window, by its two ends."""
+
+    def lend_memory(self, arrays: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        return arrays
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         raise AttributeError(name)

@@ -128,8 +128,7 @@ def _read_order(reader: FileReader, part: Part, order: Order, threads: int) -> i
         if order.whole:
             size_bytes += read_targets(reader, part.index, part.path, order.whole, threads=threads)
         if order.shares:
-            patchwork = Patchwork()
-            patchwork.expect(order.shares)
+            patchwork = Patchwork(order.shares)
             size_bytes += read_shares(reader, part.index, part.path, order.shares, patchwork, threads=threads)
     except DamageError as damage:
         raise part.explain(damage) from damage
@@ -192,16 +191,14 @@ class Patchwork:
     one is gathered in host memory first, and filled from there when its last element has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Mapping[int, Sequence[Share]]) -> None:
+        """Notes what will come; the libraries of arrays that are filled where they are hear of it."""
         # By the identity of a target that is filled where it is, the memory of its array.
         self._extents: dict[int, Extent] = {}
         # Guards the two below.
         self._lock = threading.Lock()
         self._gathered: dict[int, memoryview] = {}
         self._left_bytes: dict[int, int] = {}
-
-    def expect(self, shares: Mapping[int, Sequence[Share]]) -> None:
-        """Notes what will come; the libraries of arrays that are filled where they are hear of it."""
         for share in (share for wanted in shares.values() for share in wanted):
             target = share.target
             if target.address is not None:

@@ -21,7 +21,7 @@ from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_tex
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import join
 from holdfast.format.scalars import Node
-from holdfast.restore.selection import Selection, make_selection
+from holdfast.restore.candidates import Selection, make_selection
 
 
 @click.command()
