@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.state.capture import capture_objects
 from holdfast.state.leaves import ArraySpec, Differences
-from holdfast.state.matching import Matching, match_objects
+from holdfast.state.match.matching import Matching, match_objects
 
 
 @dataclass(frozen=True)

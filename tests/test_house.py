@@ -85,7 +85,7 @@ IMPORT_BY_NAME = {
     "preemption/__init__.py",
     "preemption/consensus/collectives.py",
     "save/moves.py",
-    "state/comparing.py",
+    "state/match/compare.py",
     "state/registry.py",
     "storage/digesting.py",
 }

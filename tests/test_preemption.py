@@ -28,7 +28,7 @@ from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, St
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.preemption.sources.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
-from holdfast.state.sampler import ResumableSampler
+from holdfast.state.data.sampler import ResumableSampler
 from holdfast.storage import LocalStorage
 from holdfast.storage.local.writer import LocalWriter
 from patience import PATIENCE_SECONDS

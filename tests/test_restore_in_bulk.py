@@ -27,9 +27,9 @@ from holdfast.restore.records import Piece
 from holdfast.restore.reshard import Patchwork
 from holdfast.restore.reshard_plan import Share
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
-from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
-from holdfast.state.loading import ObjectLoading
+from holdfast.state.match.compare import Comparison
+from holdfast.state.match.context import ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
 from holdfast.storage.addresses import memory_between

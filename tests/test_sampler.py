@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import MismatchError, UsageError
 from holdfast.state.capture import capture_objects
-from holdfast.state.matching import match_objects
-from holdfast.state.permutation import MAX_LENGTH, Permutation, derive, mix
-from holdfast.state.sampler import ResumableSampler
+from holdfast.state.data.permutation import MAX_LENGTH, Permutation, derive, mix
+from holdfast.state.data.sampler import ResumableSampler
+from holdfast.state.match.matching import match_objects
 
 # ------------------------------------------------------------------------------------------------ the permutation
 

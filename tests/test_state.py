@@ -24,7 +24,7 @@ from holdfast.format.strides import may_share_elements
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.leaves import ArraySpec
-from holdfast.state.matching import match_objects
+from holdfast.state.match.matching import match_objects
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import RNG, undisturbed
 from repetitions import repeated
@@ -670,7 +670,7 @@ assert None not in found, found
 def test_frameworks_are_not_imported() -> None:
     program = """
 import sys
-import holdfast.checkpoint, holdfast.state.matching, holdfast.state.capture, holdfast.state.rng
+import holdfast.checkpoint, holdfast.state.match.matching, holdfast.state.capture, holdfast.state.rng
 from holdfast.state.capture import capture_objects
 captured = capture_objects({"a": [1, {"b": (2.5, "x")}], "rng": holdfast.state.rng.RNG()})
 assert not captured.arrays

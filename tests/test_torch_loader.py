@@ -24,10 +24,10 @@ import holdfast as hf  # noqa: E402
 from holdfast.errors import MismatchError, UnsupportedValueError, UsageError  # noqa: E402
 from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
-from holdfast.state.matching import match_objects  # noqa: E402
+from holdfast.state.data.sampler import ResumableSampler  # noqa: E402
+from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.oversights import find_oversights  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
-from holdfast.state.sampler import ResumableSampler  # noqa: E402
 
 LENGTH = 11
 BATCH = 3

@@ -20,9 +20,9 @@ from holdfast.integrations.torch.devices import INTEGERS
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
 from holdfast.state.capture import Captures, capture_objects
-from holdfast.state.comparing import Comparison
 from holdfast.state.leaves import ArraySpec
-from holdfast.state.matching import match_objects
+from holdfast.state.match.compare import Comparison
+from holdfast.state.match.matching import match_objects
 from state_trip import bring_back, match, store
 from torch_models import model, raw, same_state, train
 

@@ -11,9 +11,9 @@ from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, name_of, t
 from holdfast.format.decoding import malformed
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Loading, Rules, Scene
-from holdfast.state.finding import find_stateful, parts_of
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import adapter_of, register_adapter
+from holdfast.state.tree_walk import find_stateful, parts_of
 
 KIND: Final = "holdfast.workspace"
 """What a workspace is called in a checkpoint."""

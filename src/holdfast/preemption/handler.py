@@ -25,9 +25,9 @@ from holdfast.save.arguments import check_switches
 from holdfast.save.exit import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_metrics, check_notes
+from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch
-from holdfast.state.position import step_break
 from holdfast.tracebacks import short_traceback
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.format.digests import digest
 from holdfast.restore.read import find_overlapping
 from holdfast.state.leaves import ArrayBackend, Target
-from holdfast.state.matching import fill_copies
+from holdfast.state.match.matching import fill_copies
 
 _BATCH_BYTES: Final = 1 << 28
 """So much is read a second time at once."""

@@ -25,7 +25,7 @@ from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
 from holdfast.save.within import is_within
 from holdfast.state import Captured, Captures, capture_objects, check_capture
-from holdfast.state.fixed import FixedArrays
+from holdfast.state.immutable_arrays import FixedArrays
 from holdfast.state.oversights import LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew

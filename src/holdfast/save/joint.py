@@ -41,7 +41,7 @@ from holdfast.save.replicas import (
 )
 from holdfast.save.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
-from holdfast.state.apart import PositionRecord, find_apart, list_positions
+from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.state.leaves import Captured
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage

@@ -26,7 +26,7 @@ from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
 from holdfast.save.replicas import Group
 from holdfast.save.roster import Roster
-from holdfast.state.apart import PositionRecord
+from holdfast.state.data.position import PositionRecord
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

@@ -13,8 +13,8 @@ from holdfast.events import Sink, Warned
 from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
 from holdfast.save.buffer import HostBuffer
 from holdfast.state import capture_objects
-from holdfast.state.finding import may_change_when_read
 from holdfast.state.registry import adapter_of
+from holdfast.state.tree_walk import may_change_when_read
 from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
 

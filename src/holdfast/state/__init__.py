@@ -2,11 +2,11 @@
 
 from holdfast.format.codecs import register_codec, register_type
 from holdfast.state.capture import Captures, capture_objects, check_capture, check_objects, list_shared
+from holdfast.state.data.sampler import ResumableSampler
 from holdfast.state.leaves import ArraySpec, Captured, Differences, Target
-from holdfast.state.matching import Matching, match_objects
+from holdfast.state.match.matching import Matching, match_objects
 from holdfast.state.rng import RNG
-from holdfast.state.sampler import ResumableSampler
-from holdfast.state.shards import PerWorker, Shard
+from holdfast.state.sharding import PerWorker, Shard
 
 __all__ = [
     "RNG",

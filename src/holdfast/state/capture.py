@@ -12,13 +12,13 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made, Readable
-from holdfast.state.banks import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
-from holdfast.state.collection import no_collection
-from holdfast.state.finding import find_stateful, parts_of
+from holdfast.state.capture_cache import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
+from holdfast.state.gc_pause import no_collection
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
 from holdfast.state.registry import adapter_of, backend_of, is_made_of_tensors, sharder_of_type
-from holdfast.state.shards import Sharding
-from holdfast.state.sharing import Sharing
+from holdfast.state.shard_ownership import Sharing
+from holdfast.state.sharding import Sharding
+from holdfast.state.tree_walk import find_stateful, parts_of
 
 
 class Cast:

@@ -7,16 +7,9 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.state.adapters import Adapter
-from holdfast.state.finding import find_stateful
+from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter, batch_count
 from holdfast.state.rng import RNG
-from holdfast.state.sampler import (
-    BatchCount,
-    ResumableSampler,
-    SamplerAdapter,
-    batch_count,
-    count_epochs,
-    current_epoch,
-)
+from holdfast.state.tree_walk import find_stateful
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")

@@ -14,7 +14,7 @@ from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter
 from holdfast.state.leaves import ArrayBackend
 
 if TYPE_CHECKING:
-    from holdfast.state.shards import Sharder
+    from holdfast.state.sharding import Sharder
 
 __all__ = [
     "INTEGRATIONS",

@@ -17,7 +17,7 @@ from holdfast.format.workers import Worker
 from holdfast.integrations.jax.deferred_arrays import MadeArray, Placement, box_of, is_key, numbers_of, placement_of
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend, register_sharder
-from holdfast.state.shards import LocalBox, Sharding
+from holdfast.state.sharding import LocalBox, Sharding
 
 DTYPES: Final = names_in("jax")
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}

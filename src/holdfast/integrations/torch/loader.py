@@ -15,12 +15,12 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.ignore_signals import IgnoreSignals, SignalProofLoader
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import Loading, Oversights, Readable, Scene
+from holdfast.state.data.permutation import derive
+from holdfast.state.data.position import is_position
+from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
 from holdfast.state.leaves import Skeleton
-from holdfast.state.permutation import derive
-from holdfast.state.position import is_position
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
-from holdfast.state.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
 _FOR_SAMPLES: Final = 1

@@ -16,11 +16,11 @@ from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.collection import no_collection
-from holdfast.state.comparing import Comparison, Job
+from holdfast.state.gc_pause import no_collection
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.settling import Settled, settle
-from holdfast.state.shards import PER_WORKER, PerWorker
+from holdfast.state.match.compare import Comparison, Job
+from holdfast.state.match.update_in_place import Settled, settle
+from holdfast.state.sharding import PER_WORKER, PerWorker
 
 
 class _Renewal(msgspec.Struct, frozen=True):

@@ -11,11 +11,11 @@ from holdfast.format.boxes import Box
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Rules
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target, spec_of
-from holdfast.state.pending import PendingArray
+from holdfast.state.match.deferred import PendingArray
 from holdfast.state.registry import backend_named
 
 if TYPE_CHECKING:
-    from holdfast.state.shards import Sharder, Sharding
+    from holdfast.state.sharding import Sharder, Sharding
 
 _Key: TypeAlias = str | tuple[str, Box]
 """A leaf, or a box of it that is not all of it."""

@@ -14,11 +14,11 @@ import msgspec
 
 from holdfast.errors import MismatchError, OutOfRangeError, UsageError
 from holdfast.numbers import check_whole
-from holdfast.state import permutation
 from holdfast.state.adapters import Adapter, Loading, Scene
-from holdfast.state.batches import Batches
+from holdfast.state.data import permutation
+from holdfast.state.data.batches import Batches
+from holdfast.state.data.position import Position, count_samples, step_break
 from holdfast.state.leaves import Differences, Skeleton
-from holdfast.state.position import Position, count_samples, step_break
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
 from holdfast.tracebacks import short_traceback
@@ -85,7 +85,7 @@ class ResumableSampler:
     and the number of workers may differ after a resume: each sample of the epoch still comes once in all. If fewer
     samples of the epoch are left then than there are workers, the first samples of the next epoch join them, one
     sample for each worker, and the next epoch goes on behind those. The order follows from seed, epoch and length by
-    the formula of `holdfast.state.permutation`, and no random generator takes part.
+    the formula of `holdfast.state.data.permutation`, and no random generator takes part.
 
     A batch that is taken between two steps of `PreemptionCheckpointHandler.run`, as an argument, belongs to the next
     step: the position that is saved is then the one before it.

@@ -11,7 +11,7 @@ from holdfast.state.adapters import HANDED_OVER, Rules
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 
 if TYPE_CHECKING:
-    from holdfast.state.comparing import Comparison
+    from holdfast.state.match.compare import Comparison
 
 
 class ObjectLoading:

@@ -26,11 +26,10 @@ from holdfast.format.scalars import ENCODERS
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import OWNED, REPLACED, Adapter
 from holdfast.state.capture import Cast
-from holdfast.state.claims import Claims
-from holdfast.state.finding import find_array, holds_state, state_paths
 from holdfast.state.leaves import ArraySpec, Differences
-from holdfast.state.loading import ObjectLoading
-from holdfast.state.pending import Finished, PendingArray, finish_arrays
+from holdfast.state.match.context import ObjectLoading
+from holdfast.state.match.deferred import Finished, PendingArray, finish_arrays
+from holdfast.state.match.targets import Claims
 from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
@@ -39,6 +38,7 @@ from holdfast.state.registry import (
     backend_of_type,
     sharder_of_type,
 )
+from holdfast.state.tree_walk import find_array, holds_state, state_paths
 
 _MANY: Final = 16
 """From so many parts on, the arrays of a container are looked at together."""

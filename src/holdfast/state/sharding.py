@@ -12,11 +12,11 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
 from holdfast.format.workers import Worker
 from holdfast.state.adapters import OWNED, Adapter, Loading, Readable, Scene
-from holdfast.state.finding import find_stateful, may_change_when_read
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_like
-from holdfast.state.pending import PendingArray
+from holdfast.state.match.deferred import PendingArray
+from holdfast.state.match.update_in_place import settle
 from holdfast.state.registry import backend_of, register_adapter, register_sharder
-from holdfast.state.settling import settle
+from holdfast.state.tree_walk import find_stateful, may_change_when_read
 
 
 class LocalBox(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from holdfast.state.leaves import ArrayBackend
 from holdfast.state.registry import adapter_of, backend_of_type, is_made_of_tensors, sharder_of_type
 
 if TYPE_CHECKING:
-    from holdfast.state.shards import Sharder
+    from holdfast.state.sharding import Sharder
 
 _Trail: TypeAlias = tuple[Any, Hashable, int] | None
 """The way to a value: that of what holds it, and its key and number there. A path is made only where one is needed."""

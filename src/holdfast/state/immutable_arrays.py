@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.state.finding import fixed_arrays_in
 from holdfast.state.registry import fixed_types
+from holdfast.state.tree_walk import fixed_arrays_in
 
 _WARNING: Final = (
     "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "

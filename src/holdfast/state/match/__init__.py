@@ -1,0 +1,1 @@
+"""Stored state held against live objects, and put into them."""
