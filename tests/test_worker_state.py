@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import subprocess
@@ -554,3 +555,44 @@ def test_an_epoch_before_the_restored_one_is_refused(tmp_path: Path) -> None:
             for epoch in range(first, first + 2):
                 state.back_up(epoch)
     assert first == 2
+
+
+def test_a_training_that_backs_nothing_up_is_warned_of_while_it_runs_and_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+
+    def fit(*, backs_up: bool = False, deletes: bool = False, error: type[BaseException] | None = None) -> Any:
+        sampler = hf.ResumableSampler(8, batch_size=4)
+        caplog.clear()
+        kept = hf.Checkpoint(sampler=sampler)
+        with suppress(KeyboardInterrupt, ZeroDivisionError), hf.WorkerTrainingState(tmp_path, kept) as state:
+            state.restore()
+            for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), 4):
+                list(sampler.batches(sampler))
+                if backs_up:
+                    state.back_up(epoch)
+            if error is not None:
+                raise error
+            if deletes:
+                state.delete_backup()
+        return [
+            (record.levelname, record.getMessage().partition(": ")[2])
+            for record in caplog.records
+            if record.name == "holdfast" and (record.levelno > logging.INFO or " is over" in record.getMessage())
+        ]
+
+    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing of it is saved yet"
+    whole = "8 batches were taken from sampler, but no epoch was backed up, so "
+    advice = ": call back_up(epoch) after each epoch"
+    while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, all is well")
+    at_its_end = ("ERROR", f"{whole}nothing of it is saved{advice}")
+    assert fit() == [while_it_runs, at_its_end]
+    assert fit(error=KeyboardInterrupt) == [while_it_runs, at_its_end]
+    assert fit(error=ZeroDivisionError) == [while_it_runs]
+    assert fit(deletes=True) == [
+        while_it_runs,
+        ("WARNING", f"{whole}a restart would have begun anew{advice}"),
+        ("INFO", "training is over, and no backup of it was made"),
+    ]
+    assert fit(backs_up=True, deletes=True) == [("INFO", "training is over, and its backup is deleted")]

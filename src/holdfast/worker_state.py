@@ -7,22 +7,15 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
-from holdfast.catalog import find_lost, read_catalog, read_manifest
+from holdfast.catalog import find_lost, read_catalog
 from holdfast.checkpoint import Checkpoint, check_order, note_backup
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import (
-    ClosedError,
-    DamageError,
-    DeadlineError,
-    NotFoundError,
-    SaveFailedError,
-    StorageError,
-    UsageError,
-)
+from holdfast.errors import ClosedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.manager import CheckpointManager
@@ -32,20 +25,19 @@ from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
-from holdfast.restore.records import Backup, make_note, read_note
+from holdfast.restore.records import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.notes import check_metrics
 from holdfast.save.together import Together
 from holdfast.state.hyperparameters import check_kept
+from holdfast.state.oversights import EpochWatch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
 
 _MODES: Final = ("train", "test", "predict")
-
-_REMEMBERED: Final = 8
 
 
 @short_traceback
@@ -176,9 +168,10 @@ class WorkerTrainingState:
         self._total: int | None = None
         self._steps_per_epoch: int | None = None
         self._guard: EpochGuard | None = None
-        # The save that was begun last, and by number what each one is of.
+        self._watch = EpochWatch({}, self._warn)
+        # The save that was begun last, and what each one is of.
         self._newest: SaveHandle | None = None
-        self._backups: dict[int, Backup] = {}
+        self._backups = RecentBackups()
         # Where training stands in an epoch, if that is not backed up and may be, should the job be asked to leave.
         self._reached: Backup | None = None
 
@@ -270,7 +263,8 @@ class WorkerTrainingState:
         manager = self._open()
         peers = None if manager.company is None else manager.company.peers
         # The others are told if one refuses: they would wait for it in the restore.
-        damage = make_agreement(peers, self._storage.url).run(self._refuse_others)
+        check = partial(check_newest, self._storage) if self._unseen else lambda: None
+        damage = make_agreement(peers, self._storage.url).run(check)
         if damage is not None:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
@@ -287,7 +281,8 @@ class WorkerTrainingState:
         self._newest = None
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
-        self._began_from = self._backups[restoration.step] = self._saved
+        self._began_from = self._saved
+        self._backups.note(restoration.step, self._saved)
         self._announcements.begin_epochs(self._saved, begins_anew=False)
         return self._saved
 
@@ -318,7 +313,7 @@ class WorkerTrainingState:
         unseen = "it was there before, and was not restored" if self._unseen else ""
         kept_for = self._together.agree_to_clear(self._kept_for or unseen)
         if kept_for:
-            self._emit(Warned(text=f"{self._storage.url}: the backup is kept: {kept_for}"))
+            self._warn(f"the backup is kept: {kept_for}")
             return False
         if self._manager is not None:
             # A backup that failed was an event; now that all are to go, it matters no more.
@@ -331,8 +326,10 @@ class WorkerTrainingState:
                 "It is set aside, and the next run begins with its first epoch. If this run was to have fewer epochs "
                 "than that one, give epochs= when the first epoch is asked for; then the backup is kept"
             )
-            self._emit(Warned(text=f"{self._storage.url}: {text}"))
+            self._warn(text)
         self._stop_listening()
+        had_backup = self.saved is not None
+        self._watch.finish("a restart would have begun anew")
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
         self._manager = None
@@ -343,7 +340,7 @@ class WorkerTrainingState:
         self._backups.clear()
         for problem in clearing.problems:
             raise problem
-        self._announcements.end_epochs(None)
+        self._announcements.end_epochs(None, had_backup=had_backup)
         return True
 
     def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
@@ -378,6 +375,8 @@ class WorkerTrainingState:
         backup = self._settle()
         self._trains, self._total = True, total
         self._listen()
+        self._watch.end()
+        self._watch = EpochWatch(self.checkpoint.objects, self._warn)
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
@@ -418,12 +417,9 @@ class WorkerTrainingState:
             SaveFailedError: If the last backup failed: then the end of training is not kept.
             DeadlineError: If the backup does not end in time.
         """
-        with self._leaving():
-            self._warn_if_idle()
+        with self._ending(None):
             if self._manager is not None:
                 self._manager.close(timeout_seconds)
-            if self._began_from is None and self.saved is not None:
-                self._announcements.end_epochs(self.saved)
 
     def __repr__(self) -> str:
         state = f"newest backup of {self._saved}" if self._saved is not None else "nothing backed up yet"
@@ -437,26 +433,28 @@ class WorkerTrainingState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._leaving():
-            if error is None:
-                self._warn_if_idle()
+        with self._ending(error):
             if self._manager is not None:
                 self._manager.__exit__(kind, error, trace)
-            if error is None and self._began_from is None and self.saved is not None:
-                self._announcements.end_epochs(self.saved)
 
     @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Says goodbye to the other workers when the body has ended, unless it is to be tried again."""
+    def _ending(self, error: BaseException | None) -> Iterator[None]:
+        """Says goodbye to the other workers when the body has closed the manager, unless it is to be tried again."""
         if self._guard is not None and not self._guard.leaving:
             self._guard.rest(self._step, saved=self._newest)
         try:
+            if error is None:
+                self._warn_if_idle()
+            if not isinstance(error, Exception):
+                self._watch.finish("nothing of it is saved", is_error=True)
             yield
+            if error is None and self._began_from is None and self.saved is not None:
+                self._announcements.end_epochs(self.saved)
         except DeadlineError:
             raise
-        except BaseException as error:
-            if isinstance(error, SaveFailedError):
-                self._speak_of_epochs(error)
+        except BaseException as failure:
+            if isinstance(failure, SaveFailedError):
+                self._backups.explain(failure)
             self._leave()
             raise
         self._leave()
@@ -478,12 +476,11 @@ class WorkerTrainingState:
     def _begin(self, backup: Backup, metrics: Mapping[str, float] | None) -> SaveHandle:
         manager = self._open()
         self._step += 1
-        # Of a few only is anything said any more.
-        self._backups = {**dict(list(self._backups.items())[-_REMEMBERED:]), self._step: backup}
+        self._backups.note(self._step, backup)
         try:
             handle = manager.save(self._step, metrics=metrics, metadata=make_note(backup))
         except SaveFailedError as failure:
-            self._speak_of_epochs(failure)
+            self._backups.explain(failure)
             if failure.next_save is not None:
                 self._note_begun(failure.next_save, backup)
             raise
@@ -497,7 +494,7 @@ class WorkerTrainingState:
             return
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
-        guard = EpochGuard(self._open(), config, self._keep, self._name)
+        guard = EpochGuard(self._open(), config, self._keep, self._backups.name)
         guard.rest(self._step, saved=self._newest)
         guard.open()
         self._guard = guard
@@ -542,15 +539,6 @@ class WorkerTrainingState:
                     raise
         return self._newest
 
-    def _name(self, step: int) -> str:
-        backup = self._backups.get(step)
-        return "the backup" if backup is None else f"the backup of {backup}"
-
-    def _speak_of_epochs(self, failure: SaveFailedError) -> None:
-        """Says which epoch a backup is of, where the manager knows its number only."""
-        failure.message = failure.message.replace(f"step {failure.step} was", f"{self._name(failure.step)} was")
-        failure.args = (failure.message,)
-
     def _warn_if_idle(self) -> None:
         """Says that a run has trained nothing, where that may not be what was meant."""
         if self._began_from is not None and self._trains and self._total is None and not self._closed:
@@ -558,7 +546,10 @@ class WorkerTrainingState:
                 f"no backup was made after that of {self._began_from}, which was restored. If all epochs were trained, "
                 "call delete_backup(): until then each run begins behind that epoch"
             )
-            self._emit(Warned(text=f"{self._storage.url}: {text}"))
+            self._warn(text)
+
+    def _warn(self, text: str, *, is_error: bool = False) -> None:
+        self._emit(Warned(text=f"{self._storage.url}: {text}", is_error=is_error))
 
     def _leave(self) -> None:
         self._closed = True
@@ -590,22 +581,13 @@ class WorkerTrainingState:
     def _note_begun(self, handle: SaveHandle, backup: Backup) -> None:
         _ = self.saved  # The one before has ended by now: it counts if it was committed.
         self._in_flight, self._newest = (handle, backup), handle
+        self._watch.note_counted()
         self._begins_anew = False
         self._kept_for, self._began_from = "", None
 
     def _note_total(self, backup: Backup, total: int) -> None:
         if backup.next_epoch > total:
             self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
-            self._emit(Warned(text=f"{self._storage.url}: nothing is trained: the backup is kept, {self._kept_for}"))
+            self._warn(f"nothing is trained: the backup is kept, {self._kept_for}")
         else:
             self._kept_for = ""
-
-    def _refuse_others(self) -> None:
-        """Makes sure that the newest checkpoint is a backup, before anything is restored from it."""
-        newest = read_catalog(self._storage).newest
-        if newest is not None and self._unseen:
-            try:
-                manifest = read_manifest(self._storage, newest)
-            except (DamageError, NotFoundError):
-                return  # Restoring passes it over, or fails with more to say.
-            read_note(manifest, self._storage.url)

@@ -100,12 +100,19 @@ class Announcements:
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
 
-    def end_epochs(self, backup: Backup | None) -> None:
-        """Training in epochs has ended, with a backup that stays; None if it is deleted. This is said once."""
+    def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
+        """Training in epochs has ended, with a backup that stays; None if it is deleted, or there was none.
+
+        This is said once.
+        """
         if self._began_at is not None:
             self._began_at = None
-            end = "training is over, and its backup is deleted" if backup is None else f"the backup of {backup} is kept"
-            self.say(f"{self.place}: {end}")
+            if backup is not None:
+                self.say(f"{self.place}: the backup of {backup} is kept")
+            elif had_backup:
+                self.say(f"{self.place}: training is over, and its backup is deleted")
+            else:
+                self.say(f"{self.place}: training is over, and no backup of it was made")
 
     def describe(self, restored: Restoration, where: str, due: str = "") -> str:
         """What was restored, in one line.

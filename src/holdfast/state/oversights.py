@@ -16,6 +16,8 @@ _EPOCHS: Final = ("epoch", "current_epoch")
 _EPOCHS_BEFORE_WARNING: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
+_MOST_IN_AN_EPOCH: Final = 10_000
+"""Where no kept loader says that an epoch has ended."""
 _MOST_WITHOUT_UPDATE: Final = 64
 """More counted steps than gradients are accumulated over, as a rule."""
 _MOST_WATCHED: Final = 8
@@ -133,6 +135,9 @@ class TrainingWatch:
     batches that were taken from the kept loaders.
     """
 
+    _lack = "no step was counted"
+    _remark = ". If one step takes even longer, all is well"
+
     def __init__(
         self,
         objects: Mapping[str, object],
@@ -233,7 +238,7 @@ class TrainingWatch:
         parts += [
             f"{path} has stepped {'once' if number == 1 else f'{number} times'}" for path, number in _largest(updates)
         ]
-        return f"{' and '.join(parts)}, but no step was counted, so {consequence}: {self._advice}{remark}"
+        return f"{' and '.join(parts)}, but {self._lack}, so {consequence}: {self._advice}{remark}"
 
     def warn_once(self, consequence: str, remark: str = "") -> None:
         """Warns of what `describe` returns, unless this has warned before."""
@@ -254,16 +259,20 @@ class TrainingWatch:
 
     def _note_update(self, path: str, _: object) -> None:
         self._updates[path] += 1
-        if self._updates[path] - self._seen[1][path] >= _MOST_IN_A_STEP:
+        if self._is_long(self._updates[path] - self._seen[1][path]):
             self._warn_early()
 
     def _note_batch(self) -> None:
-        if sum(self._find_new()[0].values()) >= _MOST_IN_A_STEP:
+        if self._is_long(sum(self._find_new()[0].values())):
             self._warn_early()
+
+    def _is_long(self, number: int) -> bool:
+        """Whether so many batches or updates are more than those of one step, as a rule."""
+        return number >= _MOST_IN_A_STEP
 
     def _warn_early(self) -> None:
         if not self._has_warned:
-            self.warn_once("nothing of it is saved yet", ". If one step takes even longer, all is well")
+            self.warn_once("nothing of it is saved yet", self._remark)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         return {path: count.batches for path, count in self._counts.items()}, dict(self._updates)
@@ -282,6 +291,33 @@ class TrainingWatch:
             batches += count.batches
             ends += count.ends
         return batches, ends
+
+
+class EpochWatch(TrainingWatch):
+    """Finds a program that trains epochs and backs none of them up."""
+
+    _lack = "no epoch was backed up"
+    _remark = ". If your next backup is yet to come, all is well"
+
+    def __init__(self, objects: Mapping[str, object], warn: Callable[..., object]) -> None:
+        """Begins to watch; `warn` is called with each warning, and with `is_error=True` where the training is lost."""
+        super().__init__(objects, warn, "call back_up(epoch) after each epoch", warn)
+        self._warn_at_end = warn
+
+    def note_counted(self) -> None:
+        """A backup has begun, so the program does make them."""
+        self._is_counted = True
+        self.end()
+
+    def finish(self, consequence: str, *, is_error: bool = False) -> None:
+        """Ends watching, and says what was trained and not backed up; harmless twice."""
+        self.end()
+        text, self._is_counted = self.describe(consequence), True
+        if text:
+            self._warn_at_end(text, is_error=is_error)
+
+    def _is_long(self, number: int) -> bool:
+        return number >= _MOST_IN_AN_EPOCH or self._count_batches()[1] - self._step_began[1] >= _EPOCHS_BEFORE_WARNING
 
 
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:

@@ -1,0 +1,102 @@
+"""How far a training had come at a backup, as it is noted in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.errors import DamageError, NotFoundError, SaveFailedError, UsageError
+from holdfast.format.manifest import Manifest
+from holdfast.restore.records import Restoration
+from holdfast.storage import Storage
+
+_NOTE: Final = "backup"
+_REMEMBERED: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """How far training had come when it was backed up.
+
+    Attributes:
+        epoch: The epoch, counted from 0.
+        batch: The last batch of it that was complete, counted from 0; None if the whole epoch was.
+        restoration: What was restored, or None for a backup that this process has made.
+    """
+
+    epoch: int
+    batch: int | None = None
+    restoration: Restoration | None = None
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch in which training goes on."""
+        return self.epoch + (self.batch is None)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}" + ("" if self.batch is None else f", batch {self.batch}")
+
+
+def make_note(backup: Backup) -> Mapping[str, Any]:
+    """**Pure.** What to keep with the checkpoint."""
+    return {_NOTE: {"epoch": backup.epoch, "batch": backup.batch}}
+
+
+def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
+    """**Pure.** The epoch and the batch of a checkpoint.
+
+    Raises:
+        UsageError: If it is no backup.
+    """
+    note = manifest.metadata.get(_NOTE)
+    epoch = note.get("epoch") if isinstance(note, dict) else None
+    batch = note.get("batch") if isinstance(note, dict) else None
+    if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
+        raise UsageError(
+            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
+            hint="Give backups a directory of their own.",
+        )
+    return epoch, batch
+
+
+def check_newest(storage: Storage) -> None:
+    """**Blocks.** Makes sure that the newest checkpoint is a backup, before anything is restored from it.
+
+    Raises:
+        UsageError: If it is none.
+        StorageError: If the place fails.
+    """
+    newest = read_catalog(storage).newest
+    if newest is not None:
+        try:
+            manifest = read_manifest(storage, newest)
+        except (DamageError, NotFoundError):
+            return  # Restoring passes it over, or fails with more to say.
+        read_note(manifest, storage.url)
+
+
+class RecentBackups:
+    """What the newest backups are of, by the numbers under which they are saved."""
+
+    def __init__(self) -> None:
+        self._backups: dict[int, Backup] = {}
+
+    def note(self, step: int, backup: Backup) -> None:
+        """Another backup begins, or was restored."""
+        self._backups = {**dict(list(self._backups.items())[-_REMEMBERED:]), step: backup}
+
+    def name(self, step: int) -> str:
+        """What the backup of that number is called."""
+        backup = self._backups.get(step)
+        return "the backup" if backup is None else f"the backup of {backup}"
+
+    def explain(self, failure: SaveFailedError) -> None:
+        """Says in an error which epoch the backup is of, where the manager knows its number only."""
+        failure.message = failure.message.replace(f"step {failure.step} was", f"{self.name(failure.step)} was")
+        failure.args = (failure.message,)
+
+    def clear(self) -> None:
+        """Forgets them all."""
+        self._backups.clear()
