@@ -14,7 +14,8 @@ from holdfast.catalog import find_lost, open_generation, read_catalog, record_ba
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cluster import Cluster
 from holdfast.errors import NoWholeCheckpointError, UsageError
-from holdfast.events import Event, PassedOver, Warned
+from holdfast.events import Event, PassedOver, Retained, Warned
+from holdfast.events.kinds import encode_event
 from holdfast.format.generation import make_base
 from holdfast.storage import LocalStorage
 from holdfast.testing.memory_engine import run_workers
@@ -175,6 +176,25 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
     assert call("prune", tmp_path, "--lost", "--yes").exit_code == ExitCode.OK
     assert not (tmp_path / THREE).exists()
     assert call("verify", tmp_path).exit_code == ExitCode.OK
+
+
+def test_prune_removes_no_step_that_the_journal_names_without_a_second_word(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    middle = tmp_path / "step-000000002.g0001"
+    for name in ("manifest.json", "committed"):
+        (middle / name).unlink()
+    pruned = call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
+    assert f"left alone: {middle.name}, which was committed and lost its manifest" in pruned
+    assert any(middle.iterdir())
+    assert [one["step"] for one in call_json("list", tmp_path)["lost"]] == [2]
+    # A removal of holdfast's that was cut off has left it, if the journal names it as removed.
+    journal = tmp_path / "events.jsonl"
+    lines = journal.read_bytes()
+    journal.write_bytes(lines + encode_event(Retained({}, (2,))) + b"\n")
+    assert [one["step"] for one in call_json("list", tmp_path, "--all")["unfinished"]] == [2]
+    journal.write_bytes(lines)
+    assert call("prune", tmp_path, "--lost", "--yes").exit_code == ExitCode.OK
+    assert not middle.exists()
 
 
 def test_the_command_line_says_so_too_where_steps_of_an_earlier_line_are_left(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from holdfast.errors import (
     NoWholeCheckpointError,
     StorageError,
 )
-from holdfast.events.kinds import Committed, decode_event
+from holdfast.events.kinds import Committed, Retained, decode_event
 from holdfast.events.run_journal import JOURNAL_NAMES
 from holdfast.format.digests import digest
 from holdfast.format.generation import (
@@ -245,6 +245,25 @@ def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
     return tuple(sorted(lost))
 
 
+def find_journaled(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
+    """**Blocks.** Unfinished steps that the run's journal of events names as committed, in order of step.
+
+    Most have lost their manifest and the file `committed` by hand. A removal that was cut off leaves the same, so jobs
+    remove such steps, and a person is told what they are.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    there = {(name.step, name.generation) for name in (*catalog.committed, *catalog.lost)}
+    unfinished = [name for name in catalog.unfinished if (name.step, name.generation) not in there]
+    journal = _read_committed(storage) if unfinished else ()
+    return tuple(
+        name
+        for name in sorted(unfinished)
+        if (name.step, name.generation) in journal and any(map(is_part, _list_names(storage, name)))
+    )
+
+
 def check_nothing_lost(storage: Storage) -> None:
     """**Blocks.** Makes sure that a run without any checkpoint to go on from has none because none was saved.
 
@@ -279,17 +298,22 @@ def describe_lost(lost: Sequence[StepName]) -> str:
 
 
 def _read_committed(storage: Storage) -> set[tuple[int, int]]:
-    """The steps and generations that the run's journal tells of; what cannot be read of it tells nothing."""
-    told = set()
+    """The steps and generations that the run's journal names, without those that were removed later.
+
+    What cannot be read of it tells nothing.
+    """
+    told: set[tuple[int, int]] = set()
     for name in JOURNAL_NAMES:
         with suppress(NotFoundError, DamageError):
             for line in storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
-                if b'"committed"' not in line:
+                if b'"committed"' not in line and b'"retained"' not in line:
                     continue  # To decode them all would take long.
                 with suppress(FormatError):
                     event = decode_event(line)
                     if isinstance(event, Committed):
                         told.add((event.step, event.generation))
+                    elif isinstance(event, Retained):
+                        told = {one for one in told if one[0] not in event.removed}
     return told
 
 

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.catalog import Catalog, find_lost, read_catalog, read_manifest, read_opening, read_references
+from holdfast.catalog import (
+    Catalog,
+    find_journaled,
+    find_lost,
+    read_catalog,
+    read_manifest,
+    read_opening,
+    read_references,
+)
 from holdfast.cli.wording import iso_text
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
@@ -113,7 +121,7 @@ def survey_run(storage: Storage) -> Survey:
     """
     catalog = read_catalog(storage)
     living = set(catalog.living)
-    lost = {*catalog.lost, *find_lost(storage, catalog)}
+    lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
     committed = (
         look_at_step(storage, name.directory, name, State.LIVING if name in living else State.OFF_LINE)
         for name in catalog.committed
