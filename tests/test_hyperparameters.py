@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedules
 
 import holdfast as hf
 from holdfast.errors import ApplyError, UsageError
-from holdfast.preemption.announcements import describe_changes, describe_next_save
+from holdfast.preemption.announcements import describe_changes, describe_saving
 from holdfast.state.hyperparameters import HyperparameterChange
 
 OLD, NEW, DONE, TOTAL = 0.1, 0.4, 7, 20
@@ -280,6 +280,8 @@ def test_the_words_for_changes() -> None:
     )
     assert describe_changes(dict(list(changes.items())[1:2])) == ("optimizer.b 0.1 restored (your script says 0.5)")
     assert describe_changes({}) == ""
-    assert describe_next_save(hf.Steps(500), 300) == "at step 500"
-    assert describe_next_save(hf.Steps(500) | hf.Seconds(600), 500) == "at step 1000 or within 10 min"
-    assert describe_next_save(hf.Steps(500) | hf.Auto(), 300) == describe_next_save(None, 0) == ""
+    assert describe_saving(hf.Steps(500), 300, is_first=True) == "first save at step 500"
+    both = hf.Steps(500) | hf.Seconds(600)
+    assert describe_saving(both, 500, is_first=False) == "next save at step 1000 or within 10 min"
+    assert describe_saving(hf.Steps(500) | hf.Auto(), 300, is_first=False) == "saves as often as pays (hf.Auto)"
+    assert "save_every=hf.Steps(n)" in describe_saving(None, 0, is_first=True)

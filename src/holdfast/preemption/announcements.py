@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events.event import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.workers import Worker
-from holdfast.policies import AnySave, SavePolicy, Seconds, Steps
+from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
 from holdfast.restore.records import Backup, Restoration
 from holdfast.save.say import inform
 from holdfast.state.hyperparameters import HyperparameterChange
@@ -58,14 +58,14 @@ class Announcements:
     def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
         """Training begins with a step, after what was restored, if anything was."""
         self._began_at = step
-        due = describe_next_save(manager.save_every, step)
+        due = describe_saving(manager.save_every, step, is_first=restored is None)
         if restored is None:
             how = "starts anew" if manager.begin_anew else "is new"
-            self.say(f"{self.place} {how}" + (f"; first save {due}" if due else ""))
+            self.say(f"{self.place} {how}" + (f"; {due}" if due else ""))
         else:
             epochs = describe_epochs(manager.checkpoint.objects)
             after = f", after {epochs}" if epochs else ""
-            self.say(self.describe(restored, f"at step {step}{after}", f"next save {due}" if due else ""))
+            self.say(self.describe(restored, f"at step {step}{after}", due))
 
     def end(self, manager: Announced, step: int) -> None:
         """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
@@ -120,7 +120,7 @@ class Announcements:
         Args:
             restored: What was restored.
             where: Where training goes on.
-            due: When it is saved next; empty if that is not known.
+            due: When it is saved; empty if that is not known.
         """
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
@@ -157,6 +157,20 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     kept = ", ".join(f'"{path}"' for path, one in shown if one.can_be_kept)
     hint = f"; keep_current=[{kept}] keeps the script's" if kept else ""
     return ", ".join([*told, *more]) + hint
+
+
+def describe_saving(policy: SavePolicy | None, step: int, *, is_first: bool) -> str:
+    """**Pure.** When training is saved that begins after a step; empty if that is not known."""
+    if policy is None:
+        return (
+            "nothing is saved before the job is asked to leave, except by save(): "
+            "CheckpointManager(save_every=hf.Steps(n)) saves while it trains"
+        )
+    policies = policy.policies if isinstance(policy, AnySave) else (policy,)
+    if any(isinstance(each, Auto) for each in policies):
+        return "saves as often as pays (hf.Auto)"
+    due = describe_next_save(policy, step)
+    return f"{'first' if is_first else 'next'} save {due}" if due else ""
 
 
 def describe_next_save(policy: SavePolicy | None, step: int) -> str:
