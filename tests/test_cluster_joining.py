@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,8 @@ from command_line import run_python
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import Joining, name_ranks
 from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.mailbox import StoreMailbox, Watch
+from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.polling import (
     CALLS_PER_SECOND,
     JOINING,
@@ -258,6 +261,107 @@ def test_an_engine_that_raises_is_quoted() -> None:
     assert "the moon" in caught.value.hint
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
     lanes.close()
+
+
+# The mailbox.
+
+
+@pytest.fixture
+def mailbox() -> Iterator[StoreMailbox]:
+    mailbox = StoreMailbox(2)
+    yield mailbox
+    mailbox.close()
+
+
+def test_what_is_posted_is_written_in_order_and_again_until_the_store_has_answered(mailbox: StoreMailbox) -> None:
+    written: list[int] = []
+    errors: list[HoldfastError] = [ClusterError("no answer"), ClusterError("no answer"), UsageError("no record")]
+
+    def write(number: int) -> None:
+        if number == 1 and errors:
+            raise errors.pop(0)
+        written.append(number)
+
+    for number in range(3):
+        mailbox.post(partial(write, number))
+    assert mailbox.wait(lambda: len(written) == 2, time.monotonic() + PATIENCE_SECONDS)
+    # What can never be written is left out, and does not hold up the rest.
+    assert (written, errors, mailbox.trouble) == ([0, 2], [], "")
+
+
+def test_a_closed_mailbox_has_written_what_was_posted() -> None:
+    mailbox = StoreMailbox(2)
+    written: list[int] = []
+    for number in range(100):
+        mailbox.post(partial(written.append, number))
+    mailbox.close()
+    mailbox.close()
+    assert written == list(range(100))
+
+
+def test_a_watch_looks_when_woken_and_often_while_something_is_under_way(mailbox: StoreMailbox) -> None:
+    looks: list[int] = []
+    # By the clock alone it would not look a second time within this test.
+    watch = Watch(lambda: looks.append(0), Backoff(1e6, 1e6), is_urgent=lambda: 3 <= len(looks) < 20)
+    mailbox.watch(watch)
+    wait_until(lambda: len(looks) == 1)
+    mailbox.wake()
+    wait_until(lambda: len(looks) == 2)
+    mailbox.wake()
+    wait_until(lambda: len(looks) == 20)
+    mailbox.unwatch(watch)
+    mailbox.wake()
+    done: list[int] = []
+    mailbox.post(lambda: done.append(0))
+    assert mailbox.wait(lambda: bool(done), time.monotonic() + PATIENCE_SECONDS)
+    assert len(looks) == 20
+
+
+def test_a_look_that_fails_is_made_again_and_others_go_on(mailbox: StoreMailbox) -> None:
+    failures = [ClusterError("no answer")] * 3
+    looks: list[str] = []
+
+    def look() -> None:
+        if failures:
+            raise failures.pop()
+        looks.append("first")
+
+    mailbox.watch(Watch(look, Backoff(0.001, 0.001)))
+    mailbox.watch(Watch(lambda: looks.append("second"), Backoff(0.001, 0.001)))
+    wait_until(lambda: {"first", "second"} <= set(looks))
+
+
+def test_who_waits_for_a_mailbox_hears_of_its_end(mailbox: StoreMailbox) -> None:
+    def fail() -> None:
+        raise ClosedError("the cluster was closed before this call")
+
+    heard: list[str] = []
+    mailbox.watch(Watch(fail, on_news=lambda: heard.append(mailbox.trouble)))
+    assert not mailbox.wait(lambda: False, time.monotonic() + PATIENCE_SECONDS)
+    assert mailbox.trouble == "the cluster was closed"
+    wait_until(lambda: heard == ["the cluster was closed"])
+
+
+def test_records_of_one_namespace_are_the_same_for_all_workers_and_not_those_of_the_next() -> None:
+    def speak(cluster: Cluster) -> tuple[Failure, Failure | None]:
+        peers = Peers(cluster, liveness_seconds=PATIENCE_SECONDS, timeout_seconds=PATIENCE_SECONDS)
+        first, second = peers.open_namespace("talk"), peers.open_namespace("talk")
+        own = Failure.of(peers.rank, "ValueError", "no")
+        first.post(own, "said", peers.rank)
+        for rank in range(3):
+            peers.wait_any([first.key("said", rank)], lambda: range(3), "speak")
+            assert first.read(Failure, "said", rank) == Failure.of(rank, "ValueError", "no")
+        standing = first.post_once(own, "first")
+        assert first.count(1, "heard") >= 1
+        read = second.read(Failure, "first")
+        peers.confer(b"", lambda records: b"", "the end")
+        first.delete(first.key("said", peers.rank))
+        peers.close()
+        return standing, read
+
+    told = run_workers(3, speak)
+    assert len({standing for standing, _ in told}) == 1
+    assert [read for _, read in told] == [None] * 3
 
 
 # Signs of life.

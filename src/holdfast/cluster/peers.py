@@ -6,17 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.mailbox import StoreMailbox
 from holdfast.cluster.polling import SOME_KEYS, heartbeat_seconds
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer, wait_counted
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
+
+_T = TypeVar("_T")
 
 _WARN_SECONDS: Final = 60.0
 """After how long it is worth a word that something is still waited for."""
@@ -65,6 +68,51 @@ def make_brief(words: str) -> str:
     return make_sendable(words)[:_TEXT_CHARACTERS]
 
 
+class Namespace:
+    """**Thread-safe.** Records under one prefix in the store of the job, each under a name of its own.
+
+    Each method but `key` and `delete` raises `ClusterError` if the store does not answer.
+    """
+
+    def __init__(self, cluster: Cluster, prefix: str) -> None:
+        """Asks nothing yet.
+
+        Args:
+            cluster: The workers.
+            prefix: What all keys begin with.
+        """
+        self._cluster = cluster
+        self._prefix = prefix
+
+    def key(self, *name: object) -> str:
+        """**Pure.** The key of a record, for a wait."""
+        return "/".join([self._prefix, *map(str, name)])
+
+    def post(self, record: msgspec.Struct, *name: object) -> None:
+        """Writes a record, whatever stands there."""
+        self._cluster.set(self.key(*name), msgspec.json.encode(record))
+
+    def post_once(self, record: _T, *name: object) -> _T:
+        """Writes a record unless one stands there, and gives what stands there then: the same for all workers."""
+        standing = self._cluster.set_once(self.key(*name), msgspec.json.encode(record))
+        return msgspec.json.decode(standing, type=type(record))
+
+    def read(self, kind: type[_T], *name: object) -> _T | None:
+        """What stands there, if anything does."""
+        found = self._cluster.try_get(self.key(*name))
+        return None if found is None else msgspec.json.decode(found, type=kind)
+
+    def count(self, amount: int, *name: object) -> int:
+        """Adds to a counter, and gives the sum."""
+        return self._cluster.add(self.key(*name), amount)
+
+    def delete(self, *keys: str) -> None:
+        """Forgets records or counters by their keys, as far as the store can be reached."""
+        with suppress(HoldfastError):
+            for key in keys:
+                self._cluster.delete(key)
+
+
 class Peers:
     """**Thread-safe.** This worker and the others. Each worker makes as many of these, in the same order.
 
@@ -72,6 +120,7 @@ class Peers:
         cluster: The workers.
         rank: This one.
         world_size: How many there are.
+        mailbox: The thread that writes and looks for threads which must not wait.
         liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
         warn: Told, in words, of a wait that takes long.
@@ -97,7 +146,8 @@ class Peers:
         number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
         self._scope = f"peers-{number}"
         self._meetings = 0
-        self._accords = 0
+        self._namespaces: dict[str, int] = {}
+        self.mailbox = StoreMailbox(cluster.world_size)
         self._is_explained = False
         # What the leader has left behind, as the store may be gone soon after it.
         self._farewell: Failure | None = None
@@ -149,10 +199,10 @@ class Peers:
         """A key of these alone."""
         return "/".join([self._scope, *map(str, parts)])
 
-    def number_accord(self) -> int:
-        """A number for one more accord about leaving; each worker makes as many, in the same order."""
-        self._accords += 1
-        return self._accords
+    def open_namespace(self, name: str) -> Namespace:
+        """A new place for records of one kind. Each worker makes as many calls, in the same order."""
+        number = self._namespaces[name] = self._namespaces.get(name, 0) + 1
+        return Namespace(self.cluster, self.key(f"{name}-{number}"))
 
     def confer(
         self,
@@ -297,10 +347,11 @@ class Peers:
         self._heartbeat.leave()
 
     def close(self) -> None:
-        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice.
+        """**Blocks** for a moment. Writes what was posted, says goodbye, and ends the threads; harmless twice.
 
         The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
         """
+        self.mailbox.close()
         self._heartbeat.stop()
         if self.is_leader and self._is_explained:
             self._is_explained = False

@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.courier import Courier
+from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.cluster.polling import PLANS
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, wait_read
 from holdfast.deadlines import JOIN_SECONDS
@@ -24,11 +25,8 @@ from holdfast.save.roster import find_holders
 from holdfast.save.sight import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
 
-_LOOK_SECONDS: Final = 0.5
-"""How often a worker looks what the leader has planned."""
-
-_NOTICE_SECONDS: Final = 3 * _LOOK_SECONDS
-"""How long before its step a plan is made, so that all have heard of it by then."""
+_NOTICE_LOOKS: Final = 3
+"""How many looks of the others before its step a plan is made, so that all have heard of it by then."""
 
 _MOST_NOTICES: Final = 64
 
@@ -102,7 +100,9 @@ class Company:
         self._planned = 0
         self._notices = 1
         self._watched = ""
-        self._courier = Courier(self._look if not peers.is_leader else _nothing, _LOOK_SECONDS)
+        self._notice_seconds = _NOTICE_LOOKS * PLANS.spread(peers.world_size).longest_seconds
+        if not peers.is_leader:
+            peers.mailbox.watch(Watch(self._look, PLANS))
 
     @property
     def saves(self) -> int:
@@ -189,10 +189,12 @@ class Company:
             if not decision.save:
                 return None
             self._planned += 1
-            ahead_steps = self._notices * math.ceil(_NOTICE_SECONDS / moment.step_seconds) if moment.step_seconds else 0
+            ahead_steps = (
+                self._notices * math.ceil(self._notice_seconds / moment.step_seconds) if moment.step_seconds else 0
+            )
             plan = _Plan(self._planned, self._places.epoch, moment.step + 1 + ahead_steps, decision.reason)
             self._plan = plan
-        self._courier.send(lambda: self.peers.cluster.set(self.peers.key("plan"), msgspec.json.encode(plan)))
+        self.peers.mailbox.post(lambda: self.peers.cluster.set(self.peers.key("plan"), msgspec.json.encode(plan)))
         return None
 
     def begin(self, step: int) -> Exchange:
@@ -203,7 +205,7 @@ class Company:
 
     def send(self, errand: Callable[[], object]) -> None:
         """Has something said to the others soon, by a thread that may wait for the store."""
-        self._courier.send(errand)
+        self.peers.mailbox.post(errand)
 
     def try_end(self, exchange: Exchange, error: BaseException) -> bool:
         """**Blocks.** As `save.exchange.try_end`."""
@@ -231,7 +233,7 @@ class Company:
 
     def leave(self) -> None:
         """Says goodbye to the others without waiting."""
-        self._courier.send(self.peers.leave)
+        self.peers.mailbox.post(self.peers.leave)
 
     def fail(self, error: BaseException) -> None:
         """**Blocks** for a moment. Tells the others why this worker leaves, and does."""
@@ -240,20 +242,20 @@ class Company:
 
     def close(self) -> None:
         """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
-        self._courier.close()
+        self.peers.mailbox.close()
         wait_read(self.peers.cluster, lambda: self.peers.lost)
         self.peers.close()
         if self._closes:
             self.peers.cluster.close()
 
     def _send_end(self, exchange: Exchange, say: Callable[[], object]) -> None:
-        self._courier.send(say)
-        self._courier.send(exchange.leave)
+        self.peers.mailbox.post(say)
+        self.peers.mailbox.post(exchange.leave)
         if self.peers.is_leader:
             self.left_behind.put(exchange)
 
     def _look(self) -> None:
-        """Looks what the leader has planned; in the courier's thread."""
+        """Looks what the leader has planned; in the mailbox's thread."""
         if self._step < 0:
             return  # Nobody has asked yet, and where each worker decides by itself, nobody will.
         data = self.peers.cluster.try_get(self.peers.key("plan"))
@@ -277,7 +279,3 @@ class Company:
 
     def _key_of_missed(self, number: int) -> str:
         return self.peers.key(f"plan-missed/{number}")
-
-
-def _nothing() -> None:
-    """The leader has nothing to look for."""

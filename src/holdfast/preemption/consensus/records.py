@@ -101,7 +101,7 @@ class Board:
     def __init__(self, peers: Peers) -> None:
         """Each worker makes as many of these, in the same order."""
         self._peers = peers
-        self._accord = f"accord-{peers.number_accord()}"
+        self._records = peers.open_namespace("accord")
 
     def settle(self, record: _T, *name: object) -> _T:
         """Writes a record down unless one stands there, and gives what stands there then."""
@@ -133,4 +133,4 @@ class Board:
         self._peers.delete(map(self._key, names))
 
     def _key(self, *name: object) -> str:
-        return self._peers.key(self._accord, *name)
+        return self._records.key(*name)

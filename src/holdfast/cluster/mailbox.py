@@ -1,0 +1,205 @@
+"""The one thread of a worker that writes to the store of the job, and looks for news there.
+
+Other threads need not wait for the store. The one that trains posts what is to be written, and returns at once. What is
+to be looked at again and again is a `Watch`; all watches share the thread.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from holdfast.cluster.polling import NEWS, URGENT_NEWS, Backoff
+from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.errors import ClosedError, ClusterError, HoldfastError
+from holdfast.gate import Gate
+
+_CLOSE_SECONDS: Final = 2.0
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Watch:
+    """What is looked at again and again.
+
+    Attributes:
+        look: Looks, in the mailbox's thread; it may raise `HoldfastError`, and is called again then.
+        pauses: How long between two looks as a rule.
+        is_urgent: Whether something is under way. Then it is looked at more often for a while, as `URGENT_NEWS` says.
+        on_news: Called when something was written or has been noted by `notify`, in whichever thread that was.
+        on_silence: Called in the mailbox's thread with the seconds for which the store has not answered, and its error.
+    """
+
+    look: Callable[[], object]
+    pauses: Backoff = NEWS
+    is_urgent: Callable[[], bool] = _never
+    on_news: Callable[[], object] = _nothing
+    on_silence: Callable[[float, str], object] = _nothing
+    due_at: float = field(default=0.0, init=False)
+
+
+class StoreMailbox:
+    """**Thread-safe.** Writes what is posted, in order, each until the store has answered, and looks between.
+
+    Attributes:
+        trouble: Why the store cannot be reached; empty if it can.
+        changed: Opened when there is something new; another gate has taken its place by then.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """Starts the thread; waits for nothing.
+
+        Args:
+            world_size: How many workers use the store.
+        """
+        self.trouble = ""
+        self.changed = Gate()
+        self._world_size = world_size
+        self._urgent = URGENT_NEWS.spread(world_size, 2)
+        # Guards that each watch is added and removed once; they are replaced whole, and read without it.
+        self._lock = threading.Lock()
+        self._watches: tuple[Watch, ...] = ()
+        self._writes: deque[Callable[[], object]] = deque()
+        self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._ended = Gate()
+        self._woken_at = time.monotonic()
+        self._silent_since: float | None = None
+        try:
+            # Unlike `Thread.start` this cannot be interrupted half-way.
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError as error:
+            # None can be had any more: the interpreter shuts down, or the system has no room.
+            self.trouble = f"no thread can be started to ask the store: {error}"
+            self._ended.open()
+
+    def post(self, write: Callable[[], object]) -> None:
+        """Has something written soon, again and again until the store has answered; returns at once."""
+        self._writes.append(write)
+        self._inbox.put(True)
+
+    def watch(self, watch: Watch) -> Watch:
+        """Looks from now on; gives the watch back."""
+        watch.pauses = watch.pauses.spread(self._world_size)
+        with self._lock:
+            self._watches = (*self._watches, watch)
+        self._inbox.put(True)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Looks no more. A look that is under way goes on. Harmless twice."""
+        with self._lock:
+            self._watches = tuple(one for one in self._watches if one is not watch)
+
+    def wake(self) -> None:
+        """Has the thread look at everything at once."""
+        self._inbox.put(True)
+
+    def notify(self) -> None:
+        """There is something new: whoever waits looks again."""
+        changed, self.changed = self.changed, Gate()
+        changed.open()
+        for watch in self._watches:
+            watch.on_news()
+
+    def wait(self, holds: Callable[[], bool], end_at: float | None) -> bool:
+        """**Blocks.** Waits until something holds, or the store cannot be reached, or the time is over.
+
+        Args:
+            holds: Looked at whenever there is something new.
+            end_at: When the time is over, by the monotonic clock; None if it never is.
+        """
+        while True:
+            changed = self.changed
+            if holds():
+                return True
+            if self.trouble or (end_at is not None and time.monotonic() >= end_at):
+                return False
+            changed.wait(NEWS.longest_seconds)
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Ends the thread, once it has written what was posted before; harmless twice."""
+        self._inbox.put(False)
+        self._ended.wait(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_turn():
+                begun_at = time.monotonic()
+                try:
+                    self._write_all()
+                    self._look_around()
+                except ClosedError:
+                    self.trouble = "the cluster was closed"
+                    self.notify()
+                    return
+                except HoldfastError as error:
+                    # A store that hangs is silent from the moment in which it was asked.
+                    self._silent_since = self._silent_since or begun_at
+                    self._note_silence(time.monotonic(), self._silent_since, error.message)
+                else:
+                    self._silent_since, self.trouble = None, ""
+        except BaseException as error:
+            # Nothing is written or looked at any more: whoever waits has to know.
+            self.trouble = f"{type(error).__name__}: {error}"
+            self.notify()
+            raise
+        finally:
+            self._ended.open()
+
+    def _wait_turn(self) -> bool:
+        """Waits until there is something to do; False at the end."""
+        now = time.monotonic()
+        due_at = [watch.due_at for watch in self._watches]
+        if self._writes:
+            due_at.append(now + NEWS.shortest_seconds)
+        try:
+            is_open = self._inbox.get(timeout=max(min(due_at) - now, 0.0) if due_at else None)
+        except queue.Empty:
+            return True
+        self._woken_at = time.monotonic()
+        for watch in self._watches:
+            watch.due_at = self._woken_at
+        return is_open
+
+    def _write_all(self) -> None:
+        while self._writes:
+            try:
+                self._writes[0]()
+            except (ClusterError, ClosedError):
+                raise
+            except HoldfastError:
+                pass  # It cannot be written like this, however often it is tried.
+            self._writes.popleft()
+            self.notify()
+
+    def _look_around(self) -> None:
+        for watch in self._watches:
+            if watch.due_at <= time.monotonic():
+                watch.look()
+                self._put_off(watch, time.monotonic())
+
+    def _put_off(self, watch: Watch, now: float) -> None:
+        pauses = self._urgent if watch.is_urgent() else watch.pauses
+        watch.due_at = now + pauses.pause_seconds(now - self._woken_at)
+
+    def _note_silence(self, now: float, since: float, error: str) -> None:
+        for watch in self._watches:
+            self._put_off(watch, now)
+        if now - since >= ANSWER_SECONDS / 2:
+            self.trouble = error
+            for watch in self._watches:
+                watch.on_silence(now - since, error)
+            self.notify()
