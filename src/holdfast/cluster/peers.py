@@ -1,4 +1,9 @@
-"""What the workers of a job do together, again and again: how each hears of the others, and of their failures."""
+"""The conversation of the workers of a job: one way to say something, to wait for it, and to hear who is gone.
+
+`Peers` is one worker's part in it. It has a `FailureFeed`, which says who is gone, who has failed and with what; a
+`StoreMailbox`, whose thread writes and looks for threads that must not wait; and `Namespace`s for the records of each
+subject. No wait is without a deadline, and each that ends without what it waited for names who is missing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import msgspec
 from holdfast.cluster.heartbeat import Heartbeat
 from holdfast.cluster.joining import name_ranks
 from holdfast.cluster.mailbox import StoreMailbox
-from holdfast.cluster.polling import SOME_KEYS, heartbeat_seconds
+from holdfast.cluster.polling import IN_MEMORY, SOME_KEYS, heartbeat_seconds, poll
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.rendezvous import LEADER, confer, wait_counted
 from holdfast.deadlines import LEAST_SECONDS
@@ -29,7 +34,7 @@ _TEXT_CHARACTERS: Final = 4000
 
 _ABSENT: Final = AbsentError.__name__
 
-_numbers: dict[tuple[str, int], int] = {}
+_numbers: dict[tuple[str, int, str], int] = {}
 """How many have been made for each worker of a cluster in this process, so that no two have the same keys."""
 
 
@@ -113,61 +118,41 @@ class Namespace:
                 self._cluster.delete(key)
 
 
-class Peers:
-    """**Thread-safe.** This worker and the others. Each worker makes as many of these, in the same order.
+class FailureFeed:
+    """**Thread-safe.** Who of the others is gone, who has failed, and with what, as far as this worker has heard.
 
-    Attributes:
-        cluster: The workers.
-        rank: This one.
-        world_size: How many there are.
-        mailbox: The thread that writes and looks for threads which must not wait.
-        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        timeout_seconds: The deadline of each wait for workers that live.
-        warn: Told, in words, of a wait that takes long.
-        may_wait_seconds: Gives how much longer any wait may last, whatever its deadline; None where that is not known.
-            It is not asked before a wait has lasted `LEAST_SECONDS`.
+    A thread gives signs of life and looks at those of the others; what is known stands here at once, and no call but
+    `find_explanation` and `explain` asks the store. A worker that leaves because of an error says so before it goes.
+
+    PREFIX/heartbeat/RANK         signs of life
+    PREFIX/left/RANK              why a worker has left
+    PREFIX/left/0/read            how many have read why the leader has, as the store may be gone soon after it
     """
 
-    def __init__(self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float) -> None:
+    def __init__(self, cluster: Cluster, prefix: str, liveness_seconds: float) -> None:
         """Begins to give signs of life.
 
         Args:
             cluster: The workers.
+            prefix: What all keys begin with.
             liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-            timeout_seconds: The deadline of each wait for workers that live.
         """
-        self.cluster = cluster
-        self.rank = cluster.rank
-        self.world_size = cluster.world_size
-        self.timeout_seconds = timeout_seconds
-        self.warn: Callable[[str], object] = lambda text: None
-        self.may_wait_seconds: Callable[[], float | None] = _no_end
-        self.liveness_seconds = liveness_seconds
-        number = _numbers[cluster.incarnation, cluster.rank] = _numbers.get((cluster.incarnation, cluster.rank), 0) + 1
-        self._scope = f"peers-{number}"
-        self._meetings = 0
-        self._namespaces: dict[str, int] = {}
-        self.mailbox = StoreMailbox(cluster.world_size)
+        self._cluster = cluster
+        self._prefix = prefix
         self._is_explained = False
-        # What the leader has left behind, as the store may be gone soon after it.
-        self._farewell: Failure | None = None
+        self._leader_failure: Failure | None = None
         self._leader_node = ""
         # Guards that this worker is counted once among those that have read that.
         self._lock = threading.Lock()
         self._is_counted = False
-        self._read_key = self.key("left", LEADER, "read")
+        self._read_key = f"{prefix}/left/{LEADER}/read"
         self._heartbeat = Heartbeat(
             cluster,
             heartbeat_seconds(liveness_seconds, cluster.world_size),
             liveness_seconds,
-            name=self.key("heartbeat"),
+            name=f"{prefix}/heartbeat",
             hear_of_leader=self._hear_of_leader,
         )
-
-    @property
-    def is_leader(self) -> bool:
-        """True for the worker that decides."""
-        return self.rank == LEADER
 
     @property
     def dead(self) -> frozenset[int]:
@@ -179,21 +164,173 @@ class Peers:
         """The workers that have died, or have not been heard of for too long."""
         return frozenset(self._heartbeat.lost)
 
-    def describe_loss(self, rank: int) -> Failure:
-        """What is known of a worker that is lost."""
-        known = (what for ranks, what in self._heartbeat.absences if rank in ranks)
-        what = next(known, "died, or cannot be reached")
-        return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
-
     @property
     def gone(self) -> frozenset[int]:
         """The workers that have said goodbye, whether or not they have said why."""
         return frozenset(self._heartbeat.gone)
 
     @property
-    def farewell(self) -> Failure | None:
+    def leader_failure(self) -> Failure | None:
         """Why the leader has left, if it has said so: known without the store, which may have gone with it."""
-        return self._farewell
+        return self._leader_failure
+
+    def check(self, ranks: Collection[int] | None = None) -> None:
+        """Makes sure that workers are there, as far as is known; returns at once.
+
+        Args:
+            ranks: Which workers; None for all.
+
+        Raises:
+            AbsentError: If one is lost, or has left; it names them.
+            ClusterError: If the store does not answer any more.
+        """
+        self._heartbeat.check(ranks)
+
+    def find_missed(self, ranks: Collection[int]) -> Failure | None:
+        """Who of these is not there any more, and why.
+
+        Raises:
+            ClusterError: If the store does not answer.
+        """
+        for absent, what in self._heartbeat.absences:
+            named = sorted(set(absent) & set(ranks))
+            if named and (failure := self.find_explanation(named)) is not None:
+                return failure
+            if len(named) == 1:
+                return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
+            if named:
+                return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
+        # Nobody's absence, but that of the store.
+        self._heartbeat.check(())
+        return None
+
+    def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
+        """Why one of these has left, if it has said so.
+
+        Raises:
+            ClusterError: If the store does not answer.
+        """
+        for rank in ranks:
+            if rank == LEADER and self._leader_failure is not None:
+                return self._leader_failure
+            if (value := self._cluster.try_get(f"{self._prefix}/left/{rank}")) is not None:
+                return msgspec.json.decode(value, type=Failure)
+        return None
+
+    def describe_loss(self, rank: int) -> Failure:
+        """What is known of a worker that is lost."""
+        known = (what for ranks, what in self._heartbeat.absences if rank in ranks)
+        what = next(known, "died, or cannot be reached")
+        return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
+
+    def describe(self, error: BaseException) -> Failure:
+        """What to tell the others of an error of this worker, or of one that it has heard of."""
+        if isinstance(error, PeerError):
+            return Failure(error.rank, error.kind, error.text, error.hint, error.traceback)
+        text = error.message if isinstance(error, HoldfastError) else str(error)
+        hint = error.hint if isinstance(error, HoldfastError) else ""
+        return Failure.of(self._cluster.rank, type(error).__name__, text, hint)
+
+    def make_error(self, failure: Failure) -> PeerError:
+        """The error that this worker raises because of another's failure."""
+        node = self._leader_node if failure is self._leader_failure else self._cluster.node_of(failure.rank)
+        who = f"rank {failure.rank} on {node}" if node else f"rank {failure.rank}"
+        is_sentence = failure.kind == _ABSENT and failure.text.startswith("has ")
+        return PeerError(
+            f"{who} {failure.text}" if is_sentence else f"{who}: {failure.kind}: {failure.text}",
+            rank=failure.rank,
+            kind=failure.kind,
+            text=failure.text,
+            traceback=failure.traceback,
+            hint=failure.hint,
+        )
+
+    def explain(self, error: BaseException) -> None:
+        """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
+        self._is_explained = True
+        rank = self._cluster.rank
+        with suppress(HoldfastError):
+            self._cluster.set(f"{self._prefix}/left/{rank}", msgspec.json.encode(self.describe(error)))
+            if rank != LEADER:
+                # Nor does the leader wait for it, if it leaves as well.
+                self._count_read()
+
+    def leave(self) -> None:
+        """Says goodbye without waiting: whoever waits for this worker waits no longer."""
+        self._heartbeat.leave()
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice.
+
+        The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
+        """
+        self._heartbeat.stop()
+        if self._cluster.rank == LEADER and self._is_explained:
+            self._is_explained = False
+            with suppress(HoldfastError):
+                wait_counted(self._cluster, self._read_key, lambda: self.lost, time.monotonic())
+
+    def _hear_of_leader(self) -> None:
+        """The leader has left; in the heartbeat's thread."""
+        if self._leader_failure is None:
+            self._leader_node = self._cluster.node_of(LEADER)
+            self._leader_failure = self.find_explanation((LEADER,))
+        if self._leader_failure is not None:
+            self._count_read()
+
+    def _count_read(self) -> None:
+        with self._lock:
+            is_counted, self._is_counted = self._is_counted, True
+        if not is_counted:
+            self._cluster.add(self._read_key, 1)
+
+
+class Peers:
+    """**Thread-safe.** This worker and the others. Each worker makes as many of these of one name, in the same order.
+
+    Attributes:
+        cluster: The workers.
+        rank: This one.
+        world_size: How many there are.
+        failures: Who is gone, and who has failed with what.
+        mailbox: The thread that writes and looks for threads which must not wait.
+        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+        timeout_seconds: The deadline of each wait for workers that live.
+        warn: Told, in words, of a wait that takes long.
+        may_wait_seconds: Gives how much longer any wait may last, whatever its deadline; None where that is not known.
+            It is not asked before a wait has lasted `LEAST_SECONDS`.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float, name: str = "peers"
+    ) -> None:
+        """Begins to give signs of life.
+
+        Args:
+            cluster: The workers.
+            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
+            timeout_seconds: The deadline of each wait for workers that live.
+            name: What all keys begin with.
+        """
+        self.cluster = cluster
+        self.rank = cluster.rank
+        self.world_size = cluster.world_size
+        self.timeout_seconds = timeout_seconds
+        self.warn: Callable[[str], object] = lambda text: None
+        self.may_wait_seconds: Callable[[], float | None] = _no_end
+        self.liveness_seconds = liveness_seconds
+        key = (cluster.incarnation, cluster.rank, name)
+        number = _numbers[key] = _numbers.get(key, 0) + 1
+        self._scope = f"{name}-{number}"
+        self._meetings = 0
+        self._namespaces: dict[str, int] = {}
+        self.mailbox = StoreMailbox(cluster.world_size)
+        self.failures = FailureFeed(cluster, self._scope, liveness_seconds)
+
+    @property
+    def is_leader(self) -> bool:
+        """True for the worker that decides."""
+        return self.rank == LEADER
 
     def key(self, *parts: object) -> str:
         """A key of these alone."""
@@ -227,14 +364,14 @@ class Peers:
         # Who missed a meeting comes to it late, is told so, and then is in step again.
         self._meetings += 1
         name = self.key("meeting", self._meetings)
-        check = self._heartbeat.check
+        check = self.failures.check
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            with self._minding_farewell():
+            with self._naming_the_leader():
                 return confer(self.cluster, name, record, decide, timeout_seconds, check=check, purpose=purpose)
         except AbsentError as error:
-            if (failure := self.find_explanation(error.ranks)) is not None:
-                raise self.make_error(failure) from error
+            if (failure := self.failures.find_explanation(error.ranks)) is not None:
+                raise self.failures.make_error(failure) from error
             raise
 
     def wait_any(
@@ -270,14 +407,14 @@ class Peers:
         warn_seconds = _WARN_SECONDS
         while True:
             for key in keys:
-                with self._minding_farewell():
+                with self._naming_the_leader():
                     value = self.cluster.try_get(key)
                 if value is not None:
                     return key, value
             waited = ranks()
             if missed is not None and (missed.rank in waited or not waited):
-                raise self.make_error(missed)
-            missed = self._find_missed(waited)
+                raise self.failures.make_error(missed)
+            missed = self.failures.find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
             if missed is None:
                 text = self._find_delay(what, end_at, waited_seconds, outlasts_job=outlasts_job)
@@ -292,71 +429,70 @@ class Peers:
                 time.sleep(backoff.pause_seconds(waited_seconds))
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
 
-    def describe(self, error: BaseException) -> Failure:
-        """What to tell the others of an error of this worker, or of one that it has heard of."""
-        if isinstance(error, PeerError):
-            return Failure(error.rank, error.kind, error.text, error.hint, error.traceback)
-        text = error.message if isinstance(error, HoldfastError) else str(error)
-        hint = error.hint if isinstance(error, HoldfastError) else ""
-        return Failure.of(self.rank, type(error).__name__, text, hint)
-
-    def make_error(self, failure: Failure) -> PeerError:
-        """The error that this worker raises because of another's failure."""
-        node = self._leader_node if failure is self._farewell else self.cluster.node_of(failure.rank)
-        who = f"rank {failure.rank} on {node}" if node else f"rank {failure.rank}"
-        is_sentence = failure.kind == _ABSENT and failure.text.startswith("has ")
-        return PeerError(
-            f"{who} {failure.text}" if is_sentence else f"{who}: {failure.kind}: {failure.text}",
-            rank=failure.rank,
-            kind=failure.kind,
-            text=failure.text,
-            traceback=failure.traceback,
-            hint=failure.hint,
-        )
-
     def delete(self, keys: Iterable[str]) -> None:
         """Forgets keys that nobody needs any more, if the store can be reached."""
         with suppress(HoldfastError):
             for key in keys:
                 self.cluster.delete(key)
 
-    def explain(self, error: BaseException) -> None:
-        """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
-        self._is_explained = True
-        with suppress(HoldfastError):
-            self.cluster.set(self.key("left", self.rank), msgspec.json.encode(self.describe(error)))
-            if not self.is_leader:
-                # Nor does the leader wait for it, if it leaves as well.
-                self._count_read()
-
-    def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
-        """Why one of these has left, if it has said so.
-
-        Raises:
-            ClusterError: If the store does not answer.
-        """
-        for rank in ranks:
-            if rank == LEADER and self._farewell is not None:
-                return self._farewell
-            if (value := self.cluster.try_get(self.key("left", rank))) is not None:
-                return msgspec.json.decode(value, type=Failure)
-        return None
-
     def leave(self) -> None:
         """Says goodbye without waiting: whoever waits for this worker waits no longer."""
-        self._heartbeat.leave()
+        self.failures.leave()
 
-    def close(self) -> None:
+    def close(self, *, after_others_seconds: float = 0.0) -> None:
         """**Blocks** for a moment. Writes what was posted, says goodbye, and ends the threads; harmless twice.
 
-        The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
+        Args:
+            after_others_seconds: How long the leader waits until all others have left: it may host the store.
         """
         self.mailbox.close()
-        self._heartbeat.stop()
-        if self.is_leader and self._is_explained:
-            self._is_explained = False
-            with suppress(HoldfastError):
-                wait_counted(self.cluster, self._read_key, lambda: self.lost, time.monotonic())
+        if self.is_leader:
+            others = frozenset(range(self.world_size)) - {LEADER}
+            # The heartbeat's thread finds out who has left.
+            poll(lambda: others <= self.failures.dead or None, IN_MEMORY, time.monotonic() + after_others_seconds)
+        self.failures.close()
+
+    # What callers outside still ask here; it is the feed that knows.
+
+    @property
+    def dead(self) -> frozenset[int]:
+        """See `FailureFeed`."""
+        return self.failures.dead
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """See `FailureFeed`."""
+        return self.failures.lost
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """See `FailureFeed`."""
+        return self.failures.gone
+
+    @property
+    def farewell(self) -> Failure | None:
+        """See `FailureFeed.leader_failure`."""
+        return self.failures.leader_failure
+
+    def describe_loss(self, rank: int) -> Failure:
+        """See `FailureFeed`."""
+        return self.failures.describe_loss(rank)
+
+    def describe(self, error: BaseException) -> Failure:
+        """See `FailureFeed`."""
+        return self.failures.describe(error)
+
+    def make_error(self, failure: Failure) -> PeerError:
+        """See `FailureFeed`."""
+        return self.failures.make_error(failure)
+
+    def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
+        """See `FailureFeed`."""
+        return self.failures.find_explanation(ranks)
+
+    def explain(self, error: BaseException) -> None:
+        """See `FailureFeed`."""
+        self.failures.explain(error)
 
     def _find_delay(self, what: str, end_at: float, waited_seconds: float, *, outlasts_job: bool) -> str:
         """Why there is no more time to wait; an empty string if there is."""
@@ -368,47 +504,15 @@ class Peers:
             return f"did not {what} in the time that was left to the job"
         return ""
 
-    def _find_missed(self, ranks: Collection[int]) -> Failure | None:
-        """Who of these is not there any more.
-
-        Raises:
-            ClusterError: If the store does not answer.
-        """
-        for absent, what in self._heartbeat.absences:
-            named = sorted(set(absent) & set(ranks))
-            if named and (failure := self.find_explanation(named)) is not None:
-                return failure
-            if len(named) == 1:
-                return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
-            if named:
-                return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
-        # Nobody's absence, but that of the store.
-        self._heartbeat.check(())
-        return None
-
-    def _hear_of_leader(self) -> None:
-        """The leader has left; in the heartbeat's thread."""
-        if self._farewell is None:
-            self._leader_node = self.cluster.node_of(LEADER)
-            self._farewell = self.find_explanation((LEADER,))
-        if self._farewell is not None:
-            self._count_read()
-
-    def _count_read(self) -> None:
-        with self._lock:
-            is_counted, self._is_counted = self._is_counted, True
-        if not is_counted:
-            self.cluster.add(self._read_key, 1)
-
     @contextmanager
-    def _minding_farewell(self) -> Iterator[None]:
+    def _naming_the_leader(self) -> Iterator[None]:
         """Names the leader's own error, if the store does not answer since the leader has left with it."""
         try:
             yield
         except ClusterError as error:
-            if self._farewell is None:
+            if self.failures.leader_failure is None:
                 raise
-            raise self.make_error(self._farewell) from error
+            raise self.failures.make_error(self.failures.leader_failure) from error
 
 
 def _no_end() -> None:
