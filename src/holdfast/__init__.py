@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.handler import PreemptionCheckpointHandler
     from holdfast.preemption.termination import TerminationConfig
-    from holdfast.restore.records import Backup, Restoration
+    from holdfast.restore.backup import Backup
+    from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.worker_state import WorkerTrainingState
@@ -82,7 +83,7 @@ __all__ = [
 
 _HOMES: Final = {
     "RNG": "holdfast.state",
-    "Backup": "holdfast.restore.records",
+    "Backup": "holdfast.restore.backup",
     "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",

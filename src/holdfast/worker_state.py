@@ -25,7 +25,7 @@ from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
-from holdfast.restore.records import Backup, RecentBackups, check_newest, make_note, read_note
+from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.notes import check_metrics

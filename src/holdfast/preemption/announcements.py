@@ -14,7 +14,8 @@ from holdfast.events.event import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.workers import Worker
 from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
-from holdfast.restore.records import Backup, Restoration
+from holdfast.restore.backup import Backup
+from holdfast.restore.records import Restoration
 from holdfast.save.say import inform
 from holdfast.state.hyperparameters import HyperparameterChange
 from holdfast.state.oversights import describe_epochs

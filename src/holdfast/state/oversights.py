@@ -7,7 +7,14 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.state.adapters import Adapter
-from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter, batch_count
+from holdfast.state.data.sampler import (
+    BatchCount,
+    ResumableSampler,
+    SamplerAdapter,
+    batch_count,
+    count_epochs,
+    current_epoch,
+)
 from holdfast.state.rng import RNG
 from holdfast.state.tree_walk import find_stateful
 

@@ -17,7 +17,7 @@ from holdfast.numbers import check_whole
 from holdfast.state.adapters import Loading, Oversights, Readable, Scene
 from holdfast.state.data.permutation import derive
 from holdfast.state.data.position import is_position
-from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
+from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
