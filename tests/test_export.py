@@ -341,6 +341,7 @@ def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
         (("export", f"{run}@7", out, "--to", "torch"), 3, "there is no checkpoint of step 7"),
         (("export", tmp_path / "nowhere", out, "--to", "torch"), 3, "there is no directory"),
         (("export", run, tmp_path / "no" / "out", "--to", "torch"), 2, "there is no directory"),
+        (("export", run, Path(__file__) / "no" / "out", "--to", "torch"), 2, f"{__file__} is no directory"),
         (("export", run, tmp_path, "--to", "torch"), 2, "is no file"),
         (("export", run, __file__, "--to", "dcp"), 2, "is no directory"),
         (("export", run, run / "generations" / "0001.json", "--to", "torch", "--overwrite"), 2, "lies within the run"),

@@ -348,12 +348,17 @@ def test_a_misspelt_option_is_no_object(tmp_path: Path) -> None:
         "max_to_keep": "keep",
         "timeout": "timeout_seconds",
         "save_steps": "save_every",
+        "latest": "keep=hf.Latest(1)",
+        "best": 'keep=hf.Best("val_loss")',
+        "monitor": 'keep=hf.Best("val_loss")',
     }
     for name, meant in misspelt.items():
-        objects: Any = {"a": np.zeros(3), name: 1}
-        with pytest.raises(UsageError, match=f"{name} is not an option of resumable; did you mean {meant}"):
+        value = "val_loss" if "Best" in meant else 1
+        objects: Any = {"a": np.zeros(3), name: value}
+        text = re.escape(f"{name} is not an option of resumable; did you mean {meant}")
+        with pytest.raises(UsageError, match=text):
             hf.resumable(tmp_path, **objects)
-        assert hf.resumable(tmp_path, hf.Checkpoint(**objects)).checkpoint[name] == 1
+        assert hf.resumable(tmp_path, hf.Checkpoint(**objects)).checkpoint[name] == value
 
 
 def test_an_object_with_the_name_of_an_option_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
@@ -520,7 +525,8 @@ def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Pat
             for _ in range(2):
                 list(zip(range(3), sampler.stream(sampler), strict=False))
                 run.save()
-        again = "batches were taken from sampler, but no step was counted, so"
+        since = " since the newest save" if life == 0 else ""
+        again = f"batches were taken from sampler{since}, but no step was counted, so"
         first, unsaved = (3, 3) if life == 0 else (3, 6)
         assert told(events) == [
             (f"{first} {again} run.save() saves nothing", False),
@@ -890,6 +896,9 @@ def test_a_directory_that_takes_no_checkpoint_is_refused_before_the_first_step(t
             assert manager.restore() is not None
     with pytest.raises(StorageError, match="/proc/nope/run: no checkpoint can be saved here: cannot make"):
         begin("/proc/nope/run", "resumable", state=state)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=rf"hint: {tmp_path}/file is no directory"):
+        begin(tmp_path / "file" / "x" / "run", "resumable", state=state)
 
 
 @pytest.mark.parametrize("moment", ["make_directory", "publish", "read"])
@@ -966,6 +975,8 @@ def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path)
         manager.save_if_due(1, metrics=0.5)  # type: ignore[arg-type]
     loss = torch.ones(1, requires_grad=True)
     with hf.resumable(tmp_path / "run", state=1) as run:
+        with pytest.raises(UsageError, match=r"run.report\(\*\*figures\) for a dict"):
+            run.report({"loss": 0.5})
         for _ in run.steps(1):
             run.report(loss=loss, lr=np.float32(0.5), acc=np.array(2), nan=float("nan"), seen=True)
     storage = LocalStorage(tmp_path / "run")

@@ -272,18 +272,23 @@ class Run:
         self._guard.pass_boundary(self.step)
         self._save_if_due()
 
-    def report(self, **metrics: SupportsFloat) -> None:
+    def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Notes figures; the next save keeps those that were reported since the save before.
 
         Args:
+            *unnamed: Nothing: each figure has a name.
             **metrics: Numbers, or arrays with one element; these are read when they are saved. One that is not finite
                 by then is not kept.
 
         Raises:
-            UsageError: If one is no number.
+            UsageError: If one is no number, or has no name.
         """
         from holdfast.save.notes import check_metrics
 
+        if unnamed:
+            raise UsageError(
+                "figures are reported by name", hint="Write run.report(loss=loss), or run.report(**figures) for a dict."
+            )
         self._metrics.update(check_metrics(metrics))
 
     def stop(self) -> None:

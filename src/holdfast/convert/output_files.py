@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from holdfast.errors import StorageFullError, UsageError
-from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.failures import as_storage_errors, find_file_above
 
 _OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
 
@@ -136,6 +136,9 @@ def open_output_directory(
 def _staging(out: Path, parent: Path, size_bytes: int) -> Iterator[Path]:
     with as_storage_errors("write", "", parent):
         if out.parent != Path() and not out.parent.is_dir():
+            file = find_file_above(out)
+            if file is not None:
+                raise UsageError(f"{out} cannot be made: {file} is no directory", hint="Check the path.")
             raise UsageError(f"there is no directory {out.parent}", hint="Make it first, or check the path.")
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < size_bytes:

@@ -19,6 +19,9 @@ from holdfast.storage import LocalStorage, Storage
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
+_NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_for_best_model")
+"""What other libraries call the metric by which the best checkpoint is kept."""
+
 
 def check_usable(url: str, process: int, *, is_closed: bool, begin: object) -> None:
     """Whether a manager may be used now, by this process.
@@ -268,6 +271,10 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
     """**Pure.** The option that was meant by a name; empty if it may well be that of an object."""
     from difflib import get_close_matches
 
+    if isinstance(value, str) and name in _NAMES_OF_BEST:
+        return f'keep=hf.Best("{value}")'
+    if isinstance(value, int) and name == "latest":
+        return f"keep=hf.Latest({value})"
     near = get_close_matches(name, options, 1, 0.8)
     if not near and isinstance(value, bool | int | float | str | None):
         # keep_latest=3, num_threads=4, timeout=60: a number says nothing of what it is.

@@ -178,7 +178,7 @@ class TrainingWatch:
             count.calls.append(self._note_batch)
             self._ends.append(partial(count.calls.remove, self._note_batch))
         # The batches and updates until the watch began, or until the newest save.
-        self._seen = self._read()
+        self._seen, self._since = self._read(), ""
         self._step_began = self._count_batches()
 
     def begin_step(self) -> None:
@@ -220,7 +220,7 @@ class TrainingWatch:
 
     def note_saved(self) -> None:
         """All that was trained until now is saved."""
-        self._seen = self._read()
+        self._seen, self._since = self._read(), " since the newest save"
 
     def end(self) -> None:
         """Ends following optimizers and loaders; harmless twice."""
@@ -239,11 +239,12 @@ class TrainingWatch:
         if self._is_counted or not (updates or (not self._updates and sum(taken.values()) > 1)):
             return ""
         parts = [
-            f"{number} {'batch was' if number == 1 else 'batches were'} taken from {path}"
+            f"{number} {'batch was' if number == 1 else 'batches were'} taken from {path}{self._since}"
             for path, number in _largest(taken)
         ]
         parts += [
-            f"{path} has stepped {'once' if number == 1 else f'{number} times'}" for path, number in _largest(updates)
+            f"{path} has stepped {'once' if number == 1 else f'{number} times'}{self._since}"
+            for path, number in _largest(updates)
         ]
         return f"{' and '.join(parts)}, but {self._lack}, so {consequence}: {self._advice}{remark}"
 

@@ -59,8 +59,16 @@ def storage_error(error: OSError, doing: str, path: str, root: Path, needed_byte
     if error.errno == errno.ENOENT:
         return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, is not there")
     if error.errno == errno.EEXIST:
-        return StorageError(message, path=path, hint="something lies there already, and is never overwritten")
+        file = find_file_above(root / path)
+        hint = f"{file} is no directory" if file else "something lies there already, and is never overwritten"
+        return StorageError(message, path=path, hint=hint)
     return StorageError(message, path=path, hint=_HINTS.get(error.errno or 0, ""))
+
+
+def find_file_above(path: Path) -> Path | None:
+    """**Blocks.** The file that lies where a path needs a directory; None if there is none."""
+    above = next((parent for parent in path.parents if parent.exists()), None)
+    return None if above is None or above.is_dir() else above
 
 
 @contextmanager
