@@ -25,6 +25,8 @@ class ExitCode(enum.IntEnum):
     """There is no such directory, run, step or checkpoint."""
     FAILED = 4
     """The place could not be read or changed, or another error that holdfast names."""
+    UNFIT = 5
+    """A directory that was examined is not fit for checkpoints."""
     BUG = 70
     """Something that should not happen: a fault of holdfast itself."""
     INTERRUPTED = 130

@@ -21,7 +21,7 @@ VERBS: Final = {
     "prune": "Remove steps that are no longer wanted, and what unfinished saves left.",
     "export": "Write a checkpoint as safetensors, for torch.load, or for torch.distributed.checkpoint.",
     "import": "Make a checkpoint of such files.",
-    "bench": "Measure what a disk gives, what a save costs, and how often to save.",
+    "doctor": "Say whether a directory is fit for checkpoints, what a save costs there, and how often to save.",
 }
 """Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help
 is quick, and no verb pays for what another needs."""
