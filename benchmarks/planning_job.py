@@ -29,7 +29,7 @@ from holdfast.save.order import Origin
 from holdfast.save.places import PartRecord, Place, Position
 from holdfast.save.stage import Stager
 from holdfast.save.write import make_index, take_digests
-from holdfast.state import Captures, capture_objects
+from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.storage.crew import Crew
 
@@ -116,7 +116,7 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
     """
     worker = Worker(workers // 2, workers)
     objects = make_state(worker.rank, workers, tensors, sharded=sharded)
-    captures, stager, crew = Captures(), Stager(HostBuffer()), Crew(1, "planning")
+    captures, stager, crew = CaptureCache(), Stager(HostBuffer()), Crew(1, "planning")
     times = []
     for step in range(1, rounds + 2):
         begun_at = time.perf_counter()

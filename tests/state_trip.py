@@ -26,7 +26,7 @@ class Stored:
 
 
 def store(**objects: Any) -> Stored:
-    """Captures objects and copies their arrays, one after the other without gaps, into one image."""
+    """CaptureCache objects and copies their arrays, one after the other without gaps, into one image."""
     captured = capture_objects(objects)
     sizes = [spec.size_bytes for spec in captured.specs]
     offsets = [sum(sizes[:place]) for place in range(len(sizes))]

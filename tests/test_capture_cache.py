@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.stage import Stager
-from holdfast.state import Captured, Captures, capture_objects
+from holdfast.state import CaptureCache, Captured, capture_objects
 from holdfast.storage.crew import Crew
 from repetitions import repeated
 
@@ -124,7 +124,7 @@ def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataOb
         "list": [fresh(kind, number) for number in range(COUNT)],
         "states": {f"p{number}": {"mean": fresh(kind, number), "square": fresh(kind, 2)} for number in range(COUNT)},
     }
-    captures = Captures()
+    captures = CaptureCache()
     stager = Stager(HostBuffer())
     crew = Crew(2, "stage")
     crew.start()
@@ -193,11 +193,11 @@ def test_runs_of_any_length_of_arrays_of_any_size(parts: list[tuple[int, int, st
 def test_nothing_is_kept_alive(kind: str) -> None:
     arrays = {f"a{number}": fresh(kind, number) for number in range(COUNT)}
     gone = weakref.ref(arrays["a0"])
-    captures = Captures()
+    captures = CaptureCache()
     stager = Stager(HostBuffer())
     crew = Crew(1, "stage")
     stager.stage(capture_objects({"x": arrays}, captures), 1).copy_now(crew)
-    assert captures.banks
+    assert captures.containers
     del arrays
     gc.collect()
     assert gone() is None

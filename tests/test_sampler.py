@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import MismatchError, UsageError
+from holdfast.format.digests import derive, mix
 from holdfast.state.capture import capture_objects
-from holdfast.state.data.permutation import MAX_LENGTH, Permutation, derive, mix
+from holdfast.state.data.permutation import MAX_LENGTH, Permutation
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.state.match.matching import match_objects
 

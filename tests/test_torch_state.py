@@ -19,7 +19,8 @@ from holdfast.format import codecs
 from holdfast.integrations.torch.devices import INTEGERS
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
-from holdfast.state.capture import Captures, capture_objects
+from holdfast.state.capture import capture_objects
+from holdfast.state.capture_cache import CaptureCache
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects
@@ -428,7 +429,7 @@ def test_a_tensor_without_its_memory_is_found_among_many() -> None:
     """In a container whose look is remembered, and where all of its tensors are to be filled at once."""
     stored = store(x=[torch.zeros(8) for _ in range(40)])
     objects = {"x": [torch.zeros(16)[8:] for _ in range(40)]}
-    captures = Captures()
+    captures = CaptureCache()
     capture_objects(objects, captures)
     for size_bytes in (0, 40):
         shrunk(objects["x"][7], size_bytes)

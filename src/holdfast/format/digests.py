@@ -37,3 +37,25 @@ def is_digest(text: str) -> bool:
 def span_count(size_bytes: int, span_bytes: int) -> int:
     """**Pure.** How many spans an array of this size has; none if it is empty."""
     return -(-size_bytes // span_bytes)
+
+
+_MASK: Final = (1 << 64) - 1
+_STEP: Final = 0x9E3779B97F4A7C15
+MIX_FIRST: Final = 0xBF58476D1CE4E5B9
+MIX_SECOND: Final = 0x94D049BB133111EB
+"""The factors of `mix`."""
+
+
+def mix(word: int) -> int:
+    """**Pure.** A bijection of the 64-bit numbers that leaves no pattern."""
+    word = ((word ^ (word >> 30)) * MIX_FIRST) & _MASK
+    word = ((word ^ (word >> 27)) * MIX_SECOND) & _MASK
+    return word ^ (word >> 31)
+
+
+def derive(*words: int) -> int:
+    """**Pure.** One 64-bit number from several, all of whose bits depend on all of theirs."""
+    derived = 0
+    for word in words:
+        derived = mix((derived + word + _STEP) & _MASK)
+    return derived

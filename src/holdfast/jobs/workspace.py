@@ -10,7 +10,7 @@ from holdfast.errors import UsageError
 from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, name_of, type_named
 from holdfast.format.decoding import malformed
 from holdfast.format.scalars import ENCODERS
-from holdfast.state.adapters import Adapter, Loading, Rules, Scene
+from holdfast.state.adapters import Adapter, CaptureContext, Loading, Rules
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import adapter_of, register_adapter
 from holdfast.state.tree_walk import find_stateful, parts_of
@@ -134,7 +134,7 @@ class WorkspaceAdapter(Adapter):
     kind = KIND
     is_per_worker = True
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """The values by name."""
         return {name: obj[name] for name in obj}
 

@@ -33,8 +33,8 @@ from holdfast.restore.records import OpenedStep, Restoration
 from holdfast.restore.reshard import assign_parts, read_orders
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
+from holdfast.state.capture import gc_paused
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
-from holdfast.state.gc_pause import no_collection
 from holdfast.state.hyperparameters import Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
@@ -43,7 +43,7 @@ _MOST_LOOKS: Final = 30
 """How often a run is looked at again, since a job that goes on has removed what was found there."""
 
 
-@no_collection()
+@gc_paused()
 def restore_objects(
     storage: Storage,
     objects: Mapping[str, object],

@@ -24,8 +24,8 @@ from holdfast.save.prepare import Preparation, try_prepare
 from holdfast.save.reports import SaveReports
 from holdfast.save.stage import Stager, Staging
 from holdfast.save.within import is_within
-from holdfast.state import Captured, Captures, capture_objects, check_capture
-from holdfast.state.immutable_arrays import FixedArrays
+from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
+from holdfast.state.immutable_arrays import ImmutableArrays
 from holdfast.state.oversights import LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.crew import Crew
@@ -81,9 +81,9 @@ class Saver:
         self._buffer = HostBuffer()
         self._preparation: Preparation | None = None
         self._stager = Stager(self._buffer)
-        self._captures = Captures()
+        self._captures = CaptureCache()
         self._objects = objects
-        self._fixed = FixedArrays()
+        self._fixed = ImmutableArrays()
         self._loss_watch = LossWatch()
         self._is_looked_over = False
         self._reports = reports

@@ -241,7 +241,7 @@ def _cut(captured: Captured) -> Iterator[_Piece]:
         if not box.elements:
             continue
         address = backend.address(array)
-        count = 1 if backend.is_fixed else -(-box.elements * item_bytes // _PIECE_BYTES)
+        count = 1 if backend.is_immutable else -(-box.elements * item_bytes // _PIECE_BYTES)
         begin = 0
         for part in [box] if count == 1 else split_box(box, count):
             size_bytes = item_bytes * part.elements

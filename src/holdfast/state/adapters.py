@@ -52,7 +52,7 @@ REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kin
 """State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
 
 
-class Scene(Protocol):
+class CaptureContext(Protocol):
     """The named objects that are captured or matched together, for adapters that need more than their own object."""
 
     @property
@@ -66,7 +66,7 @@ class Scene(Protocol):
         ...
 
     def once(self, key: str, make: Callable[[], Made]) -> Made:
-        """What `make` returns, made at the first call with that key and kept as long as the scene."""
+        """What `make` returns, made at the first call with that key and kept as long as the context."""
         ...
 
 
@@ -82,7 +82,7 @@ class Loading(Protocol):
         ...
 
     @property
-    def scene(self) -> Scene:
+    def context(self) -> CaptureContext:
         """The objects that are restored together."""
         ...
 
@@ -139,6 +139,14 @@ class Loading(Protocol):
         """A value of `value`, when all arrays have been read: with arrays in the places of what had to stand for them.
 
         Arrays that can be changed stand there from the beginning. A dict or a list is changed where it is.
+        """
+        ...
+
+    def put(self, live: Any, value: Any) -> Any:
+        """Puts a value of `value` in the place of a live one, when all arrays have been read.
+
+        Returns:
+            What stands there now: `live` itself if it could be changed, otherwise the new value.
         """
         ...
 
@@ -290,7 +298,7 @@ class Adapter:
         if callable(prepare):
             prepare()
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """The state, as a tree of values."""
         raise NotImplementedError  # Each kind of object has its own. Not abstract: a plain Adapter() prepares others.
 
@@ -393,7 +401,7 @@ class StateAdapter(Adapter):
         self._write = write
         self._compare = compare
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """What `read` returns."""
         return self._read(obj)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -12,17 +14,23 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made, Readable
-from holdfast.state.capture_cache import LEAST_ARRAYS, Bank, arrays_of, dicts_in, keys_of, try_glance
-from holdfast.state.gc_pause import no_collection
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured
+from holdfast.state.capture_cache import (
+    LEAST_ARRAYS,
+    CachedContainer,
+    CaptureCache,
+    arrays_of,
+    dicts_in,
+    keys_of,
+    try_fingerprint,
+)
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
 from holdfast.state.registry import adapter_of, backend_of, is_made_of_tensors, sharder_of_type
-from holdfast.state.shard_ownership import Sharing
-from holdfast.state.sharding import Sharding
+from holdfast.state.shard_ownership import ShardOwnership
 from holdfast.state.tree_walk import find_stateful, parts_of
 
 
-class Cast:
-    """The objects of one capture or one matching, together; a `Scene` for the adapters."""
+class ObjectsContext:
+    """The objects of one capture or one matching, together; see `CaptureContext`."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.objects = objects
@@ -48,16 +56,25 @@ class Cast:
         return cast(Made, self._made[key])
 
 
-class Captures:
-    """What one capture leaves for the next, so that what has not changed is not looked at again one by one."""
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pauses the collector where many small objects are made at once, all of which stay.
 
-    def __init__(self) -> None:
-        self.banks: dict[str, Bank] = {}
+    Each would bring it nearer to looking through the whole process while training waits: with 20,000 arrays that
+    doubles the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def capture_objects(
     objects: Mapping[str, object],
-    captures: Captures | None = None,
+    captures: CaptureCache | None = None,
     hold: Callable[[object, Adapter], bool] | None = None,
     worker: Worker = ALONE,
     check_replicas: bool = False,
@@ -81,19 +98,19 @@ def capture_objects(
     Raises:
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
     """
-    with no_collection():
+    with gc_paused():
         check_objects(objects)
         for name, root in objects.items():
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
-        scene = Cast(objects)
-        sharing = Sharing(worker, check_replicas=check_replicas)
-        capturing = _Capturing(scene, captures or Captures(), sharing)
+        context = ObjectsContext(objects)
+        sharing = ShardOwnership(worker, check_replicas=check_replicas)
+        capturing = _Capturing(context, captures or CaptureCache(), sharing)
         skeletons: dict[str, Node] = {}
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             skeletons[name] = capturing.encode(obj, escape(name))
-        for _, obj in scene.members if hold is not None else ():
+        for _, obj in context.members if hold is not None else ():
             adapter = adapter_of(obj)
             if hold is not None and adapter is not None and hold(obj, adapter):
                 capturing.note_held(adapter.stepped_arrays(obj))
@@ -101,7 +118,7 @@ def capture_objects(
 
 
 def check_capture(
-    objects: Mapping[str, object], captures: Captures, worker: Worker, holders: Mapping[str, Sequence[int]]
+    objects: Mapping[str, object], captures: CaptureCache, worker: Worker, holders: Mapping[str, Sequence[int]]
 ) -> None:
     """Makes sure that `capture_objects` can take the state of the objects, as far as that shows without changing them.
 
@@ -117,9 +134,9 @@ def check_capture(
     Raises:
         UnsupportedValueError: If something cannot be stored.
     """
-    with no_collection():
-        sharing = Sharing(worker)
-        trial = _Trial(Cast(objects), captures, sharing)
+    with gc_paused():
+        sharing = ShardOwnership(worker)
+        trial = _Trial(ObjectsContext(objects), captures, sharing)
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             trial.encode(obj, escape(name))
@@ -150,7 +167,7 @@ class _Shared(NamedTuple):
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, scene: Cast, captures: Captures, sharing: Sharing) -> None:
+    def __init__(self, context: ObjectsContext, captures: CaptureCache, sharing: ShardOwnership) -> None:
         super().__init__()
         self._sharing = sharing
         # By library and memory: a leaf that is not simply one array.
@@ -159,7 +176,7 @@ class _Capturing(Encoder):
         self._held: set[int] = set()
         # What was looked at: another array might get the identity of one that is gone.
         self._kept: list[Sharding] = []
-        self._scene = scene
+        self._context = context
         self._captures = captures
         self._columns = Captured([], [], [], [], [], {})
         self._backends: dict[type, ArrayBackend] = {}
@@ -170,8 +187,8 @@ class _Capturing(Encoder):
         self._by_memory: dict[str, dict[Hashable, int]] = {}
         self._memories: list[Hashable] = []
         self._addresses: set[int | None] = set()
-        # Banks that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
-        self._banks: list[tuple[int, Bank]] = []
+        # Containers that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
+        self._cached: list[tuple[int, CachedContainer]] = []
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
         """All that was taken."""
@@ -190,7 +207,7 @@ class _Capturing(Encoder):
             sharing.worker,
             tuple(sharing.replicas),
             loose=frozenset(sharing.loose),
-            own=frozenset(name for name, obj in self._scene.objects.items() if _is_own(obj)),
+            own=frozenset(name for name, obj in self._context.objects.items() if _is_own(obj)),
             compared=tuple(sharing.compared),
             strides=tuple(sharing.strides),
             quantizers=tuple(sharing.quantizers),
@@ -224,8 +241,8 @@ class _Capturing(Encoder):
         backend = self._backends.get(cls)
         if backend is None:
             sharing = self._sharing
-            if (cls is dict or cls is list) and self._may_be_bank(value, depth):
-                return self._encode_bank(value, path, depth)
+            if (cls is dict or cls is list) and self._is_long(value, depth):
+                return self._encode_long(value, path, depth)
             if cls in ENCODERS:
                 return super().encode(value, path, depth)
             sharder = sharder_of_type(cls)
@@ -311,7 +328,7 @@ class _Capturing(Encoder):
 
     def _state_of(self, value: Any, adapter: Adapter, path: str) -> Any:
         try:
-            return adapter.state_of(value, self._scene)
+            return adapter.state_of(value, self._context)
         except (HoldfastError, MemoryError):
             raise
         except Exception as error:
@@ -321,41 +338,41 @@ class _Capturing(Encoder):
                 hint="See the cause above: it was raised by the object itself.",
             ) from error
 
-    def _may_be_bank(self, value: dict[Any, Any] | list[Any], depth: int) -> bool:
+    def _is_long(self, value: dict[Any, Any] | list[Any], depth: int) -> bool:
         return len(value) >= LEAST_ARRAYS and depth <= MAX_DEPTH and self._sharing.worker.is_alone
 
-    def _encode_bank(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
+    def _encode_long(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
         """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
         columns = self._columns
-        bank = self._captures.banks.get(path)
-        arrays = bank.try_arrays(value) if bank is not None else None
+        cached = self._captures.containers.get(path)
+        arrays = cached.try_arrays(value) if cached is not None else None
         if (
-            bank is not None
+            cached is not None
             and arrays is not None
-            and self._addresses.isdisjoint(bank.addresses)
-            and self._names.isdisjoint(bank.names)
+            and self._addresses.isdisjoint(cached.addresses)
+            and self._names.isdisjoint(cached.names)
         ):
-            self.count(bank.count, path)
-            self._banks.append((len(columns.names), bank))
-            self._names.update(bank.names)
-            self._addresses.update(bank.addresses)
-            self._memories += bank.memories
-            columns.names.extend(bank.names)
-            columns.specs.extend(bank.specs)
+            self.count(cached.count, path)
+            self._cached.append((len(columns.names), cached))
+            self._names.update(cached.names)
+            self._addresses.update(cached.addresses)
+            self._memories += cached.memories
+            columns.names.extend(cached.names)
+            columns.specs.extend(cached.specs)
             columns.arrays.extend(arrays)
-            columns.addresses.extend(bank.addresses)
-            columns.backends.extend([bank.backend] * len(arrays))
-            return bank.node
+            columns.addresses.extend(cached.addresses)
+            columns.backends.extend([cached.backend] * len(arrays))
+            return cached.node
         first = len(columns.names)
         node = super().encode(value, path, depth)
-        self._note_bank(value, path, first, node)
+        self._remember_long(value, path, first, node)
         return node
 
-    def _note_bank(self, value: dict[Any, Any] | list[Any], path: str, first: int, node: Node) -> None:
+    def _remember_long(self, value: dict[Any, Any] | list[Any], path: str, first: int, node: Node) -> None:
         """Remembers a container if it holds plain arrays of one library, each with a leaf of its own, and no more."""
         columns = self._columns
         addresses = [address for address in columns.addresses[first:] if address is not None]
-        self._captures.banks.pop(path, None)
+        self._captures.containers.pop(path, None)
         arrays = arrays_of(value)
         if len(addresses) != len(arrays) or len(columns.names) - first != len(arrays) or "$" in node:
             return
@@ -367,14 +384,14 @@ class _Capturing(Encoder):
             return
         if any(spec.strides or spec.quantizer for spec in columns.specs[first:]):
             return  # What an index says of such a leaf is noted where it is looked at by itself.
-        glance = try_glance(backends[0], arrays)
-        if glance is not None:
-            self._captures.banks[path] = Bank(
+        fingerprint = try_fingerprint(backends[0], arrays)
+        if fingerprint is not None:
+            self._captures.containers[path] = CachedContainer(
                 keys_of(value),
                 len(arrays) + len(dicts),
                 frozenset(map(type, arrays)),
                 backends[0],
-                glance,
+                fingerprint,
                 columns.names[first:],
                 columns.specs[first:],
                 addresses,
@@ -426,12 +443,12 @@ class _Capturing(Encoder):
 
     def _place(self, backend: ArrayBackend, memory: Hashable, address: int | None) -> int | None:
         """Where in the columns the leaf of that memory stands, if it has one."""
-        if self._banks and address is not None and address in self._addresses:
-            # It may be one of a bank's: those are entered one by one only now, since that is seldom needed.
-            for first, bank in self._banks:
-                places = range(first, first + len(bank.memories))
-                self._by_memory.setdefault(bank.backend.name, {}).update(zip(bank.memories, places, strict=True))
-            self._banks.clear()
+        if self._cached and address is not None and address in self._addresses:
+            # It may be one of a long container's: those are entered one by one only now, since that is seldom needed.
+            for first, cached in self._cached:
+                places = range(first, first + len(cached.memories))
+                self._by_memory.setdefault(cached.backend.name, {}).update(zip(cached.memories, places, strict=True))
+            self._cached.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
 
 

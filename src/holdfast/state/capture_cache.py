@@ -1,4 +1,4 @@
-"""Containers of very many arrays, whose look is remembered from one capture to the next."""
+"""What one capture leaves for the next, so that what has not changed is not looked at again array by array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_ARRAYS: Final = 32
 """Smaller containers are looked at array by array, which takes no longer."""
 
 
-class Bank(msgspec.Struct, frozen=True):
+class CachedContainer(msgspec.Struct, frozen=True):
     """A container of nothing but arrays of one library, as it looked when its state was last taken.
 
     It is a dict or a list of arrays, or of dicts of arrays, as optimizers have for each parameter. It holds none of the
@@ -25,7 +25,7 @@ class Bank(msgspec.Struct, frozen=True):
         count: How many values it has, those of its dicts among them.
         types: The arrays' classes.
         backend: Their library.
-        glance: What `ArrayBackend.glance` said of them.
+        fingerprint: What `ArrayBackend.fingerprint` said of them.
         names: Their leaves' names.
         specs: What they are.
         addresses: Where they lie.
@@ -37,7 +37,7 @@ class Bank(msgspec.Struct, frozen=True):
     count: int
     types: frozenset[type]
     backend: ArrayBackend
-    glance: object
+    fingerprint: object
     names: list[str]
     specs: list[ArraySpec]
     addresses: list[int]
@@ -49,7 +49,7 @@ class Bank(msgspec.Struct, frozen=True):
         if keys_of(container) != self.keys:
             return None
         arrays = arrays_of(container)
-        if not self.types.issuperset(map(type, arrays)) or try_glance(self.backend, arrays) != self.glance:
+        if not self.types.issuperset(map(type, arrays)) or try_fingerprint(self.backend, arrays) != self.fingerprint:
             return None
         return arrays
 
@@ -81,9 +81,20 @@ def _parts_of(container: dict[Any, Any] | list[Any]) -> Collection[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def try_glance(backend: ArrayBackend, arrays: Sequence[Any]) -> object:
+def try_fingerprint(backend: ArrayBackend, arrays: Sequence[Any]) -> object:
     """What the library says of the arrays, or None where it has nothing to say."""
     try:
-        return backend.glance(arrays)
+        return backend.fingerprint(arrays)
     except Exception:  # noqa: BLE001  Whatever is wrong with an array comes out when it is looked at by itself.
         return None
+
+
+class CaptureCache:
+    """The long containers of the objects that are captured again and again.
+
+    Attributes:
+        containers: By path, each as it looked at the last capture.
+    """
+
+    def __init__(self) -> None:
+        self.containers: dict[str, CachedContainer] = {}

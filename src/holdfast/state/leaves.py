@@ -132,7 +132,7 @@ class ArrayBackend(Protocol):
     devices: DeviceCopier | None
     """For libraries whose arrays may lie elsewhere than in host memory."""
 
-    is_fixed: bool
+    is_immutable: bool
     """Whether arrays cannot be changed once they are made."""
 
     def spec(self, array: Any, path: str) -> ArraySpec:
@@ -164,7 +164,7 @@ class ArrayBackend(Protocol):
         """
         ...
 
-    def glance(self, arrays: Sequence[Any]) -> object:
+    def fingerprint(self, arrays: Sequence[Any]) -> object:
         """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
 
         It is quicker than looking at each. It may raise anything for arrays that have no `address`.
@@ -213,6 +213,77 @@ class ArrayBackend(Protocol):
         may be the same memory.
         """
         ...
+
+
+class LocalBox(msgspec.Struct, frozen=True):
+    """A box of an array that this worker holds.
+
+    Attributes:
+        box: Which part of the array it is.
+        array: Its values: a plain array of the box's shape.
+        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
+            hold a plain array in that place.
+    """
+
+    box: Box
+    array: Any
+    holders: Sequence[int] | None
+
+
+class Sharding(msgspec.Struct, frozen=True):
+    """What one worker holds of an array.
+
+    Attributes:
+        spec: What the whole array is.
+        backend: The library of the boxes.
+        boxes: What lies here; they do not overlap.
+        memory: Equal for two arrays exactly when they are the same boxes of the same memory.
+        workers: How many workers hold it together, as far as is known here; 0 for those that hold a plain array in that
+            place.
+        is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
+        place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
+        may_differ: Whether workers that train alike may have other values there.
+    """
+
+    spec: ArraySpec
+    backend: ArrayBackend
+    boxes: tuple[LocalBox, ...]
+    memory: Hashable
+    workers: int = 0
+    is_by_hand: bool = False
+    place: Hashable = None
+    may_differ: bool = False
+
+
+class Sharder(Protocol):
+    """How one kind of sharded array is looked at."""
+
+    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+        """What this worker holds of an array. It communicates with nobody.
+
+        Raises:
+            UnsupportedValueError: If the array cannot be stored; `path` says where it stands.
+        """
+        ...
+
+    def new(self, like: Any, spec: ArraySpec) -> Any:
+        """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
+        ...
+
+
+class PendingArray:
+    """Stands for an array that is made when its values have come. Each library of arrays derives one of its own."""
+
+    def check(self, leaf: str) -> None:
+        """Makes sure that the library can make the array, before anything is read for it.
+
+        Raises:
+            UnsupportedValueError: If it cannot; `leaf` says whose values it is to get.
+        """
+
+    def finish(self) -> Any:
+        """Makes the array."""
+        raise NotImplementedError  # The library of the array makes it.
 
 
 class Replica(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ class NumpyBackend:
 
     name = "numpy"
     devices: DeviceCopier | None = None
-    is_fixed = False
+    is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""
@@ -64,7 +64,7 @@ class NumpyBackend:
         address = array.__array_interface__["data"][0]
         return extent_of(address, array.shape, array.strides, array.itemsize)
 
-    def glance(self, arrays: Sequence[Any]) -> object:
+    def fingerprint(self, arrays: Sequence[Any]) -> object:
         """Address, type, byte order, shape and strides of each."""
         return [(array.__array_interface__["data"][0], array.dtype, array.shape, array.strides) for array in arrays]
 

@@ -6,22 +6,19 @@ import importlib
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from holdfast.errors import UsageError
 from holdfast.format.codecs import is_tensor_subclass
-from holdfast.state.adapters import Adapter, Loading, Rules, Scene, StateAdapter, StateDictAdapter
-from holdfast.state.leaves import ArrayBackend
-
-if TYPE_CHECKING:
-    from holdfast.state.sharding import Sharder
+from holdfast.state.adapters import Adapter, CaptureContext, Loading, Rules, StateAdapter, StateDictAdapter
+from holdfast.state.leaves import ArrayBackend, Sharder
 
 __all__ = [
     "INTEGRATIONS",
     "Adapter",
+    "CaptureContext",
     "Loading",
     "Rules",
-    "Scene",
     "StateAdapter",
     "StateDictAdapter",
     "adapter_of",
@@ -73,9 +70,9 @@ def register_backend(cls: type, backend: ArrayBackend) -> None:
     _found.clear()
 
 
-def fixed_types() -> tuple[type, ...]:
+def immutable_types() -> tuple[type, ...]:
     """The classes of arrays that cannot be changed, of the libraries that are in use."""
-    return tuple(cls for cls, backend in _backends.items() if backend.is_fixed)
+    return tuple(cls for cls, backend in _backends.items() if backend.is_immutable)
 
 
 def register_sharder(cls: type, sharder: Sharder) -> None:

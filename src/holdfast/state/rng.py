@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.format.digests import digest
+from holdfast.format.digests import derive, digest
 from holdfast.format.workers import Worker
 from holdfast.state.adapters import Loading, StateAdapter
-from holdfast.state.data.permutation import derive
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter
 

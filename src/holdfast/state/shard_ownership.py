@@ -19,9 +19,8 @@ from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
 from holdfast.state.adapters import Replication
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Replica, part_of, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
-from holdfast.state.sharding import LocalBox, Sharding
 
 MOST_WRITERS: Final = 64
 """So many holders share the writing. With more it would not be quicker, and each restore would open more files."""
@@ -66,7 +65,7 @@ def choose_writers(holders: Sequence[int]) -> Sequence[int]:
     return [holders[number * len(holders) // MOST_WRITERS] for number in range(MOST_WRITERS)]
 
 
-class Sharing:
+class ShardOwnership:
     """Decides for one capture, array by array, and keeps account of what an index has to say about it.
 
     Attributes:

@@ -3,76 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Final, Protocol
-
-import msgspec
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
 from holdfast.format.workers import Worker
-from holdfast.state.adapters import OWNED, Adapter, Loading, Readable, Scene
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Skeleton, spec_like
-from holdfast.state.match.deferred import PendingArray
-from holdfast.state.match.update_in_place import settle
+from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
+from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
 from holdfast.state.registry import backend_of, register_adapter, register_sharder
 from holdfast.state.tree_walk import find_stateful, may_change_when_read
-
-
-class LocalBox(msgspec.Struct, frozen=True):
-    """A box of an array that this worker holds.
-
-    Attributes:
-        box: Which part of the array it is.
-        array: Its values: a plain array of the box's shape.
-        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
-            hold a plain array in that place.
-    """
-
-    box: Box
-    array: Any
-    holders: Sequence[int] | None
-
-
-class Sharding(msgspec.Struct, frozen=True):
-    """What one worker holds of an array.
-
-    Attributes:
-        spec: What the whole array is.
-        backend: The library of the boxes.
-        boxes: What lies here; they do not overlap.
-        memory: Equal for two arrays exactly when they are the same boxes of the same memory.
-        workers: How many workers hold it together, as far as is known here; 0 for those that hold a plain array in that
-            place.
-        is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
-        place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
-        may_differ: Whether workers that train alike may have other values there.
-    """
-
-    spec: ArraySpec
-    backend: ArrayBackend
-    boxes: tuple[LocalBox, ...]
-    memory: Hashable
-    workers: int = 0
-    is_by_hand: bool = False
-    place: Hashable = None
-    may_differ: bool = False
-
-
-class Sharder(Protocol):
-    """How one kind of sharded array is looked at."""
-
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What this worker holds of an array. It communicates with nobody.
-
-        Raises:
-            UnsupportedValueError: If the array cannot be stored; `path` says where it stands.
-        """
-        ...
-
-    def new(self, like: Any, spec: ArraySpec) -> Any:
-        """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
-        ...
 
 
 class Shard:
@@ -197,14 +137,14 @@ class _PerWorkerAdapter(Adapter):
     def readable(self, obj: Any) -> Readable:
         return Readable.WHEN_SAVED if may_change_when_read(obj.value) else Readable.ALWAYS
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         return obj.value
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         value = loading.value(stored, obj.value, rules=OWNED)
 
         def load() -> None:
-            obj.value = settle(obj.value, loading.complete(value), {})
+            obj.value = loading.put(obj.value, value)
 
         return load
 

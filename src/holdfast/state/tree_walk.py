@@ -5,17 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.encoding import path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Readable
-from holdfast.state.leaves import ArrayBackend
+from holdfast.state.leaves import ArrayBackend, Sharder
 from holdfast.state.registry import adapter_of, backend_of_type, is_made_of_tensors, sharder_of_type
-
-if TYPE_CHECKING:
-    from holdfast.state.sharding import Sharder
 
 _Trail: TypeAlias = tuple[Any, Hashable, int] | None
 """The way to a value: that of what holds it, and its key and number there. A path is made only where one is needed."""
@@ -48,7 +45,7 @@ def holds_state(live: object) -> bool:
     return any(handler is not None for _, _, handler in _walk(live))
 
 
-def fixed_arrays_in(root: object) -> list[object]:
+def immutable_arrays_in(root: object) -> list[object]:
     """The arrays in a tree of values that cannot be changed, each once; not those within objects with state."""
     found = (value for _, value, handler in _walk(root, is_sought=_is_fixed) if not isinstance(handler, Adapter | None))
     return list({id(value): value for value in found}.values())
@@ -113,7 +110,7 @@ def _walk(
 
 
 def _is_fixed(library: ArrayBackend | Sharder) -> bool:
-    return getattr(library, "is_fixed", False)
+    return getattr(library, "is_immutable", False)
 
 
 def _types_of_parts(value: Any) -> set[type]:

@@ -14,10 +14,16 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import names_in
 from holdfast.format.workers import Worker
-from holdfast.integrations.jax.deferred_arrays import MadeArray, Placement, box_of, is_key, numbers_of, placement_of
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
+from holdfast.integrations.jax.deferred_arrays import (
+    MadeArray,
+    Placement,
+    box_of,
+    is_key,
+    numbers_of,
+    placement_of,
+)
+from holdfast.state.leaves import ArraySpec, DeviceCopier, LocalBox, Plain, Sharding, spec_of
 from holdfast.state.registry import register_backend, register_sharder
-from holdfast.state.sharding import LocalBox, Sharding
 
 DTYPES: Final = names_in("jax")
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -28,7 +34,7 @@ class JaxBackend:
 
     name = "jax"
     devices: DeviceCopier | None = None
-    is_fixed = True
+    is_immutable = True
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the array is."""
@@ -61,7 +67,7 @@ class JaxBackend:
         """None: what is to be made has memory of its own."""
         return None
 
-    def glance(self, arrays: Sequence[Any]) -> object:
+    def fingerprint(self, arrays: Sequence[Any]) -> object:
         """Nothing: there is no quicker look."""
         return None
 
@@ -85,10 +91,12 @@ class JaxBackend:
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """The host memory from which each is made later."""
-        memories = [_memory_of(array) for array in arrays]
-        sizes_bytes = [0 if memory is None else memory.nbytes for memory in memories]
-        begins = [self.address(array) or 0 for array in arrays]
-        return [(begin, begin + size_bytes) for begin, size_bytes in zip(begins, sizes_bytes, strict=True)]
+        extents = []
+        for array in arrays:
+            memory = _memory_of(array)
+            begin = 0 if memory is None else memory.__array_interface__["data"][0]
+            extents.append((begin, begin + (0 if memory is None else memory.nbytes)))
+        return extents
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills memory from bytes."""

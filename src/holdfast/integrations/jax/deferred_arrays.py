@@ -13,8 +13,7 @@ from jax.sharding import AxisType, SingleDeviceSharding
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box
-from holdfast.state.leaves import ArraySpec
-from holdfast.state.match.deferred import PendingArray
+from holdfast.state.leaves import ArraySpec, PendingArray
 
 _ZEROS: Final[dict[str, Any]] = {"i": 0, "f": 0.0, "c": 0j}
 """For a kind of element types, the number of Python's from which JAX makes arrays whose type gives way."""

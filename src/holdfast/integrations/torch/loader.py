@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.format.digests import derive
 from holdfast.integrations.torch.ignore_signals import IgnoreSignals, SignalProofLoader
 from holdfast.numbers import check_whole
-from holdfast.state.adapters import Loading, Oversights, Readable, Scene
-from holdfast.state.data.permutation import derive
+from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.position import is_position
 from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
@@ -293,13 +293,13 @@ class LoaderAdapter(SamplerAdapter):
         """See `Adapter`. torchdata's loader has a state of its own, and starts its workers when it is asked for it."""
         return Readable.WHEN_SAVED if callable(getattr(obj, "state_dict", None)) else super().readable(obj)
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """The loader's own state, or that of its sampler.
 
         Raises:
             UnsupportedValueError: If it has neither, or both.
         """
-        path = next((path for path, member in scene.members if member is obj), "")
+        path = next((path for path, member in context.members if member is obj), "")
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
 
     def find_sampler(self, obj: Any) -> ResumableSampler | None:

@@ -15,9 +15,8 @@ from holdfast.format.boxes import Box
 from holdfast.format.strides import row_major
 from holdfast.format.workers import Worker
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArraySpec, part_of, spec_like
+from holdfast.state.leaves import ArraySpec, LocalBox, Sharding, part_of, spec_like
 from holdfast.state.registry import register_sharder
-from holdfast.state.sharding import LocalBox, Sharding
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Places along one dimension: where each run of them begins and ends, in the order in which they lie locally."""

@@ -13,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UsageError
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.adapters import OWNED, Adapter, Loading, Oversights, Readable, Replication, Scene, refuse_type
+from holdfast.state.adapters import (
+    OWNED,
+    Adapter,
+    CaptureContext,
+    Loading,
+    Oversights,
+    Readable,
+    Replication,
+    refuse_type,
+)
 from holdfast.state.leaves import ArraySpec, Skeleton
 from holdfast.state.registry import is_made_of_tensors
 
@@ -94,7 +103,7 @@ class ModuleAdapter(Adapter):
         parameters = list(obj.parameters())
         return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(obj))
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Values by name."""
         return _read(obj)
 

@@ -25,7 +25,16 @@ from torch.utils.weak import TensorWeakRef
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
-from holdfast.state.adapters import FSDP1, REPLACED, Adapter, Loading, Oversights, Replication, Scene, make_refusal
+from holdfast.state.adapters import (
+    FSDP1,
+    REPLACED,
+    Adapter,
+    CaptureContext,
+    Loading,
+    Oversights,
+    Replication,
+    make_refusal,
+)
 from holdfast.state.leaves import Skeleton
 
 
@@ -160,12 +169,12 @@ class OptimizerAdapter(Adapter):
         if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
             raise make_refusal(FSDP1, "the optimizer of a FullyShardedDataParallel", path)
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """State by name."""
         raw = obj.state_dict()
         if not _is_of_torchs_form(raw, obj):
             return {"whole": raw, "class": _class_of(obj)}
-        layout = _layout_of(obj, scene)
+        layout = _layout_of(obj, context)
         groups = zip(raw["param_groups"], layout.groups, strict=True)
         return {
             "state": {layout.names[key]: value for key, value in raw["state"].items() if type(key) is int},
@@ -228,7 +237,7 @@ class OptimizerAdapter(Adapter):
             whole = loading.value(tree["whole"], raw, "whole")
             return lambda: obj.load_state_dict(loading.complete(whole))
         if is_state_dict(tree) and _is_of_torchs_form(raw, obj):
-            named = name_stored_parameters(tree, _layout_of(obj, loading.scene).groups, loading)
+            named = name_stored_parameters(tree, _layout_of(obj, loading.context).groups, loading)
             if named is None:
                 return lambda: None
             tree, shapes = named
@@ -243,7 +252,7 @@ class OptimizerAdapter(Adapter):
                     f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
                 )
             return lambda: None
-        layout = _layout_of(obj, loading.scene)
+        layout = _layout_of(obj, loading.context)
         matched, known = _match_groups(tree["groups"], layout, loading)
         for group, (number, node) in zip(raw["param_groups"], matched, strict=True):
             if node is not None:
@@ -271,11 +280,11 @@ def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | No
     return None
 
 
-def parameter_names(scene: Scene) -> dict[int, str]:
-    """For each parameter of the scene's modules, by its id, the first name that it has."""
+def parameter_names(context: CaptureContext) -> dict[int, str]:
+    """For each parameter of the modules, by its id, the first name that it has."""
     names: dict[int, str] = {}
     taken: set[str] = set()
-    for path, member in scene.members:
+    for path, member in context.members:
         if isinstance(member, nn.Module):
             settle(member)
             rename = renaming(member)
@@ -287,8 +296,8 @@ def parameter_names(scene: Scene) -> dict[int, str]:
     return names
 
 
-def _layout_of(optimizer: torch.optim.Optimizer, scene: Scene) -> _Layout:
-    in_modules = scene.once("torch.parameter_names", lambda: parameter_names(scene))
+def _layout_of(optimizer: torch.optim.Optimizer, context: CaptureContext) -> _Layout:
+    in_modules = context.once("torch.parameter_names", lambda: parameter_names(context))
     given = [_given_names(group) for group in optimizer.param_groups]
     flat = [name for names in given if names is not None for name in names]
     # Two modules may have parameters of the same name; then none of the names says enough.

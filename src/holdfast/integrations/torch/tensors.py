@@ -50,7 +50,7 @@ class TorchBackend:
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
-    is_fixed = False
+    is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """What the tensor is."""
@@ -98,7 +98,7 @@ class TorchBackend:
         item_bytes = array.itemsize
         return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
-    def glance(self, arrays: Sequence[Any]) -> object:
+    def fingerprint(self, arrays: Sequence[Any]) -> object:
         """Address, shape, type and strides of each, if all lie as they are stored."""
         addresses: list[int] = []
         shapes: list[torch.Size] = []

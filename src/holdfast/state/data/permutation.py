@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from holdfast.format.digests import MIX_FIRST, MIX_SECOND, derive
+
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
@@ -40,25 +42,6 @@ MAX_LENGTH: Final = 1 << 62
 
 _ROUNDS: Final = 12
 _MIN_BITS: Final = 6
-_MASK: Final = (1 << 64) - 1
-_STEP: Final = 0x9E3779B97F4A7C15
-_FIRST: Final = 0xBF58476D1CE4E5B9
-_SECOND: Final = 0x94D049BB133111EB
-
-
-def mix(word: int) -> int:
-    """**Pure.** A bijection of the 64-bit numbers that leaves no pattern."""
-    word = ((word ^ (word >> 30)) * _FIRST) & _MASK
-    word = ((word ^ (word >> 27)) * _SECOND) & _MASK
-    return word ^ (word >> 31)
-
-
-def derive(*words: int) -> int:
-    """**Pure.** One 64-bit number from several, all of whose bits depend on all of theirs."""
-    derived = 0
-    for word in words:
-        derived = mix((derived + word + _STEP) & _MASK)
-    return derived
 
 
 class Permutation:
@@ -138,8 +121,8 @@ def _mix_top_bits(words: Words, key: int, bits: int) -> Words:
 
     mixed = words + np.uint64(key)
     mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(_FIRST)
+    mixed *= np.uint64(MIX_FIRST)
     mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(_SECOND)
+    mixed *= np.uint64(MIX_SECOND)
     mixed ^= mixed >> np.uint64(31)
     return mixed >> np.uint64(64 - bits)

@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from holdfast.errors import MismatchError, OutOfRangeError, UsageError
+from holdfast.format.digests import derive
 from holdfast.numbers import check_whole
-from holdfast.state.adapters import Adapter, Loading, Scene
+from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.data import permutation
 from holdfast.state.data.batches import Batches
 from holdfast.state.data.position import Position, count_samples, step_break
@@ -344,7 +345,7 @@ class ResumableSampler:
 
     def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
         for further, batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
-            order = permutation.Permutation(self._length, permutation.derive(self._seed, epoch + further))
+            order = permutation.Permutation(self._length, derive(self._seed, epoch + further))
             indices = order.of(batches) if self._shuffle else list(itertools.chain.from_iterable(batches))
             first = 0
             for batch in batches:
@@ -364,7 +365,7 @@ class ResumableSampler:
                 # A loader may draw from a global generator when it begins: in the middle of an epoch, where only a
                 # resumed job begins, that would shift all that is drawn later.
                 with undisturbed():
-                    _seed_draws(permutation.derive(self._seed, self._epoch, _FOR_LOADERS, self._position_samples))
+                    _seed_draws(derive(self._seed, self._epoch, _FOR_LOADERS, self._position_samples))
                     iterator = iter(loader)
                 for batch in iterator:
                     self._take(current)
@@ -474,7 +475,7 @@ class SamplerAdapter(Adapter):
         """The sampler that an object is built on; None if it keeps a position in another way."""
         return self._sampler_of(obj)
 
-    def state_of(self, obj: Any, scene: Scene) -> Any:
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """The sampler's state."""
         return self._sampler_of(obj).state_dict()
 

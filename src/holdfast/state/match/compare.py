@@ -25,11 +25,11 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.scalars import ENCODERS
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import OWNED, REPLACED, Adapter
-from holdfast.state.capture import Cast
-from holdfast.state.leaves import ArraySpec, Differences
+from holdfast.state.capture import ObjectsContext
+from holdfast.state.leaves import ArraySpec, Differences, PendingArray
 from holdfast.state.match.context import ObjectLoading
-from holdfast.state.match.deferred import Finished, PendingArray, finish_arrays
-from holdfast.state.match.targets import Claims
+from holdfast.state.match.deferred import Finished, finish_arrays
+from holdfast.state.match.targets import RestoreTargets
 from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
@@ -89,9 +89,9 @@ class Comparison(Decoder):
         stored_workers: int = 1,
     ) -> None:
         super().__init__(_find_codec)
-        self.scene = Cast(objects)
+        self.context = ObjectsContext(objects)
         self.differences = Differences()
-        self.claims = Claims(self.differences, worker)
+        self.claims = RestoreTargets(self.differences, worker)
         self.jobs: list[Job] = []
         self.selected_count = 0
         self.rules = OWNED

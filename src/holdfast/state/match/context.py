@@ -9,6 +9,7 @@ from holdfast.format.decoding import ABSENT, UNFILLED, malformed
 from holdfast.format.encoding import escape
 from holdfast.state.adapters import HANDED_OVER, Rules
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.match.update_in_place import update_in_place
 
 if TYPE_CHECKING:
     from holdfast.state.match.compare import Comparison
@@ -19,7 +20,7 @@ class ObjectLoading:
 
     def __init__(self, comparison: Comparison, path: str, depth: int) -> None:
         self.path = path
-        self.scene = comparison.scene
+        self.context = comparison.context
         self._comparison = comparison
         self._depth = depth
 
@@ -35,6 +36,10 @@ class ObjectLoading:
     def complete(self, value: Any) -> Any:
         """The value, with all arrays in their places."""
         return self._comparison.complete(value)
+
+    def put(self, live: Any, value: Any) -> Any:
+        """What stands there once the live value has been changed."""
+        return update_in_place(live, self.complete(value), {})
 
     def wants(self, *at: str) -> bool:
         """Whether what stands there is restored."""

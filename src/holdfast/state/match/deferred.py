@@ -7,24 +7,10 @@ import dataclasses
 from typing import Any, TypeAlias
 
 from holdfast.format.codecs import is_plain_dataclass
+from holdfast.state.leaves import PendingArray
 
 Finished: TypeAlias = dict[int, Any]
 """By the identity of what stood for it, each array that has been made."""
-
-
-class PendingArray:
-    """Stands for an array that is made when its values have come. Each library of arrays derives one of its own."""
-
-    def check(self, leaf: str) -> None:
-        """Makes sure that the library can make the array, before anything is read for it.
-
-        Raises:
-            UnsupportedValueError: If it cannot; `leaf` says whose values it is to get.
-        """
-
-    def finish(self) -> Any:
-        """Makes the array."""
-        raise NotImplementedError  # The library of the array makes it.
 
 
 def finish_arrays(value: Any, finished: Finished) -> Any:

@@ -16,10 +16,9 @@ from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.workers import ALONE, Worker
-from holdfast.state.gc_pause import no_collection
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.match.compare import Comparison, Job
-from holdfast.state.match.update_in_place import Settled, settle
+from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.sharding import PER_WORKER, PerWorker
 
 
@@ -62,9 +61,9 @@ class Matching(msgspec.Struct, frozen=True):
             if target.copies:
                 fill_copies(target)
         changed: dict[str, object] = {}
-        settled: Settled = {}
+        updated: Updated = {}
         for renewal in self._renewals:
-            stands = settle(renewal.live, self._complete(renewal.value), settled)
+            stands = update_in_place(renewal.live, self._complete(renewal.value), updated)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
         for job in sorted(self._jobs, key=lambda job: job.last):
@@ -80,7 +79,6 @@ class Matching(msgspec.Struct, frozen=True):
         return changed
 
 
-@no_collection()
 def match_objects(
     objects: Mapping[str, object],
     stored_objects: Mapping[str, Skeleton],

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from holdfast.format.boxes import Box
 from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Rules
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, Target, spec_of
-from holdfast.state.match.deferred import PendingArray
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, PendingArray, Sharder, Sharding, Target, spec_of
 from holdfast.state.registry import backend_named
-
-if TYPE_CHECKING:
-    from holdfast.state.sharding import Sharder, Sharding
 
 _Key: TypeAlias = str | tuple[str, Box]
 """A leaf, or a box of it that is not all of it."""
@@ -28,7 +24,7 @@ class _Claim:
     made: tuple[ArrayBackend, Any] | None = None
 
 
-class Claims:
+class RestoreTargets:
     """Collects, for each leaf that is needed, the arrays that want it.
 
     Arrays that were one when they were stored become one again where they are made anew; where live ones stand, each

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.scalars import ENCODERS
 
-Settled: TypeAlias = dict[int, tuple[Any, Any]]
+Updated: TypeAlias = dict[int, tuple[Any, Any]]
 """The live containers that have been changed, by their ids, each with the value that it got."""
 
 
-def settle(live: Any, value: Any, settled: Settled) -> Any:
+def update_in_place(live: Any, value: Any, updated: Updated) -> Any:
     """Changes what can be changed of a live value where it is, so that it equals the new one.
 
     A live container that stands in several places gets the value of the first of them. It stays in the others if they
@@ -24,7 +24,7 @@ def settle(live: Any, value: Any, settled: Settled) -> Any:
     Args:
         live: What stands there now.
         value: What is to stand there.
-        settled: The containers that have been changed before; those changed now are added.
+        updated: The containers that have been changed before; those changed now are added.
 
     Returns:
         What stands there now: `live` itself if it could be changed, otherwise the new value, within which live
@@ -33,32 +33,32 @@ def settle(live: Any, value: Any, settled: Settled) -> Any:
     if live is value or type(live) is not type(value):
         return value
     if _is_changeable(value):
-        if id(live) in settled:
-            return live if _same(settled[id(live)][1], value) else value
+        if id(live) in updated:
+            return live if _same(updated[id(live)][1], value) else value
         # Noted before it is changed, for it may contain itself.
-        settled[id(live)] = (live, value)
+        updated[id(live)] = (live, value)
     if isinstance(value, dict):
         if isinstance(value, collections.defaultdict):
             live.default_factory = value.default_factory
         if _holds_the_same(live, value):
             return live
-        items = [(key, settle(live.get(key), part, settled)) for key, part in value.items()]
+        items = [(key, update_in_place(live.get(key), part, updated)) for key, part in value.items()]
         live.clear()
         for key, part in items:
             live[key] = part
         return live
     if isinstance(value, list):
-        live[:] = _settled_parts(live, value, settled)
+        live[:] = _updated_parts(live, value, updated)
         return live
     if isinstance(value, tuple):
-        parts = _settled_parts(live, value, settled)
+        parts = _updated_parts(live, value, updated)
         if len(parts) == len(live) and all(part is own for part, own in zip(parts, live, strict=True)):
             return live
         return tuple.__new__(type(value), parts)
     if isinstance(value, collections.deque):
         if live.maxlen != value.maxlen:
             return value
-        parts = _settled_parts(live, value, settled)
+        parts = _updated_parts(live, value, updated)
         live.clear()
         live.extend(parts)
         return live
@@ -70,7 +70,7 @@ def settle(live: Any, value: Any, settled: Settled) -> Any:
         live[:] = value
         return live
     if is_plain_dataclass(type(value)):
-        return _settle_dataclass(live, value, settled)
+        return _settle_dataclass(live, value, updated)
     return value
 
 
@@ -84,15 +84,17 @@ def _holds_the_same(live: dict[Any, Any], value: dict[Any, Any]) -> bool:
     )
 
 
-def _settled_parts(live: Any, value: Any, settled: Settled) -> list[Any]:
+def _updated_parts(live: Any, value: Any, updated: Updated) -> list[Any]:
     own = list(live)
-    return [settle(own[index], part, settled) if index < len(own) else part for index, part in enumerate(value)]
+    return [
+        update_in_place(own[index], part, updated) if index < len(own) else part for index, part in enumerate(value)
+    ]
 
 
-def _settle_dataclass(live: Any, value: Any, settled: Settled) -> Any:
+def _settle_dataclass(live: Any, value: Any, updated: Updated) -> Any:
     frozen = type(value).__dataclass_params__.frozen
     for field in dataclasses.fields(value):
-        part = settle(getattr(live, field.name, None), getattr(value, field.name), settled)
+        part = update_in_place(getattr(live, field.name, None), getattr(value, field.name), updated)
         object.__setattr__(value if frozen else live, field.name, part)
     return value if frozen else live
 
