@@ -3,9 +3,9 @@
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.counter import Counter
 from holdfast.jobs.job import Job, epoch_limiter
-from holdfast.jobs.keeper import NodeDurations
 from holdfast.jobs.local_session import LocalSession
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
+from holdfast.jobs.node_store import NodeDurations
 from holdfast.jobs.result import JobResult
 from holdfast.jobs.runner import JobRunner
 from holdfast.jobs.session import Session

@@ -21,9 +21,19 @@ from holdfast.events import Committed, Event, Failed, Fanout, NodesTimed, Passed
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.names import StepName
 from holdfast.jobs.beginning import check_alike
-from holdfast.jobs.keeper import Keeper, KeeperOptions, LoadOrder, NodeDurations, Saving
-from holdfast.jobs.loading import NODES_NOTE, data_path, find_place, read_places, stored_nodes
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
+from holdfast.jobs.node_store import (
+    NODES_NOTE,
+    LoadOrder,
+    NodeDurations,
+    NodeStore,
+    NodeStoreOptions,
+    Saving,
+    data_path,
+    find_place,
+    read_places,
+    stored_nodes,
+)
 from holdfast.jobs.session import Session
 from holdfast.jobs.tidying import tidy_run
 from holdfast.numbers import check_whole
@@ -113,11 +123,11 @@ class MultiNodeCheckpointManager:
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
         sinks = (self._note, *sinks)
-        self._options = KeeperOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
+        self._options = NodeStoreOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
         self._begins_anew = begin_anew
         self._session: Session | None = None
         self._nodes: tuple[str, ...] = ()
-        self._keeper: Keeper | None = None
+        self._store: NodeStore | None = None
         # The epoch that was saved or loaded last, for as long as the session is the same.
         self._stands_at: int | None = None
         self._committed: int | None = None
@@ -154,7 +164,7 @@ class MultiNodeCheckpointManager:
 
     def is_ready_for(self, session: Session, nodes: Sequence[str]) -> bool:
         """Whether `init` was called for just these, and nothing has been closed since."""
-        return self._keeper is not None and self._session is session and self._nodes == tuple(nodes)
+        return self._store is not None and self._session is session and self._nodes == tuple(nodes)
 
     def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
         """**Blocks.** Makes ready for a run; what the manager did for an earlier one is brought to its end.
@@ -180,7 +190,7 @@ class MultiNodeCheckpointManager:
         self._session = session
         self._nodes = tuple(nodes)
         self._begins_anew = self._options.begin_anew and not goes_on
-        self._keeper = session.open_keeper(self._nodes, replace(self._options, begin_anew=self._begins_anew))
+        self._store = session.open_store(self._nodes, replace(self._options, begin_anew=self._begins_anew))
         if session.is_master:
             self._handler.set_params(self.url, self._nodes)
 
@@ -231,7 +241,7 @@ class MultiNodeCheckpointManager:
         """What is saved from now on follows nothing that is there."""
         self.close()
         self._begins_anew = True
-        self._keeper = session.open_keeper(self._nodes, replace(self._options, begin_anew=True))
+        self._store = session.open_store(self._nodes, replace(self._options, begin_anew=True))
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.
@@ -271,14 +281,14 @@ class MultiNodeCheckpointManager:
             SaveFailedError: If the metadata handler says that checkpoints cannot be written now.
             UnsupportedValueError: If a workspace holds what cannot be stored.
         """
-        session, keeper = self._ready()
+        session, store = self._ready()
         is_accessible = session.is_master and self._is_accessible()
         if not session.share(f"whether epoch {epoch} is saved", is_accessible)[0]:
             reason = "checkpoints cannot be written now, says the metadata handler"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
         self._committed = None
-        return keeper.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
+        return store.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
 
     def finish_save(self, epoch: int, saving: Saving) -> None:
         """**Blocks.** Waits until an epoch is committed for all nodes, and has that noted.
@@ -310,7 +320,7 @@ class MultiNodeCheckpointManager:
             MismatchError: If a value does not fit what stands there.
             StorageError: If the place fails.
         """
-        _, keeper = self._ready()
+        _, store = self._ready()
         wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
         name = self._find(check_step(epoch))
         places = read_places(self._storage, name)
@@ -324,7 +334,7 @@ class MultiNodeCheckpointManager:
             )
         found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
         found = {node: taken for node, taken in found.items() if taken}
-        durations = keeper.load(LoadOrder(name, found, tuple(place.node for place in places)))
+        durations = store.load(LoadOrder(name, found, tuple(place.node for place in places)))
         self._report(PARTIAL_LOAD, epoch, durations)
         return found
 
@@ -358,14 +368,14 @@ class MultiNodeCheckpointManager:
         Raises:
             SaveFailedError: If a save failed and nobody was told.
         """
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
-    def _ready(self) -> tuple[Session, Keeper]:
-        if self._session is None or self._keeper is None:
+    def _ready(self) -> tuple[Session, NodeStore]:
+        if self._session is None or self._store is None:
             raise UsageError("the manager is not ready for a run", hint="Call init first, as a JobRunner does.")
-        return self._session, self._keeper
+        return self._session, self._store
 
     def _find(self, epoch: int) -> StepName:
         catalog = read_catalog(self._storage)
@@ -380,7 +390,7 @@ class MultiNodeCheckpointManager:
             raise NoCheckpointError(text, hint=hint) from None
 
     def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
-        _, keeper = self._ready()
+        _, store = self._ready()
         try:
             stored = stored_nodes(self._storage, name)
             metadata = read_manifest(self._storage, name).metadata
@@ -389,8 +399,8 @@ class MultiNodeCheckpointManager:
         new, gone = self._compare_nodes(name, stored)
         here = {node: None for node in self._nodes if node not in new}
         keep_added = self._stands_at == epoch == name.step
-        durations = keeper.load(LoadOrder(name, here, tuple(stored), keep_added, self._strict))
-        keeper.go_on_from(name.step)
+        durations = store.load(LoadOrder(name, here, tuple(stored), keep_added, self._strict))
+        store.go_on_from(name.step)
         self._stands_at = name.step
         if gone or new:
             self._warn(f"the job has other nodes than epoch {name.step}: without {gone}, new are {new}")

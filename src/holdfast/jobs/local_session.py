@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.jobs.keeper import KeeperOptions
-from holdfast.jobs.local_keeper import LocalKeeper
+from holdfast.jobs.node_store import LocalNodeStore, NodeStoreOptions
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.threads import GRACE_SECONDS, run_here
@@ -68,9 +67,9 @@ class LocalSession(Session):
             workspace.begin_epoch(workspace.epoch if epoch is None else epoch)
         return run_here(group, placed, self._workspaces, self._grace_seconds)
 
-    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> LocalKeeper:
+    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> LocalNodeStore:
         """What saves and restores the workspaces of some nodes, all in one file."""
-        return LocalKeeper([self.workspace(node) for node in nodes], options)
+        return LocalNodeStore([self.workspace(node) for node in nodes], options)
 
     def close(self) -> None:
         """Ends the session, and lets go of the workspaces."""

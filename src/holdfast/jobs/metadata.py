@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from holdfast.catalog import read_catalog
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
-from holdfast.jobs.keeper import NodeDurations
+from holdfast.jobs.node_store import NodeDurations
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, open_storage
 

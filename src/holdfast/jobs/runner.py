@@ -15,7 +15,7 @@ from holdfast.events.sinks import LoggingSink
 from holdfast.format.workers import ALONE
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
-from holdfast.jobs.keeper import Saving
+from holdfast.jobs.node_store import Saving
 from holdfast.jobs.result import JobResult
 from holdfast.jobs.session import Session, telling_behind
 from holdfast.jobs.task import TaskGroup

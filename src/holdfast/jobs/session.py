@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from holdfast.errors import ClosedError, HoldfastError, NodeLostError, UsageError
 from holdfast.jobs.job import ObjectMaker
-from holdfast.jobs.keeper import Keeper, KeeperOptions
+from holdfast.jobs.node_store import NodeStore, NodeStoreOptions
 from holdfast.jobs.task import Task, TaskGroup, check_place
 from holdfast.jobs.workspace import Workspace
 
@@ -48,7 +48,7 @@ class Session(ABC):
     def __init__(self, nodes: str | Sequence[str] | None) -> None:
         self._nodes = _check_nodes(nodes)
         self._closed = False
-        self._keepers: list[Keeper] = []
+        self._stores: list[NodeStore] = []
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -156,18 +156,18 @@ class Session(ABC):
             TaskFailedError: If one raised an error.
         """
 
-    def open_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def open_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
         """What saves and restores the workspaces of some nodes. It is closed with the session, if not before.
 
         Raises:
             StorageError: If the place cannot be looked at.
         """
-        keeper = self.make_keeper(nodes, options)
-        self._keepers.append(keeper)
-        return keeper
+        store = self.make_store(nodes, options)
+        self._stores.append(store)
+        return store
 
     @abstractmethod
-    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
         """What saves and restores the workspaces of some nodes."""
 
     def close(self) -> None:
@@ -177,8 +177,8 @@ class Session(ABC):
             SaveFailedError: If a save failed and nobody was told.
         """
         self._closed = True
-        while self._keepers:
-            self._keepers.pop().close()
+        while self._stores:
+            self._stores.pop().close()
 
     def __enter__(self) -> Self:
         return self

@@ -14,12 +14,11 @@ from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.kinds import encode_event
 from holdfast.integrations.ray.store import connect_to
-from holdfast.jobs.keeper import KeeperOptions, LoadOrder
-from holdfast.jobs.node_keeper import NodeKeeper
-from holdfast.jobs.outcome import Outcome, failed
+from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import Placed
 from holdfast.jobs.task import Task, TaskFunction
 from holdfast.jobs.threads import run_here
+from holdfast.jobs.worker_store import NodeOutcome, NodePart, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
 from holdfast.storage import LocalStorage
@@ -57,7 +56,7 @@ class Answer:
     trace: str = ""
 
 
-Reply: TypeAlias = tuple[Outcome, list[bytes]]
+Reply: TypeAlias = tuple[NodeOutcome, list[bytes]]
 """How a call ended, and what has happened: events as lines of JSON."""
 
 
@@ -79,7 +78,7 @@ class NodeActor:
         self._scope = scope
         self._workspace = Workspace(nodes[rank])
         self._cluster: Cluster | None = None
-        self._keepers: dict[int, NodeKeeper] = {}
+        self._parts: dict[int, NodePart] = {}
         self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def run(self, group: str, calls: Sequence[Call], epoch: int | None, grace_seconds: float) -> Answer:
@@ -98,7 +97,7 @@ class NodeActor:
             return Answer({}, error.task, error.message + notes, trace)
         return Answer({place: results[one] for place, one in placed.items()})
 
-    def open_keeper(
+    def open_part(
         self,
         number: int,
         kept: Sequence[str],
@@ -124,35 +123,25 @@ class NodeActor:
             if self._cluster is None:
                 self._cluster = self._join()
             sinks = (self._note,) if self._rank == 0 else ()
-            options = KeeperOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
+            options = NodeStoreOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
             is_kept = self._workspace.node in kept
-            self._keepers[number] = NodeKeeper(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
+            self._parts[number] = NodePart(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
 
         return self._try(open_it)
 
-    def save(self, number: int, epoch: int, metadata: dict[str, Any]) -> Reply:
-        """Copies the workspace."""
-        return self._try(lambda: self._keepers[number].save(epoch, metadata))
+    def call_part(self, number: int, method: str, *arguments: Any) -> Reply:
+        """Calls a method of this node's part, which ends with `close`."""
 
-    def wait(self, number: int) -> Reply:
-        """Waits until the save is committed, or has failed."""
-        return self._try(self._keepers[number].wait)
+        def call() -> NodeOutcome | None:
+            part = self._parts.pop(number) if method == "close" else self._parts[number]
+            outcome: NodeOutcome | None = getattr(part, method)(*arguments)
+            return outcome
 
-    def load(self, number: int, order: LoadOrder) -> Reply:
-        """Gives the workspace its state, if it is to have one."""
-        return self._try(lambda: self._keepers[number].load(order))
+        return self._try(call)
 
-    def go_on_from(self, number: int, epoch: int) -> Reply:
-        """Has what is saved next follow an epoch."""
-        return self._try(lambda: self._keepers[number].go_on_from(epoch))
-
-    def close_keeper(self, number: int) -> Reply:
-        """Ends this node's part."""
-        return self._try(lambda: self._keepers.pop(number).close())
-
-    def _try(self, call: Callable[[], Outcome | None]) -> Reply:
+    def _try(self, call: Callable[[], NodeOutcome | None]) -> Reply:
         try:
-            outcome = call() or Outcome()
+            outcome = call() or NodeOutcome()
         except Exception as error:  # noqa: BLE001  The state of a user's object may raise anything.
             outcome = failed(error)
         events = []

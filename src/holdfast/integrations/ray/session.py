@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,17 +12,23 @@ from typing import Any, Final
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from holdfast.errors import NodeLostError, TaskFailedError, UsageError
-from holdfast.integrations.ray.keeper import RayKeeper
+from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, UsageError
+from holdfast.events import Fanout
+from holdfast.events.kinds import decode_event
+from holdfast.events.sinks import LoggingSink
 from holdfast.integrations.ray.node import Answer, Call, NodeActor
 from holdfast.integrations.ray.store import StoreActor
-from holdfast.jobs.keeper import Keeper, KeeperOptions
+from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import Placed, Session
 from holdfast.jobs.threads import GRACE_SECONDS
+from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes
 from holdfast.numbers import check_seconds, check_whole
+from holdfast.storage import LocalStorage
 
 _LOOK_SECONDS: Final = 1.0
 _STORE_SECONDS: Final = 10.0
+
+_numbers: Final = itertools.count()
 
 
 class RaySession(Session):
@@ -125,9 +132,9 @@ class RaySession(Session):
         self._raise_failure(group, answers)
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
-    def make_keeper(self, nodes: Sequence[str], options: KeeperOptions) -> Keeper:
+    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
         """What saves and restores the workspaces: each node its own, in one commit."""
-        return RayKeeper(self, nodes, options)
+        return WorkerNodeStore(_ActorParts(self, nodes, options))
 
     def try_replace(self, lost: NodeLostError) -> bool:
         """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
@@ -263,3 +270,57 @@ class RaySession(Session):
             if silent not in answers:
                 error.add_note(f"{silent} is still at work after {self._grace_seconds:g} s, and is ended")
         raise error
+
+
+class _ActorParts:
+    """The parts of the nodes, which are with their actors; see `NodeParts`.
+
+    Attributes:
+        handle: This process has no part of its own.
+    """
+
+    handle = None
+
+    def __init__(self, session: RaySession, nodes: Sequence[str], options: NodeStoreOptions) -> None:
+        """**Blocks.** Has the actors join each other, and make their managers.
+
+        Raises:
+            UsageError: If the checkpoints are to lie where not all actors see them.
+        """
+        if type(options.storage) is not LocalStorage:
+            raise UsageError(
+                f"{options.storage.url} cannot be seen by other processes",
+                hint="Give the path of a directory that all nodes see.",
+            )
+        self._session = session
+        self._start = session.start
+        self._closed = False
+        # Tells the actors which parts are meant: a session may serve one manager after the other.
+        self._number = next(_numbers)
+        self._emit = Fanout([LoggingSink(), *options.sinks])
+        # Functions of this process stay here; the events of the first node come back and are told of here.
+        rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
+        check_outcomes(self._call("open_part", self._number, tuple(nodes), options.storage.url, *rest))
+
+    def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
+        """**Blocks.** Calls a method of the parts of all nodes, at the same time."""
+        if method != "close":
+            return self._call("call_part", self._number, method, *arguments)
+        if self._closed or self._session.start != self._start:
+            return {}  # There, the nodes that had the parts are gone, all of them.
+        self._closed = True
+        with suppress(NodeLostError):
+            return self._call("call_part", self._number, method)
+        return {}
+
+    def _call(self, method: str, *arguments: Any) -> dict[str, NodeOutcome]:
+        outcomes: dict[str, NodeOutcome] = {}
+        for node, (outcome, events) in self._session.call_all(method, *arguments).items():
+            outcomes[node] = outcome
+            for event in events:
+                with suppress(HoldfastError):
+                    self._emit(decode_event(event))
+        if any(outcome.kind for outcome in outcomes.values()):
+            # What the nodes say of it is long, and not that they would have to be replaced.
+            self._session.check_store()
+        return outcomes

@@ -1,0 +1,401 @@
+"""How the workspaces of a session's nodes are saved and restored: what managers ask, and the store of one process.
+
+A process is a writer, and each of its nodes is an object of the checkpoint. `LocalNodeStore` is for nodes that share
+this process; where each node has a process of its own, it is `WorkerNodeStore`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+from holdfast.catalog import read_index, read_manifest
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.deadlines import LIVENESS_SECONDS
+from holdfast.errors import (
+    DamageError,
+    HoldfastError,
+    MismatchError,
+    NotFoundError,
+    NoWholeCheckpointError,
+    UsageError,
+)
+from holdfast.events import Committed, Event, Fanout, Sink, Warned
+from holdfast.events.sinks import LoggingSink
+from holdfast.format.encoding import escape
+from holdfast.format.index import Index
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import StepName, data_name, parse_step_directory
+from holdfast.format.workers import Worker
+from holdfast.jobs.workspace import KIND, Workspace, explain_missing
+from holdfast.manager import CheckpointManager
+from holdfast.policies import RetentionPolicy
+from holdfast.restore.candidates import make_selection
+from holdfast.restore.engine import restore_objects
+from holdfast.restore.verify import read_rank
+from holdfast.save.handle import SaveHandle
+from holdfast.storage import Storage
+
+NODES_NOTE: Final = "nodes"
+"""Where a manifest's metadata names the nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStoreOptions:
+    """How to save and restore.
+
+    Attributes:
+        storage: Where the checkpoints lie.
+        keep: Which to keep.
+        begin_anew: Whether to begin from nothing although there may be checkpoints.
+        timeout_seconds: The deadline of each wait.
+        threads: How many threads write, and read, in each process.
+        sinks: Functions that are told of each event.
+    """
+
+    storage: Storage
+    keep: RetentionPolicy
+    begin_anew: bool
+    timeout_seconds: float
+    threads: int
+    sinks: tuple[Sink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDurations:
+    """How long an action took each node.
+
+    Attributes:
+        node_seconds: For each node. Nodes that share a process are saved together; the time counts for each by its
+            share of the bytes.
+    """
+
+    node_seconds: Mapping[str, float]
+
+    @property
+    def slowest(self) -> str:
+        """The node that it took longest."""
+        return max(self.node_seconds, key=lambda node: self.node_seconds[node], default="")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What is to be loaded.
+
+    Attributes:
+        name: The checkpoint.
+        nodes: The nodes, each with the names of the values to load; None for all of them.
+        stored: All nodes of the checkpoint, in order.
+        keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is all
+            there was.
+        strict: Whether any difference is an error.
+    """
+
+    name: StepName
+    nodes: Mapping[str, tuple[str, ...] | None]
+    stored: tuple[str, ...]
+    keep_added: bool = False
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A save of all nodes that has begun.
+
+    Attributes:
+        wait: **Blocks** until it is committed for all nodes. It raises `SaveFailedError` if that failed: then no node
+            has it; and `DeadlineError` if it takes longer than the store's deadline: it goes on.
+        handle: This process's part of it; None if it has none.
+    """
+
+    wait: Callable[[], NodeDurations]
+    handle: SaveHandle | None = None
+
+
+class NodeStore(Protocol):
+    """Saves and restores the workspaces of a session's nodes: all of them in one commit."""
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
+        """Copies the state of all nodes and returns; the rest goes on in the background."""
+        ...
+
+    def load(self, order: LoadOrder) -> NodeDurations:
+        """**Blocks.** Gives nodes the state that they had in a checkpoint; every byte is checked.
+
+        Raises:
+            NoWholeCheckpointError: If it is damaged for one of them.
+            MismatchError: If it does not fit one of them.
+            StorageError: If the place fails.
+        """
+        ...
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** What is saved next follows this epoch; later ones are no longer part of the current lineage."""
+        ...
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        ...
+
+
+class LocalNodeStore:
+    """A `NodeStore` for workspaces of this process: one writer, one data file, one commit for all of them."""
+
+    def __init__(self, workspaces: Sequence[Workspace], options: NodeStoreOptions) -> None:
+        self._workspaces = {workspace.node: workspace for workspace in workspaces}
+        self._options = options
+        self._emit = Fanout([LoggingSink(), *options.sinks])
+        self._seconds: dict[int, float] = {}
+        self._checkpoint = Checkpoint()
+        for workspace in workspaces:
+            workspace.note_given()
+        self._manager = open_manager(self._checkpoint, options, self._note, cluster="alone")
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
+        """Copies all workspaces and returns; see `NodeStore`."""
+        self._name(self._workspaces)
+        for workspace in self._workspaces.values():
+            warn_of_unmakeable(workspace, self._emit)
+        handle = self._manager.save(epoch, metadata=metadata)
+        return Saving(lambda: self._wait(handle), handle)
+
+    def load(self, order: LoadOrder) -> NodeDurations:
+        """**Blocks.** Restores workspaces, one after the other; see `NodeStore`."""
+        return NodeDurations(
+            {node: load_workspace(self._workspaces[node], order, self._options, self._emit) for node in order.nodes}
+        )
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
+        self._name(())
+        self._manager.restore(epoch, strict=False)
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        self._manager.close()
+
+    def _wait(self, handle: SaveHandle) -> NodeDurations:
+        """Waits until a save is committed, and what it replaces is gone; gives how long it took each node."""
+        handle.wait_committed()
+        handle.wait_ended()
+        seconds = self._seconds.pop(handle.step, 0.0)
+        nodes = tuple(self._workspaces)
+        name = parse_step_directory(handle.path.rpartition("/")[2])
+        try:
+            assert name is not None, "a save that is committed has a place"
+            return _share_by_bytes(seconds, self._options.storage, name, nodes)
+        except HoldfastError:
+            # The checkpoint stands; how its bytes are shared out cannot be looked up now.
+            return NodeDurations(dict.fromkeys(nodes, seconds / len(nodes)))
+
+    def _name(self, nodes: Sequence[str] | Mapping[str, Workspace]) -> None:
+        """Makes the checkpoint one of just these nodes."""
+        for node in list(self._checkpoint):
+            del self._checkpoint[node]
+        for node in nodes:
+            self._checkpoint[node] = self._workspaces[node]
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            self._seconds[event.step] = event.blocked_seconds + event.background_seconds
+
+
+def open_manager(
+    checkpoint: Checkpoint,
+    options: NodeStoreOptions,
+    note: Sink,
+    *,
+    cluster: Cluster | Literal["alone"],
+    liveness_seconds: float = LIVENESS_SECONDS,
+) -> CheckpointManager:
+    """What saves the workspaces of one process.
+
+    Args:
+        checkpoint: The workspaces.
+        options: How to save and restore.
+        note: Told of each event first.
+        cluster: The processes that save together; "alone" if the session is this one, whoever else there may be.
+        liveness_seconds: After how long without a sign of life a process is taken for dead.
+    """
+    return CheckpointManager(
+        options.storage,
+        checkpoint,
+        keep=options.keep,
+        begin_anew=options.begin_anew,
+        # Whoever waits for a save hears of its failure, and counts them.
+        failures_allowed=sys.maxsize,
+        sinks=[note, *options.sinks],
+        timeout_seconds=options.timeout_seconds,
+        threads=options.threads,
+        cluster=cluster,
+        liveness_seconds=liveness_seconds,
+    )
+
+
+def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOptions, emit: Sink) -> float:
+    """**Blocks.** Gives a node of this process its state, whichever process had written it; every byte is checked.
+
+    Args:
+        workspace: The node.
+        order: What is to be loaded.
+        options: Where the checkpoint lies, and how many threads read.
+        emit: Told of what happens.
+
+    Returns:
+        How long that took, in seconds.
+
+    Raises:
+        NoWholeCheckpointError: If it is damaged.
+        MismatchError: If it does not fit; the workspace has not been changed.
+        StorageError: If the place fails.
+    """
+    place = find_place(options.storage, order.name, workspace.node, order.stored)
+    only = order.nodes[workspace.node]
+    added = {key: value for key, value in workspace.items() if key not in place.names} if order.keep_added else {}
+    for key in added:
+        del workspace[key]
+    wanted = [escape(workspace.node)] if only is None else [f"{escape(workspace.node)}/{escape(key)}" for key in only]
+    try:
+        restoration = restore_objects(
+            options.storage,
+            {workspace.node: workspace},
+            step=order.name.step,
+            select=make_selection(wanted),
+            strict=order.strict,
+            threads=options.threads,
+            emit=emit,
+            # Each reads what is its own, so whoever takes the writer's place has what the writer had.
+            worker=place.writer,
+        )
+    except MismatchError as mismatch:
+        if mismatch.differences.extra:
+            # Values are made anew, so these are objects, or stand in one.
+            mismatch.hint = explain_missing(workspace, mismatch.differences.extra)
+        raise
+    finally:
+        workspace.update(added)
+    assert restoration is not None, "a step that was asked for is there, or an error"
+    return restoration.seconds
+
+
+def warn_of_unmakeable(workspace: Workspace, emit: Sink) -> None:
+    """Says, at the first save that has it, what of a node is saved and cannot be made at a restart."""
+    for text in workspace.find_unmakeable():
+        emit(Warned(text=text))
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where the state of a node lies in a checkpoint.
+
+    Attributes:
+        node: The node.
+        writer: Which worker of which world wrote it.
+        names: Its values.
+    """
+
+    node: str
+    writer: Worker
+    names: tuple[str, ...]
+
+
+def read_places(storage: Storage, name: StepName) -> list[NodePlace]:
+    """**Blocks.** All nodes of a checkpoint; reads the records of all who wrote it.
+
+    Raises:
+        DamageError: If they are damaged.
+        UsageError: If it is no checkpoint of a job.
+        StorageError: If the place fails.
+    """
+    manifest = _read(storage, name)
+    return [place for index in _indexes(storage, name, manifest) for place in _places_in(storage, name, index)]
+
+
+def find_place(storage: Storage, name: StepName, node: str, stored: Sequence[str]) -> NodePlace:
+    """**Blocks.** Where one node's state lies; as a rule it takes one record to know.
+
+    Args:
+        storage: Where the checkpoint lies.
+        name: Which it is.
+        node: The node.
+        stored: The nodes of the checkpoint, in order, which says where to look first.
+
+    Raises:
+        NoWholeCheckpointError: If the records are damaged, or no worker has written it.
+        UsageError: If it is no checkpoint of a job.
+        StorageError: If the place fails.
+    """
+    first = stored.index(node) if node in stored else 0
+    try:
+        for index in _indexes(storage, name, _read(storage, name), first):
+            for place in _places_in(storage, name, index):
+                if place.node == node:
+                    return place
+        raise DamageError(f"no worker has written the state of {node}", step=name.step, path=name.directory)
+    except DamageError as damage:
+        raise NoWholeCheckpointError(f"step {name.step} is damaged: {damage.message}", damages=(damage,)) from damage
+
+
+def stored_nodes(storage: Storage, name: StepName) -> tuple[str, ...]:
+    """**Blocks.** The nodes of a checkpoint, as its manifest names them.
+
+    Raises:
+        DamageError: If the manifest is damaged.
+        UsageError: If it is no checkpoint of a job.
+        StorageError: If the place fails.
+    """
+    nodes = _read(storage, name).metadata.get(NODES_NOTE)
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, str) for node in nodes):
+        raise _no_job(storage, name)
+    return tuple(nodes)
+
+
+def data_path(name: StepName, place: NodePlace) -> str:
+    """**Pure.** The path of the data file that a node's state lies in."""
+    return f"{name.directory}/{data_name(place.writer.rank, place.writer.world_size)}"
+
+
+def _share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:
+    """**Blocks.** A time that nodes have spent together, shared out by the bytes that each has in a checkpoint."""
+    manifest = read_manifest(storage, name)
+    begins = {f"{escape(node)}/": node for node in nodes}
+    # Values other than arrays count too, or a node without any would seem to have taken no time.
+    node_bytes = dict.fromkeys(nodes, 1)
+    for rank in range(manifest.world_size):
+        for leaf in read_index(storage, name.directory, manifest, rank).all_leaves():
+            node = begins.get(leaf.name.partition("/")[0] + "/")
+            if node is not None:
+                node_bytes[node] += leaf.end - leaf.begin
+    total_bytes = sum(node_bytes.values())
+    return NodeDurations({node: seconds * share / total_bytes for node, share in node_bytes.items()})
+
+
+def _read(storage: Storage, name: StepName) -> Manifest:
+    try:
+        return read_manifest(storage, name)
+    except NotFoundError as error:
+        raise DamageError(f"{error.path} is missing", step=name.step, path=error.path) from error
+
+
+def _indexes(storage: Storage, name: StepName, manifest: Manifest, first: int = 0) -> Iterator[Index]:
+    ranks = range(manifest.world_size)
+    for rank in (*ranks[first : first + 1], *ranks[:first], *ranks[first + 1 :]):
+        yield read_rank(storage, name.directory, manifest, rank)
+
+
+def _places_in(storage: Storage, name: StepName, index: Index) -> Iterator[NodePlace]:
+    for node, skeleton in index.objects.items():
+        values = skeleton.get("v") if isinstance(skeleton, dict) and skeleton.get("k") == KIND else None
+        if not isinstance(values, dict):
+            raise _no_job(storage, name)
+        yield NodePlace(node, Worker(index.rank, index.world_size), tuple(values))
+
+
+def _no_job(storage: Storage, name: StepName) -> UsageError:
+    return UsageError(
+        f"step {name.step} of {storage.url} is a checkpoint, but not one of a job's nodes",
+        hint="Give each job a directory of its own.",
+    )

@@ -1,0 +1,261 @@
+"""Saves and restores nodes that have a process each: the part of one node, and the store that drives all parts."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.deadlines import LIVENESS_SECONDS
+from holdfast.errors import (
+    ApplyError,
+    ClusterError,
+    DamageError,
+    DeadlineError,
+    FencedError,
+    HoldfastError,
+    MismatchError,
+    NoWholeCheckpointError,
+    SaveFailedError,
+    StorageError,
+    UsageError,
+)
+from holdfast.events import Event, Fanout, Staged, Written
+from holdfast.events.sinks import LoggingSink
+from holdfast.jobs.node_store import (
+    LoadOrder,
+    NodeDurations,
+    NodeStoreOptions,
+    Saving,
+    load_workspace,
+    open_manager,
+    warn_of_unmakeable,
+)
+from holdfast.jobs.workspace import Workspace
+from holdfast.save.handle import SaveHandle
+from holdfast.state import Differences
+
+_KINDS: Final[Mapping[str, Callable[[str, str], HoldfastError]]] = {
+    "NoWholeCheckpointError": lambda text, hint: NoWholeCheckpointError(text, damages=(DamageError(text),), hint=hint),
+    "MismatchError": lambda text, hint: MismatchError(text, differences=Differences(), hint=hint),
+    "StorageError": lambda text, hint: StorageError(text, hint=hint),
+    "StorageFullError": lambda text, hint: StorageError(text, hint=hint),
+    "ApplyError": lambda text, hint: ApplyError(text, hint=hint),
+    "UsageError": lambda text, hint: UsageError(text, hint=hint),
+    "UnsupportedValueError": lambda text, hint: UsageError(text, hint=hint),
+    "DeadlineError": lambda text, hint: DeadlineError(text, hint=hint),
+    "AbsentError": lambda text, hint: DeadlineError(text, hint=hint),
+}
+"""The errors that are made again for another process to raise; what is more to each is in the text."""
+
+
+class NodeOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an action ended on one node, as the others are told of it.
+
+    Attributes:
+        seconds: How long it took; None if the node had no part in it.
+        kind: The name of the error's type; empty if there was none.
+        text: What the error says.
+        hint: What to do about it.
+        is_fenced: Whether another job has taken over.
+        trace: Where an error came from that is none of holdfast's; else empty.
+    """
+
+    seconds: float | None = None
+    kind: str = ""
+    text: str = ""
+    hint: str = ""
+    is_fenced: bool = False
+    trace: str = ""
+
+
+def failed(error: Exception, *, is_fenced: bool = False) -> NodeOutcome:
+    """**Pure.** The outcome of an action that raised."""
+    kind = type(error).__name__
+    if isinstance(error, HoldfastError):
+        return NodeOutcome(None, kind, error.message, error.hint, is_fenced)
+    # Out of the state of a user's object, say.
+    return NodeOutcome(None, kind, f"{kind}: {error}", trace="".join(traceback.format_exception(error)))
+
+
+class NodePart:
+    """Saves and loads one workspace, together with those of the other nodes. All of them do the same at the same time.
+
+    A node whose state is not kept takes part with nothing, since a step is committed when all workers have written.
+
+    Attributes:
+        handle: The save that was begun last; None before the first.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        *,
+        is_kept: bool,
+        cluster: Cluster,
+        options: NodeStoreOptions,
+        liveness_seconds: float = LIVENESS_SECONDS,
+    ) -> None:
+        """**Collective.** Makes the manager.
+
+        Args:
+            workspace: The node.
+            is_kept: Whether its state is kept.
+            cluster: The workers, each of which is a node.
+            options: How to save and restore.
+            liveness_seconds: After how long without a sign of life a worker is taken for dead.
+        """
+        self._workspace = workspace
+        self._is_kept = is_kept
+        self._options = options
+        self._emit = Fanout([LoggingSink(), *options.sinks])
+        self._checkpoint = Checkpoint()
+        workspace.note_given()
+        self.handle: SaveHandle | None = None
+        self._seconds: dict[int, float] = {}
+        self._manager = open_manager(
+            self._checkpoint, options, self._note, cluster=cluster, liveness_seconds=liveness_seconds
+        )
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> None:
+        """**Collective.** Copies the workspace and returns; `wait` tells how it ended."""
+        if self._is_kept:
+            self._checkpoint[self._workspace.node] = self._workspace
+            warn_of_unmakeable(self._workspace, self._emit)
+        self.handle = self._manager.save(epoch, metadata=metadata)
+
+    def wait(self) -> NodeOutcome:
+        """**Blocks.** Waits until the save that was begun last is committed for all nodes, or has failed."""
+        handle = self.handle
+        assert handle is not None, "a save was begun before"
+        try:
+            handle.wait_committed()
+            handle.wait_ended()
+        except SaveFailedError as error:
+            return failed(error, is_fenced=isinstance(error.__cause__, FencedError))
+        except HoldfastError as error:
+            return failed(error)
+        seconds = self._seconds.pop(handle.step, 0.0)
+        return NodeOutcome(seconds if self._is_kept else None)
+
+    def load(self, order: LoadOrder) -> NodeOutcome:
+        """**Blocks.** Gives the workspace its state, if it is to have one."""
+        if self._workspace.node not in order.nodes:
+            return NodeOutcome()
+        try:
+            return NodeOutcome(load_workspace(self._workspace, order, self._options, self._emit))
+        except HoldfastError as error:
+            return failed(error)
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Collective.** Has what is saved next follow this epoch; all prove that they see the same one."""
+        for name in list(self._checkpoint):
+            del self._checkpoint[name]
+        self._manager.restore(epoch, strict=False)
+
+    def close(self) -> None:
+        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        self._manager.close()
+
+    def _note(self, event: Event) -> None:
+        """Adds up what this node's own part of a save takes."""
+        if isinstance(event, Staged):
+            self._seconds[event.step] = event.blocked_seconds
+        elif isinstance(event, Written):
+            self._seconds[event.step] = self._seconds.get(event.step, 0.0) + event.background_seconds
+
+
+class NodeParts(Protocol):
+    """The `NodePart`s of all nodes, as the process that drives them reaches them."""
+
+    @property
+    def handle(self) -> SaveHandle | None:
+        """This process's own part of the save that was begun last; None if it has none."""
+        ...
+
+    def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
+        """**Blocks.** Calls a method of the parts of all nodes.
+
+        Args:
+            method: A method of `NodePart`.
+            what: What it is about, in words: the same in each process.
+            arguments: Its arguments.
+
+        Returns:
+            How it ended on each node, the first node first; none where the parts end alike by themselves.
+        """
+        ...
+
+
+class WorkerNodeStore:
+    """A `NodeStore` of which each node has a part in a process of its own."""
+
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
+
+    def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
+        """Has all nodes copy their state and returns; see `NodeStore`."""
+        check_outcomes(self._parts.call("save", f"the begin of the save of epoch {epoch}", epoch, dict(metadata)))
+        return Saving(lambda: self._wait(epoch), self._parts.handle)
+
+    def load(self, order: LoadOrder) -> NodeDurations:
+        """**Blocks.** Has nodes load their state; see `NodeStore`."""
+        return check_outcomes(self._parts.call("load", f"the load of epoch {order.name.step}", order))
+
+    def go_on_from(self, epoch: int) -> None:
+        """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
+        check_outcomes(self._parts.call("go_on_from", f"going on from epoch {epoch}", epoch))
+
+    def close(self) -> None:
+        """**Blocks.** Ends the parts of the nodes that live; harmless twice."""
+        check_outcomes(self._parts.call("close", "the end of a run"))
+
+    def _wait(self, epoch: int) -> NodeDurations:
+        """Waits until a save is committed for all nodes; what the first one met with counts for all."""
+        return _check_save(epoch, self._parts.call("wait", f"the save of epoch {epoch}"))
+
+
+def check_outcomes(outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:
+    """**Pure.** The times of all nodes that had a part, if all went well.
+
+    Raises:
+        HoldfastError: What the first of them met with that did not; the text names the node.
+    """
+    wrong = [(node, outcome) for node, outcome in outcomes.items() if outcome.kind]
+    if wrong:
+        node, outcome = wrong[0]
+        error = _make_error(outcome, f"{node}: {outcome.text}")
+        for other, also in wrong[1:]:
+            error.add_note(f"{other} too: {also.text}")
+        raise error
+    return NodeDurations({node: one.seconds for node, one in outcomes.items() if one.seconds is not None})
+
+
+def _check_save(epoch: int, outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:
+    """**Pure.** The times of a save, if it is committed. The first node leads: it publishes, and so it knows.
+
+    Raises:
+        SaveFailedError: If it is not.
+    """
+    leader = next(iter(outcomes.values()))
+    if leader.kind:
+        failure = SaveFailedError(leader.text, step=epoch, hint=leader.hint)
+        if leader.is_fenced:
+            failure.__cause__ = FencedError(leader.text, hint=leader.hint)
+        raise failure
+    return NodeDurations({node: one.seconds for node, one in outcomes.items() if one.seconds is not None})
+
+
+def _make_error(outcome: NodeOutcome, text: str) -> HoldfastError:
+    make = _KINDS.get(outcome.kind)
+    if make is not None:
+        return make(text, outcome.hint)
+    if not outcome.trace:
+        return ClusterError(text, hint=outcome.hint)
+    error = UsageError(text, hint="An object of the program's own has raised this; see where below.")
+    error.add_note(outcome.trace.rstrip())
+    return error
