@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import run_python
 from holdfast.errors import ClosedError, OutOfRangeError, TaskFailedError, UsageError
 from holdfast.jobs import Counter, Task, TaskGroup, Workspace
 
@@ -133,6 +134,30 @@ def test_a_task_that_fails_says_where_and_names_the_others() -> None:
     assert "slow on a still runs" in notes
     with hf.LocalSession() as session, pytest.raises(TaskFailedError, match="fail on local"):
         session.run(Task(fail))
+
+
+def test_a_task_that_hangs_does_not_keep_a_job_alive_that_has_failed() -> None:
+    done = run_python(
+        """
+        import threading
+        import holdfast as hf
+
+        def hang(workspace):
+            threading.Event().wait()
+
+        def fail(workspace):
+            raise ZeroDivisionError("no more")
+
+        group = hf.jobs.TaskGroup("work")
+        group.add(hang)
+        group.add(fail)
+        with hf.LocalSession(grace_seconds=0) as session:
+            session.run(group)
+        """
+    )
+    assert done.returncode == 1, "it has not ended"
+    assert "TaskFailedError: fail on local failed" in done.stderr
+    assert "hang on local still runs after 0 s" in done.stderr
 
 
 def test_ctrl_c_in_a_task_is_one(tmp_path: Path) -> None:

@@ -1,19 +1,16 @@
 """The epoch job: groups of tasks on named nodes, with a checkpoint of all nodes after each epoch."""
 
-from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
-from holdfast.jobs.counter import Counter
+from holdfast.jobs.checkpoints import MultiNodeCheckpointManager, NodeCheckpointManager
 from holdfast.jobs.job import Job, epoch_limiter
 from holdfast.jobs.local_session import LocalSession
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.node_store import NodeDurations
-from holdfast.jobs.result import JobResult
-from holdfast.jobs.runner import JobRunner
+from holdfast.jobs.runner import JobResult, JobRunner
 from holdfast.jobs.session import Session
-from holdfast.jobs.single_node import NodeCheckpointManager
 from holdfast.jobs.task import Task, TaskGroup, TaskOutput
 from holdfast.jobs.torchrun_session import RemoteOutput, TorchrunSession
 from holdfast.jobs.upload import UploadTaskGroupBuilder, UploadTo
-from holdfast.jobs.workspace import Workspace
+from holdfast.jobs.workspace import Counter, Workspace
 
 __all__ = [
     "Counter",

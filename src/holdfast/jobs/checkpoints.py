@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,16 +12,16 @@ from holdfast.catalog import check_nothing_lost, find_lost, read_catalog, read_m
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS
 from holdfast.errors import (
     DamageError,
+    HoldfastError,
     MismatchError,
     NoCheckpointError,
     NoWholeCheckpointError,
     SaveFailedError,
     UsageError,
 )
-from holdfast.events import Committed, Event, Failed, Fanout, NodesTimed, PassedOver, Sink, Warned
+from holdfast.events import Committed, Event, Failed, Fanout, NodesTimed, PassedOver, Retained, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.names import StepName
-from holdfast.jobs.beginning import check_alike
 from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.node_store import (
     NODES_NOTE,
@@ -35,10 +36,10 @@ from holdfast.jobs.node_store import (
     stored_nodes,
 )
 from holdfast.jobs.session import Session
-from holdfast.jobs.tidying import tidy_run
 from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
 from holdfast.save.arguments import check_policies, check_step, check_switches, check_timeout
+from holdfast.save.line import Line
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
 
@@ -207,7 +208,7 @@ class MultiNodeCheckpointManager:
                 workers ask for different ones.
         """
         session = self._ready()[0]
-        check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
+        _check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
         if self._begins_anew:
             if user_epoch is not None:
                 raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
@@ -358,9 +359,34 @@ class MultiNodeCheckpointManager:
         return f"{self.url}/{data_path(name, find_place(self._storage, name, node, stored))}"
 
     def tidy(self) -> None:
-        """**Blocks.** Removes, when a job has come to its end, what its policy does not keep; see `tidy_run`."""
-        if self._session is not None and self._session.is_master:
-            tidy_run(self._storage, self._options.keep, self._emit)
+        """**Blocks.** Removes, when a job has come to its end, the epochs that its policy does not keep.
+
+        While a job runs, the epoch that it has gone on from stays whatever the policy says, as it is known to be good;
+        and a kill between a commit and what is removed after it leaves one more, or half of one. A job that has come to
+        its end needs none of these. An error here is a warning, and changes nothing of how the job has ended. Nothing
+        is removed where a newer job saves by now.
+        """
+        if self._session is None or not self._session.is_master:
+            return
+        begun_at = time.monotonic()
+        try:
+            newest = read_catalog(self._storage).newest
+            if newest is None:
+                return
+            line = Line(self._storage, self._options.keep, reuse_space=False)
+            # As the one that has saved last: what it, and those before it, left unfinished is swept as well.
+            line.follow(newest.generation, newest)
+            cleaning = line.clean(newest, {newest: "the newest"})
+        except Exception as error:  # noqa: BLE001  A policy of the user's own may raise anything.
+            reason = error.message if isinstance(error, HoldfastError) else repr(error)
+            self._emit(Warned(text=f"{self.url}: the job is at its end, but old epochs are not removed: {reason}"))
+            return
+        for problem in cleaning.problems:
+            self._emit(Warned(text=f"{self.url}: an old epoch could not be removed: {problem.message}"))
+        if cleaning.removed:
+            kept = {name.step: cleaning.kept[name] for name in sorted(cleaning.kept)}
+            removed = tuple(name.step for name in cleaning.removed)
+            self._emit(Retained(kept=kept, removed=removed, background_seconds=time.monotonic() - begun_at))
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.
@@ -445,3 +471,33 @@ class MultiNodeCheckpointManager:
 
     def _warn(self, text: str) -> None:
         self._emit(Warned(text=text))
+
+
+class NodeCheckpointManager(MultiNodeCheckpointManager):
+    """A `MultiNodeCheckpointManager` for a job whose only node has a state to keep; a second node is refused."""
+
+    def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
+        """**Blocks.** As `MultiNodeCheckpointManager.init`.
+
+        Raises:
+            UsageError: If there is more than one node.
+        """
+        if len(nodes) != 1:
+            raise UsageError(
+                f"this manager keeps the state of one node, not of {', '.join(nodes)}",
+                hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
+            )
+        super().init(session, nodes, goes_on=goes_on)
+
+
+def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -> None:
+    """**Pure.** Makes sure that all workers begin a run alike: with the same epoch, or all anew."""
+    if any(beginning != beginnings[0] for beginning in beginnings):
+        told = (
+            f"{node} {'anew' if anew else 'from the newest epoch' if epoch is None else f'from epoch {epoch}'}"
+            for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
+        )
+        raise UsageError(
+            f"the workers do not begin alike: {', '.join(told)}",
+            hint="Give resume_from_epoch and begin_anew alike on all workers.",
+        )

@@ -7,9 +7,8 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.jobs.node_store import LocalNodeStore, NodeStoreOptions
-from holdfast.jobs.session import Placed, Session
+from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, run_tasks
 from holdfast.jobs.task import TaskGroup
-from holdfast.jobs.threads import GRACE_SECONDS, run_here
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 
@@ -65,7 +64,7 @@ class LocalSession(Session):
         for node in self.nodes:
             workspace = self.workspace(node)
             workspace.begin_epoch(workspace.epoch if epoch is None else epoch)
-        return run_here(group, placed, self._workspaces, self._grace_seconds)
+        return run_tasks(group, placed, self._workspaces, self._grace_seconds)
 
     def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> LocalNodeStore:
         """What saves and restores the workspaces of some nodes, all in one file."""

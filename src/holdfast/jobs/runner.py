@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from holdfast.errors import FencedError, NodeLostError, SaveFailedError, UsageError
@@ -16,8 +16,7 @@ from holdfast.format.workers import ALONE
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
 from holdfast.jobs.node_store import Saving
-from holdfast.jobs.result import JobResult
-from holdfast.jobs.session import Session, telling_behind
+from holdfast.jobs.session import Session, noting_on
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
 from holdfast.numbers import check_whole
@@ -29,6 +28,31 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
 _STOPPED: Final = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How far a job has come, and what was lost on the way.
+
+    Attributes:
+        last_epoch: The last epoch that is over.
+        resumed_from: The epoch that was loaded last, at the beginning as a rule; None if the job began from nothing.
+        replacements: How often nodes were lost and replaced.
+        last_saved_epoch: The newest epoch that is saved for all nodes, by this run or before it; None if none is.
+        saves_committed: How many epochs this run has saved.
+        saves_failed: How many it could not save.
+        failed_epochs: Which these were.
+        upload_error: Why the last saved epoch was not uploaded; None if it was, or was not to be.
+    """
+
+    last_epoch: int = 0
+    resumed_from: int | None = None
+    replacements: int = 0
+    last_saved_epoch: int | None = None
+    saves_committed: int = 0
+    saves_failed: int = 0
+    failed_epochs: tuple[int, ...] = ()
+    upload_error: Exception | None = None
 
 
 class _Epochs:
@@ -284,7 +308,7 @@ class JobRunner:
 
     def _close_after(self, error: BaseException) -> None:
         """Waits for a save in flight; what ended the job matters more than what comes of that."""
-        with telling_behind(error):
+        with noting_on(error):
             self._close()
         if self._pending is not None and self._manager is not None and self._manager.committed == self._pending[0]:
             # Ctrl-C, say, has ended the wait for it.

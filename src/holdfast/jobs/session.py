@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import _thread
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from holdfast.errors import ClosedError, HoldfastError, NodeLostError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, NodeLostError, TaskFailedError, UsageError
 from holdfast.jobs.job import ObjectMaker
 from holdfast.jobs.node_store import NodeStore, NodeStoreOptions
 from holdfast.jobs.task import Task, TaskGroup, check_place
 from holdfast.jobs.workspace import Workspace
+
+GRACE_SECONDS: Final = 30.0
+"""How long the other tasks of a group may go on when one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,7 @@ class Session(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with telling_behind(error):
+        with noting_on(error):
             self.close()
 
 
@@ -198,7 +203,7 @@ def _check_nodes(nodes: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 @contextmanager
-def telling_behind(error: BaseException | None) -> Iterator[None]:
+def noting_on(error: BaseException | None) -> Iterator[None]:
     """Notes what fails at the end of a block on the error that has ended the block, which matters more."""
     try:
         yield
@@ -206,3 +211,75 @@ def telling_behind(error: BaseException | None) -> Iterator[None]:
         if error is None:
             raise
         error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+
+
+def run_tasks(
+    group: str, placed: Sequence[Placed], workspaces: Mapping[str, Workspace], grace_seconds: float
+) -> dict[Placed, Any]:
+    """**Blocks.** Runs the tasks of this process at the same time, and gives what each returned.
+
+    One by itself runs in the calling thread, others have a thread each. These are no executor's: Python waits for all
+    threads of an executor before it exits, so that a task that hangs would keep a job alive that has failed.
+
+    Args:
+        group: What the group is called.
+        placed: The tasks.
+        workspaces: The workspace of each node.
+        grace_seconds: How long others may go on when one has failed.
+
+    Raises:
+        TaskFailedError: If one raised an error.
+    """
+    if len(placed) == 1:
+        (only,) = placed
+        try:
+            return {only: only.task(workspaces[only.node])}
+        except Exception as error:
+            raise _make_failure(group, only, error) from error
+    futures: dict[Placed, Future[Any]] = {one: Future() for one in placed}
+    for one, future in futures.items():
+        # `Thread.start` waits in Python code, and an interrupt there would leave its lock taken.
+        _thread.start_new_thread(_perform, (one, workspaces[one.node], future))
+    wait(futures.values(), return_when=FIRST_EXCEPTION)
+    failed = _find_failed(futures)
+    if not failed:
+        return {one: future.result() for one, future in futures.items()}
+    first, cause = next(iter(failed.items()))
+    if not isinstance(cause, Exception):
+        raise cause
+    wait(futures.values(), timeout=grace_seconds)
+    failure = _make_failure(group, first, cause)
+    for other, also in _find_failed(futures).items():
+        if other is not first:
+            failure.add_note(f"{other.task.name} on {other.node} failed too: {_describe(also)}")
+    for one, future in futures.items():
+        if not future.done():
+            failure.add_note(f"{one.task.name} on {one.node} still runs after {grace_seconds:g} s")
+    raise failure from cause
+
+
+def _perform(placed: Placed, workspace: Workspace, future: Future[Any]) -> None:
+    try:
+        value = placed.task(workspace)
+    except BaseException as error:  # noqa: BLE001  Whatever ended the task, the session's caller gets it.
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def _find_failed(futures: Mapping[Placed, Future[Any]]) -> dict[Placed, BaseException]:
+    ended = {one: future.exception() for one, future in futures.items() if future.done()}
+    return {one: error for one, error in ended.items() if error is not None}
+
+
+def _make_failure(group: str, placed: Placed, error: BaseException) -> TaskFailedError:
+    return TaskFailedError(
+        f"{placed.task.name} on {placed.node} failed, in the group {group}: {_describe(error)}",
+        group=group,
+        task=placed.task.name,
+        node=placed.node,
+    )
+
+
+def _describe(error: BaseException) -> str:
+    return error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"

@@ -32,8 +32,7 @@ from holdfast.errors import (
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
 from holdfast.jobs.node_store import NodeStoreOptions
-from holdfast.jobs.session import Placed, Session, telling_behind
-from holdfast.jobs.threads import GRACE_SECONDS, run_here
+from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, noting_on, run_tasks
 from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
@@ -464,7 +463,7 @@ class TorchrunSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with telling_behind(error):
+        with noting_on(error):
             self._end("" if error is None else _describe(error))
 
     def _end(self, trouble: str) -> None:
@@ -488,7 +487,7 @@ class TorchrunSession(Session):
         is_interrupted = False
         try:
             with self._gathering.watching():
-                results = run_here(group, own, {self.node: self._workspace}, self._grace_seconds) if own else {}
+                results = run_tasks(group, own, {self.node: self._workspace}, self._grace_seconds) if own else {}
         except TaskFailedError as error:
             failure = error
             self._gathering.report_failure(error.message)

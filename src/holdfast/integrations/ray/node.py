@@ -15,9 +15,8 @@ from holdfast.events import Event
 from holdfast.events.kinds import encode_event
 from holdfast.integrations.ray.store import connect_to
 from holdfast.jobs.node_store import NodeStoreOptions
-from holdfast.jobs.session import Placed
+from holdfast.jobs.session import Placed, run_tasks
 from holdfast.jobs.task import Task, TaskFunction
-from holdfast.jobs.threads import run_here
 from holdfast.jobs.worker_store import NodeOutcome, NodePart, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
@@ -90,7 +89,7 @@ class NodeActor:
             return Answer({})
         placed = {call.place: Placed(Task(call.function, name=call.name), workspace.node) for call in calls}
         try:
-            results = run_here(group, list(placed.values()), {workspace.node: workspace}, grace_seconds)
+            results = run_tasks(group, list(placed.values()), {workspace.node: workspace}, grace_seconds)
         except TaskFailedError as error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""

@@ -19,8 +19,7 @@ from holdfast.events.sinks import LoggingSink
 from holdfast.integrations.ray.node import Answer, Call, NodeActor
 from holdfast.integrations.ray.store import StoreActor
 from holdfast.jobs.node_store import NodeStoreOptions
-from holdfast.jobs.session import Placed, Session
-from holdfast.jobs.threads import GRACE_SECONDS
+from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
 from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes
 from holdfast.numbers import check_seconds, check_whole
 from holdfast.storage import LocalStorage
