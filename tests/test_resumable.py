@@ -604,6 +604,25 @@ def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path)
             list(zip(sampler.stream(sampler), handler.steps(12), strict=False))
 
 
+def test_a_run_says_that_it_ended_early_and_that_loops_ended_within_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    with hf.resumable(tmp_path / "early", state=[0]) as run:
+        assert len(list(zip(run.steps(20), range(3), strict=False))) == 3
+    assert any("is at step 4 of 20, saved" in text for text in caplog.messages)
+    with hf.resumable(tmp_path / "lost", state=[0]) as run:
+        while run.step < 20:
+            list(zip(run.steps(20), range(3), strict=False))
+    said = [text for text in caplog.messages if "zip(run.steps(n), loader) ends so" in text]
+    assert len(said) == 1
+    caplog.clear()
+    with hf.resumable(tmp_path / "kept", sampler=(sampler := hf.ResumableSampler(8, batch_size=4))) as run:
+        while run.step < 8:
+            list(zip(run.steps(8), sampler.batches(sampler), strict=False))
+    assert not any("zip(" in text or " of 8" in text for text in caplog.messages)
+
+
 @pytest.mark.parametrize("door", ["run", "handler"])
 def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
     tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture

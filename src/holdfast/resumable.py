@@ -211,6 +211,8 @@ class Run:
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
         self._newest_loop = -1
+        # How many loops of `steps` were left within a step, and how many steps the last one was to have.
+        self._left = self._total = 0
         self._last = LastSave()
         self._in_step = self._stop = self._is_used = self._entered = False
         self._make_steps = partial(Steps, "run.steps(n)", manager.checkpoint)
@@ -422,7 +424,7 @@ class Run:
             self.manager.wait()
             self._guard.pass_end(self.step)
             self.manager.__exit__(None, None, None)
-            self._announcements.end(self.manager, self.step)
+            self._announcements.end(self.manager, self.step, self._total)
         except Exception as error:
             self._end_badly(error)
             raise
@@ -443,6 +445,9 @@ class Run:
             self._newest_loop = 0
         elif self._newest_loop:
             self._newest_loop = loop
+        self._total = total
+        if self._in_step and self._turn() is None and not self._watch.is_step_empty():
+            self._note_left()
         self._go_on()
         if self._stop or self.step >= total:
             self._guard.pass_last(self.step)
@@ -455,6 +460,16 @@ class Run:
         self._watch.begin_step()
         self._in_step, self._turn = True, weakref.ref(steps)
         return self.step
+
+    def _note_left(self) -> None:
+        """A loop of `steps` was left within a step, and a new one begins."""
+        self._left += 1
+        if self._left == 2:
+            self._announcements.say(
+                "two loops over run.steps(n) have ended within a step, which counts as complete. After `break` that is "
+                "right. zip(run.steps(n), loader) ends so with each epoch of a loader that is not kept, and that step "
+                "has no batch: keep a ResumableDataLoader"
+            )
 
     def _count_done(self) -> int:
         """How many steps are complete if the one in progress counts."""

@@ -68,12 +68,13 @@ class Announcements:
             after = f", after {epochs}" if epochs else ""
             self.say(self.describe(restored, f"at step {step}{after}", due))
 
-    def end(self, manager: Announced, step: int) -> None:
+    def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
 
         Args:
             manager: What has saved it.
             step: How many steps are complete.
+            total: How many there were to be; 0 if that is not known.
         """
         if self._is_quiet or self._began_at is None or not step:
             return
@@ -84,7 +85,8 @@ class Announcements:
                 self.say(f"{self.place} was at step {step} already; no step was added")
             elif step in steps:
                 kept = f"{len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'} kept"
-                self.say(f"{self.place} is at step {step}, saved; {kept}")
+                of_total = f" of {total}" if step < total else ""
+                self.say(f"{self.place} is at step {step}{of_total}, saved; {kept}")
             else:
                 newest = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint"
                 self.say(f"{self.place} is at step {step}; {newest}")
