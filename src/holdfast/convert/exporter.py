@@ -57,6 +57,8 @@ class ExportOptions(msgspec.Struct, frozen=True):
         repeat_shared: Whether arrays that share their memory are written once for each of their names.
         overwrite: Whether an export that is there may go.
         file_bytes: How large the arrays in one file get together.
+        threads: How many threads read.
+        watcher: Told how far it has come.
     """
 
     to: str
@@ -65,6 +67,8 @@ class ExportOptions(msgspec.Struct, frozen=True):
     repeat_shared: bool = False
     overwrite: bool = False
     file_bytes: int = FILE_BYTES
+    threads: int = 3
+    watcher: ProgressWatcher | None = None
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -143,8 +147,8 @@ def export_checkpoint(
             )
         return name
 
-    options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes)
-    return export_chosen(storage, choose, Path(out), options, threads=threads, watcher=watcher)
+    options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes, threads, watcher)
+    return export_chosen(storage, choose, Path(out), options)
 
 
 def export_chosen(
@@ -152,9 +156,6 @@ def export_chosen(
     choose: Callable[[Catalog], StepName],
     out: Path,
     options: ExportOptions,
-    *,
-    threads: int = 3,
-    watcher: ProgressWatcher | None = None,
 ) -> Export:
     """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
 
@@ -163,8 +164,6 @@ def export_chosen(
         choose: Says which step of the run it is. Asked again if that has gone while it was read.
         out: Where to write.
         options: What, and how.
-        threads: How many threads read.
-        watcher: Told how far it has come.
 
     Raises:
         UsageError: If an option is wrong, or something is there already.
@@ -172,7 +171,7 @@ def export_chosen(
         DamageError: If the checkpoint is damaged.
         StorageError: If a place fails.
     """
-    _check(options, threads)
+    _check(options)
     run = local_directory(storage)
     if run is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
         raise UsageError(
@@ -191,7 +190,7 @@ def export_chosen(
                 hint="Export one that a running job keeps for longer; `holdfast list` shows what is there.",
             ) from error
         try:
-            return export_step(storage, name.directory, name, storage, out, options, threads=threads, watcher=watcher)
+            return export_step(storage, name.directory, name, storage, out, options)
         except (StorageError, DamageError, NoCheckpointError):
             # A job that goes on has removed it, and committed a newer one before: that is no damage.
             if attempts == _MOST_ATTEMPTS or is_committed(storage, name):
@@ -206,9 +205,6 @@ def export_step(
     beside: Storage | None,
     out: Path,
     options: ExportOptions,
-    *,
-    threads: int = 3,
-    watcher: ProgressWatcher | None = None,
 ) -> Export:
     """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
 
@@ -219,8 +215,6 @@ def export_step(
         beside: Where the steps lie that it refers to.
         out: Where to write.
         options: What, and how.
-        threads: How many threads read.
-        watcher: Told how far it has come.
 
     Raises:
         UsageError: If an option is wrong, or something is there already.
@@ -228,7 +222,7 @@ def export_step(
         StorageError: If a place fails.
     """
     begun_at = time.monotonic()
-    _check(options, threads)
+    _check(options)
     opened = open_step(storage, directory, expected)
     step = opened.manifest.step
     selection = make_selection(options.only)
@@ -237,8 +231,8 @@ def export_step(
     tree, left = make_tree(objects, selection)
     _check_found(selection, list(objects), step)
     inner = _single(tree) if options.only is not None and not options.keep_prefix else None
-    advance = watcher.advance if watcher is not None else None
-    with closing(LeafReader(storage, opened, beside, threads=threads, advance=advance)) as reader:
+    advance = options.watcher.advance if options.watcher is not None else None
+    with closing(LeafReader(storage, opened, beside, threads=options.threads, advance=advance)) as reader:
         leaves = {array.leaf for _, array in list_arrays(tree)}
         for leaf in leaves - reader.leaves.keys():
             raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=step, tensor=leaf)
@@ -252,8 +246,8 @@ def export_step(
                     f"there is no array in what is asked for of step {step}",
                     hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
                 )
-        if watcher is not None:
-            watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
+        if options.watcher is not None:
+            options.watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
         if options.to == "safetensors":
             metadata = {"format": "pt", "holdfast.step": str(step)}
             files = write_safetensors(
@@ -324,11 +318,11 @@ def _path(keys: KeyPath) -> str:
     return "/".join(escape(str(key)) for key in keys)
 
 
-def _check(options: ExportOptions, threads: int) -> None:
+def _check(options: ExportOptions) -> None:
     if options.to not in FORMATS:
         raise UsageError(f"{options.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
     check_whole("file_bytes", options.file_bytes, 1)
-    check_whole("threads", threads, 1)
+    check_whole("threads", options.threads, 1)
 
 
 def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:

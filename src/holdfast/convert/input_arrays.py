@@ -10,8 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.convert.input_files import InputFile
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
-from holdfast.format.dtypes import ITEM_BYTES, array_bytes
+from holdfast.format.dtypes import ITEM_BYTES
 
 _WINDOW_BYTES: Final = 32 << 20
 
@@ -67,23 +68,14 @@ class Chunk(msgspec.Struct, frozen=True):
     tensor: SourceTensor
 
 
-class InputArray(msgspec.Struct, frozen=True):
-    """An array that is to be imported.
+class InputArray(StoredLeaf, frozen=True):
+    """An array that is to be imported, and so to be a leaf of a step.
 
     Attributes:
-        dtype: The element type.
-        shape: The length of each dimension.
         chunks: What it is made of; they cover it exactly.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return array_bytes(self.dtype, self.shape)
 
     @property
     def key(self) -> Hashable:

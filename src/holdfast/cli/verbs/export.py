@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+from msgspec import structs
 
 from holdfast.cli.exit_codes import ending_on
 from holdfast.cli.screen import FAINT, Screen, Styled, byte_progress, write_json
@@ -66,11 +67,12 @@ def command(
     options = ExportOptions(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
     try:
         with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
+            options = structs.replace(options, watcher=progress)
             if target.is_step:
-                export = export_step(target.storage, "", None, target.beside, out, options, watcher=progress)
+                export = export_step(target.storage, "", None, target.beside, out, options)
             else:
                 choose = partial(choose_step, target=target)
-                export = export_chosen(target.storage, choose, out, options, watcher=progress)
+                export = export_chosen(target.storage, choose, out, options)
     except DamageError as error:
         if not (target.is_step or error.hint):
             error.hint = (
