@@ -55,8 +55,8 @@ def test_list_says_what_refers_to_what(run: Path) -> None:
     ]
 
 
-def test_bench_takes_the_size_of_the_state_and_not_of_what_the_newest_step_wrote(run: Path) -> None:
-    document = call_json("bench", run, "--rounds", "1")
+def test_doctor_takes_the_size_of_the_state_not_what_the_newest_step_wrote(run: Path) -> None:
+    document = call_json("doctor", run)
     third = call_json("list", run)["steps"][-1]
     assert document["size_of_step"] == 3
     assert document["size_bytes"] == third["size_bytes"] + TABLE_BYTES + 2400
