@@ -776,12 +776,12 @@ holdfast: runs/gpt was at step 16 already; no step was added
 holdfast: runs/gpt starts anew; first save at step 5
 holdfast: runs/gpt is at step 5, saved; 1 checkpoint kept
 --
-holdfast: runs/handled is new; nothing is saved before the job is asked to leave, except by save(): \
+holdfast: runs/handled is new; saves only when the job is asked to leave, and at save(): \
 CheckpointManager(save_every=hf.Steps(n)) saves while it trains
 holdfast: runs/handled is at step 3, saved; 1 checkpoint kept
 --
-holdfast: resumed runs/handled at step 3 (saved N), nothing is saved before the job is asked to leave, except by \
-save(): CheckpointManager(save_every=hf.Steps(n)) saves while it trains
+holdfast: resumed runs/handled at step 3 (saved N), saves only when the job is asked to leave, and at save(): \
+CheckpointManager(save_every=hf.Steps(n)) saves while it trains
 holdfast: runs/handled is at step 4; the newest checkpoint is step 3
 --
 --

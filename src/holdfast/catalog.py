@@ -249,7 +249,7 @@ def find_journaled(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
     """**Blocks.** Unfinished steps that the run's journal of events names as committed, in order of step.
 
     Most have lost their manifest and the file `committed` by hand. A removal that was cut off leaves the same, so jobs
-    remove such steps, and a person is told what they are.
+    remove such steps, and a person sees what they are.
 
     Raises:
         StorageError: If the place cannot be read.

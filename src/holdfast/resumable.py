@@ -407,7 +407,7 @@ class Run:
                         self.manager.close()
             finally:
                 if hearing.gave_up:
-                    # Leaving at once, also out of the waits above: nobody waits for the save in flight any more.
+                    # Leaving at once, also out of the waits above: the process waits for no save any more.
                     self.manager.abandon()
                 self._guard.close()
 

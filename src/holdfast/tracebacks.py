@@ -57,7 +57,7 @@ def short_traceback(target: _Target) -> _Target:
 def _shorten(error: BaseException) -> None:
     """Takes holdfast's frames out of an error and its cause, and what is behind the cause out of sight.
 
-    The cause stays what it is. What the cause came of is told in a note, and is its `__context__` from then on. If code
+    The cause stays what it is. A note names what raised the cause, which is its `__context__` from then on. If code
     of the user took part in that, it stays in sight.
     """
     error.__traceback__ = _leave_out_own(error.__traceback__)

@@ -181,7 +181,7 @@ class Heartbeat:
                 except ClosedError:
                     return
                 except HoldfastError as error:
-                    # Without the store nobody learns of a goodbye any more.
+                    # Without the store no worker learns of a goodbye any more.
                     self._missed = self._with_died(self._missed, neighbours.find_ended())
                     self._failure = error
                     # Not more than a call takes: where this process itself was stopped for a while, the store was not.

@@ -166,7 +166,7 @@ def describe_saving(policy: SavePolicy | None, step: int, *, is_first: bool) -> 
     """**Pure.** When training is saved that begins after a step; empty if that is not known."""
     if policy is None:
         return (
-            "nothing is saved before the job is asked to leave, except by save(): "
+            "saves only when the job is asked to leave, and at save(): "
             "CheckpointManager(save_every=hf.Steps(n)) saves while it trains"
         )
     policies = policy.policies if isinstance(policy, AnySave) else (policy,)

@@ -90,7 +90,7 @@ class EarlyNotices:
             return False
         self._heard.append(Heard(notice, time.monotonic()))
         if len(self._heard) == 1:
-            # Not a `Thread`: this is a signal handler, which may have come amid the start of one.
+            # Not a `Thread`: this is a signal handler, which may have come while one starts.
             with suppress(RuntimeError):
                 _thread.start_new_thread(self._hurry, ())
         return True

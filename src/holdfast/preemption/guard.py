@@ -314,7 +314,7 @@ class Guard:
         by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
         advice, count = self.hearing.advice, self.hearing.count
         left_seconds = self.hearing.demand()[1]
-        # The cell or the prompt gets an interrupt, and the process goes on. In another thread nobody would catch that.
+        # The cell or the prompt gets an interrupt, and the process goes on. In another thread no code would catch that.
         interrupts = by_hand and is_interactive() and threading.current_thread() is threading.main_thread()
         if not interrupts and (error or not self._has_exit_fn):
             self.hearing.take_no_more()

@@ -285,7 +285,7 @@ class PreemptionCheckpointHandler:
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
                 # Amid a step of another handler's loop the state is that of no step; that one hears of it too.
-                if not self._calls.amid:
+                if not self._calls.mid_step:
                     self._guard.pass_last(self._calls.count, is_over=True)
                     self._announcements.end(self._manager, self._calls.count)
         finally:
@@ -332,7 +332,7 @@ class PreemptionCheckpointHandler:
             self._pass_boundary()
             step_break.end()
             self._training.begin_step()
-            self._calls.amid.add(self)
+            self._calls.mid_step.add(self)
             self._calls.in_step = True
             try:
                 yield self._calls.count
@@ -353,11 +353,11 @@ class PreemptionCheckpointHandler:
 
     def _finish_step(self) -> None:
         self._calls.count = self._count_done()
-        self._calls.amid.discard(self)
+        self._calls.mid_step.discard(self)
 
     def _count_done(self) -> int:
         """How many steps are complete if the one in progress in a loop of `steps` counts."""
-        return self._calls.count + (self in self._calls.amid and not self._training.is_step_empty())
+        return self._calls.count + (self in self._calls.mid_step and not self._training.is_step_empty())
 
     def _rest(self) -> None:
         """No step has been begun yet."""
@@ -392,7 +392,7 @@ class PreemptionCheckpointHandler:
 
         The manager asks for it when it is closed before the handler.
         """
-        if not self._calls.amid and not self._calls.in_step and not self._has_failed:
+        if not self._calls.mid_step and not self._calls.in_step and not self._has_failed:
             with suppress(ClosedError):  # The manager was closed before, by an error.
                 self._save_if_due()
 
@@ -421,7 +421,7 @@ class PreemptionCheckpointHandler:
 
     def _save_anew(self) -> None:
         """What was saved in the midst of the last step does not hold what came after that."""
-        if self._guard.provisional == self._calls.count and not self._calls.amid:
+        if self._guard.provisional == self._calls.count and not self._calls.mid_step:
             with self._tolerance:
                 self._keep(self._calls.count)
 
@@ -458,7 +458,7 @@ class PreemptionCheckpointHandler:
         self._training.end()
         if self._watch is not None:
             step_break.close()
-        self._calls.amid.discard(self)
+        self._calls.mid_step.discard(self)
         if self._guard.hearing.gave_up:
             self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.
         self._guard.close()

@@ -63,7 +63,7 @@ class RunCalls:
     Attributes:
         count: How many are complete.
         last: The step that was saved last, by whichever handler.
-        amid: The handlers that are amid a step of a loop of theirs, which does not count yet.
+        mid_step: The handlers that are within a step of a loop of theirs, which does not count yet.
         in_step: Whether one of them runs a step now.
         is_loaded: Whether the last restore has found a count.
         is_torn: Whether an error has ended a handler's block: the state may be that of half a step.
@@ -73,7 +73,7 @@ class RunCalls:
         self.count = 0
         self.in_step = self.is_loaded = self.is_torn = False
         self.last = LastSave()
-        self.amid: set[object] = set()
+        self.mid_step: set[object] = set()
         self._manager: Manager | None = None
         self._restored: Restoration | None = None
 

@@ -234,7 +234,7 @@ def _looks_kept(value: object) -> bool:
 
 
 def check_sinks(sinks: object) -> tuple[Sink, ...]:
-    """Functions that are told of each event.
+    """Functions that take each event.
 
     Raises:
         UsageError: If they are something else.

@@ -297,7 +297,7 @@ class Replica(msgspec.Struct, frozen=True):
         same_as: If the array has a leaf under another name already, that leaf's name: then this one is none itself.
         may_differ: Whether workers that train alike may have other values there, as in the statistics of batch norm.
         is_trained: Whether it is a parameter, or state of an optimizer, so that it can only differ by a mistake.
-        is_renewed: Whether nobody minds if it differs: the first worker's values go to all during training.
+        is_renewed: Whether it may differ, since the first worker's values go to all during training.
     """
 
     leaf: str

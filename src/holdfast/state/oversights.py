@@ -32,7 +32,7 @@ _MOST_WATCHED: Final = 8
 
 
 class LossWatch:
-    """Finds saves that leave out what training is in the midst of; the first one is told of."""
+    """Finds saves that leave out what training is in the midst of, and describes the first one."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Callable[[], str]]] | None = None

@@ -81,7 +81,7 @@ class ShardOwnership:
         trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
             workers. None if that is all of its state.
         is_trained: Whether these can only differ by a mistake.
-        renewed: By library and memory, those of its arrays whose differences nobody minds.
+        renewed: By library and memory, those of its arrays that may differ.
         strides: The leaves that do not lie in row-major order here.
         quantizers: Those of leaves that are quantized.
     """

@@ -282,7 +282,7 @@ def check_close(cluster: Cluster) -> None:
 def play_bereaved(cluster: Cluster) -> None:
     """The last worker is killed by whoever plays this with us. The others miss it, and go on meeting without it."""
     victim = cluster.world_size - 1
-    # Where the system tells of the end of a process, nobody waits for its signs of life.
+    # Where the system tells of the end of a process, no worker waits for its signs of life.
     heartbeat = Heartbeat(cluster, 0.1, 4 * PATIENCE_SECONDS if find_machine() else LOSS_SECONDS)
     rendezvous(cluster, "all-live", PATIENCE_SECONDS)
     say({"ready": cluster.rank, "pid": os.getpid()})

@@ -290,7 +290,7 @@ class Mishaps:
                 self._err(failure)
 
     def _err(self, failure: Failure, since: float | None = None) -> None:
-        """Takes note of a failure, and tells the others at once: what is told first is what all of them name.
+        """Takes note of a failure, and tells the others at once: all of them name the failure that comes first.
 
         Args:
             failure: What has failed.
