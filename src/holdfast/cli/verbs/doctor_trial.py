@@ -45,7 +45,7 @@ _CLOCK_SECONDS: Final = 2.0
 _PILOT_BYTES: Final = 64 << 20
 _SAVE_SECONDS: Final = 0.3
 """How long a save of the trial is to take: with five of them and as many restores the whole takes a few seconds."""
-_TRIAL_BYTES: Final = (32 << 20, 1 << 30)
+_TRIAL_BYTES: Final = (32 << 20, 512 << 20)
 _ROOM_TIMES: Final = 4
 """A checkpoint and the one that follows it, and as much for everybody else."""
 _ARRAY_BYTES: Final = 16 << 20
