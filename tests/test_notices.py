@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from command_line import run_python
+import preloaded
 from holdfast.errors import UsageError
 from holdfast.events import Event
 from holdfast.preemption import (
@@ -46,6 +47,8 @@ from holdfast.preemption.sources.slurm import requeue_advice
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
+
+PROGRAMS = Path(__file__).with_name("programs")
 
 
 def heard(source: NoticeSource) -> list[Notice]:
@@ -874,40 +877,19 @@ def test_handlers_are_chained_and_put_back() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python(program, *arguments)
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of `programs/signal_sources.py`."""
+    command: list[str | Path] = [sys.executable, PROGRAMS / "signal_sources.py", program]
+    return preloaded.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_a_signal_that_is_not_taken_has_its_own_effect() -> None:
-    ended = run(
-        """
-        import os, signal
-        from holdfast.preemption import Signals
-        heard = []
-        Signals().open(lambda notice: not heard.append(notice) and len(heard) < 3)
-        for _ in range(3):
-            print("alive", flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-        print("too far")
-        """
-    )
+    ended = run("declines_the_third")
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "alive\n" * 3)
 
 
 def test_an_ignored_signal_stays_ignored_and_kubernetes_knows_the_time() -> None:
-    ended = run(
-        """
-        import os, signal
-        from holdfast.preemption import Kubernetes
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        source = Kubernetes(12)
-        source.open(lambda notice: not print(notice.text.split()[0], notice.left_seconds, notice.by_hand))
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
-        source.close()
-        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM))
-        """
-    )
+    ended = run("ignores_one")
     assert ended.stdout.splitlines() == [
         "SIGTERM 12.0 False",
         "SIGINT None True",
@@ -917,47 +899,14 @@ def test_an_ignored_signal_stays_ignored_and_kubernetes_knows_the_time() -> None
 
 
 def test_a_forked_child_is_left_alone() -> None:
-    ended = run(
-        """
-        import os, signal
-        from holdfast.preemption import Signals
-        from holdfast.preemption.sources.wakeup import Wakeup
-        heard = []
-        Signals().open(lambda notice: not heard.append(notice))
-        bell = Wakeup()
-        bell.take_signals()
-        child = os.fork()
-        if not child:
-            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-                os.kill(os.getpid(), number)
-            os._exit(7)
-        print(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), heard, bell.listen(0.2))
-        """
-    )
+    ended = run("forks")
     assert ended.stdout.split() == ["15", "[]", "[]"], ended.stderr
 
 
 def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_parent() -> None:
-    ended = run_python(
-        """
-        import os, signal
-        is_forking = []
-        # Before those of the library, which come in the order in which they were registered.
-        os.register_at_fork(after_in_child=lambda: is_forking and os.kill(os.getpid(), signal.SIGTERM))
-        from holdfast.preemption import Signals
-        from holdfast.preemption.sources.wakeup import Wakeup
-        Signals().open(lambda notice: True)
-        bell = Wakeup()
-        bell.take_signals()
-        is_forking.append(True)
-        child = os.fork()
-        if not child:
-            os._exit(7)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(code, bell.listen(0.2), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        """,
-        preload=None,  # It registers something before the library does.
-    )
+    # A fresh interpreter: the program registers something before it imports the library.
+    command: list[str | Path] = [sys.executable, PROGRAMS / "signalled_fork.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.strip() == "-15 [] set()", ended.stderr
 
 
@@ -965,28 +914,7 @@ def test_a_signal_to_a_child_that_has_just_been_forked_does_not_ring_in_its_pare
 
 
 def test_a_signal_rings_while_the_main_thread_is_busy() -> None:
-    ended = run(
-        """
-        import ctypes, os, signal, sys, threading
-        from holdfast.preemption import Signals
-        from holdfast.preemption.sources.wakeup import Wakeup
-        Signals().open(lambda notice: True)
-        bell = Wakeup()
-        bell.take_signals()
-
-        def listen():
-            print(bell.listen(60), flush=True)
-            os._exit(0)
-
-        threading.Thread(target=listen).start()
-        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        # A lock that is taken twice: foreign code that waits for ever, and that no signal ends.
-        lock = ctypes.create_string_buffer(64)
-        libc = ctypes.CDLL(None)
-        libc.pthread_mutex_lock(lock)
-        libc.pthread_mutex_lock(lock)
-        """
-    )
+    ended = run("hangs_in_foreign_code")
     assert ended.stdout == "[15]\n", ended.stderr
 
 
