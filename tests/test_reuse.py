@@ -24,8 +24,9 @@ from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.local.writer import LocalWriter
 from holdfast.testing.faulty import FaultyStorage
+from spare_files import identity
 from test_storage_faults import needs_strace
-from test_storage_spare import can_reuse, identity, reader_of, small_disk
+from test_storage_spare import can_reuse, reader_of, small_disk
 
 DATA = "data-00000-of-00001.safetensors"
 LENGTH = 300_000

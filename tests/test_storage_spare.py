@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
@@ -23,47 +22,10 @@ from holdfast.testing.faulty import FaultyStorage
 from mounts import mounted
 from patience import PATIENCE_SECONDS, read_line
 from repetitions import repeated
+from spare_files import MIB, identity, lay, lay_over, pattern, spare_of
 
-MIB = 1 << 20
 ANY_SIZE = 1 << 40
-FS_IOC_GETVERSION = 0x80087601
-
-
-def pattern(number: int, size_bytes: int) -> bytes:
-    return (number.to_bytes(8, "little") * (size_bytes // 8 + 1))[:size_bytes]
-
-
-def lay(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
-    """A whole file of its own directory."""
-    storage.make_directory(path.rpartition("/")[0])
-    writer = storage.open_writer(path, size_bytes)
-    writer.write_at(0, memoryview(pattern(number, size_bytes)))
-    writer.finish()
-    return Path(storage.url) / path
-
-
-def lay_over(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
-    """The same, in the room of the spare if that can be had."""
-    storage.make_directory(path.rpartition("/")[0])
-    writer = storage.open_writer(path, size_bytes)
-    try:
-        half = size_bytes // 2
-        content = memoryview(pattern(number, size_bytes))
-        writer.write_at(half, content[half:])
-        writer.write_at(0, content[:half])
-        writer.finish()
-    finally:
-        writer.abandon()
-    return Path(storage.url) / path
-
-
-def identity(path: Path) -> tuple[int, int]:
-    """Which file it is; a file system soon gives the number alone to another one."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.fstat(descriptor).st_ino, int.from_bytes(ioctl(descriptor, FS_IOC_GETVERSION, bytes(8)), "little")
-    finally:
-        os.close(descriptor)
+PROGRAMS = Path(__file__).with_name("programs")
 
 
 def can_reuse(directory: Path) -> bool:
@@ -77,10 +39,6 @@ def storage(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStorage:
     if not can_reuse(tmp_path):
         pytest.skip("this file system does not write over files in place, or cannot tell who has them open")
     return LocalStorage(tmp_path / "run", direct=request.param)
-
-
-def spare_of(storage: LocalStorage) -> Path:
-    return Path(storage.url) / SPARE_NAME
 
 
 # What is written into the room of another file.
@@ -192,24 +150,11 @@ def test_nothing_is_kept_in_memory(tmp_path: Path) -> None:
 
 # Who else could see the bytes.
 
-READER = """
-import mmap, os, sys
-from hashlib import sha256
-file = open(sys.argv[2], "rb")
-if sys.argv[1] == "mapped":
-    view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    file.close()
-print("ready", flush=True)
-sys.stdin.readline()
-content = bytes(view) if sys.argv[1] == "mapped" else file.read()
-print(sha256(content).hexdigest())
-"""
-
 
 @contextmanager
 def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the file open, or mapped, while the body runs."""
-    command = [sys.executable, "-c", READER, how, str(path)]
+    command: list[str | Path] = [sys.executable, PROGRAMS / "file_readers.py", how, path]
     with preloaded.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert read_line(reader) == "ready\n"
         try:
@@ -280,16 +225,11 @@ def test_a_fifo_or_a_socket_under_its_name_holds_nothing_up(storage: LocalStorag
     assert storage.spare.remove()
 
 
-OPENER = """
-import os, sys
-print("ready", flush=True)
-while True:
-    for path in sys.argv[1:]:
-        try:
-            os.close(os.open(path, os.O_RDONLY))
-        except OSError:
-            continue
-"""
+def start_writer(program: str, directory: Path, *numbers: int) -> subprocess.Popen[str]:
+    """One of `programs/spare_writers.py`."""
+    command: list[str | Path] = [sys.executable, PROGRAMS / "spare_writers.py", program, directory, *map(str, numbers)]
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAMS.parent)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_others_that_open_it_at_any_moment_do_not_end_the_process(tmp_path: Path) -> None:
@@ -297,35 +237,22 @@ def test_others_that_open_it_at_any_moment_do_not_end_the_process(tmp_path: Path
     if not can_reuse(tmp_path):
         pytest.skip("this file system does not write over files in place")
     turns = repeated(300, in_gate=100)
-    program = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_storage_spare import *
-storage = LocalStorage(sys.argv[1])
-lay(storage, "0/data", 0, MIB)
-for turn in range(1, {turns}):
-    storage.spare.try_keep(f"{{turn - 1}}/data", MIB)
-    lay_over(storage, f"{{turn}}/data", turn, MIB)
-    storage.remove(f"{{turn - 1}}/data")
-print("through")
-"""
     run = tmp_path / "run"
+    opening: list[str | Path] = [sys.executable, PROGRAMS / "file_readers.py", "again and again", run / SPARE_NAME]
     openers = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPENER, str(run / SPARE_NAME), *(str(run / str(turn) / "data") for turn in each)]
-        )
+        subprocess.Popen([*opening, *(run / str(turn) / "data" for turn in each)])
         for each in (range(0, turns, 2), range(1, turns, 2))
     ]
+    writer = start_writer("write_in_turn", run, turns)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=300, check=False
-        )
+        ended = writer.communicate(timeout=300)
     finally:
+        writer.kill()
         for opener in openers:
             opener.kill()
             opener.wait(PATIENCE_SECONDS)
-    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
-    assert done.returncode != -signal.SIGIO
+    assert writer.returncode != -signal.SIGIO
+    assert (writer.returncode, ended[0]) == (0, "through\n"), ended
 
 
 # Two that take it at the same moment.
@@ -335,39 +262,7 @@ def test_of_two_processes_one_takes_it_and_both_write_whole_files(tmp_path: Path
     if not can_reuse(tmp_path):
         pytest.skip("this file system does not write over files in place")
     turns = repeated(200, in_gate=80)
-    program = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from test_storage_spare import *
-storage = LocalStorage(sys.argv[1])
-mine = int(sys.argv[2])
-kept = None
-taken = 0
-for turn in range({turns}):
-    spares = set()
-    if os.path.lexists(spare_of(storage)):
-        with suppress(FileNotFoundError):
-            spares.add(identity(spare_of(storage)))
-    path = lay_over(storage, f"{{mine}}-{{turn}}/data", 1000 * mine + turn, 2 * MIB)
-    taken += identity(path) in spares
-    if kept is not None:
-        # Until here it counted.
-        assert kept[0].read_bytes() == pattern(kept[1], 2 * MIB), "somebody else has written into it"
-        storage.spare.try_keep(str(kept[0].relative_to(storage.url)), 2 * MIB)
-        storage.remove(str(kept[0].relative_to(storage.url)))
-    kept = (path, 1000 * mine + turn)
-print(taken)
-"""
-    program = program.replace("import sys\n", "import sys\nfrom contextlib import suppress\n", 1)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "run"), str(number)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in (1, 2)
-    ]
+    running = [start_writer("compete", tmp_path / "run", turns, number) for number in (1, 2)]
     ended = [process.communicate(timeout=300) for process in running]
     assert [process.returncode for process in running] == [0, 0], ended
     assert sum(int(output) for output, _ in ended) > turns // 4, "they have met at the spare"
