@@ -80,6 +80,9 @@ def job_that_cannot_be_joined() -> Iterator[dict[str, str]]:
         yield {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+PROGRAMS: Final = Path(__file__).with_name("programs")
+
+
 def lines_of(text: str) -> list[list[str]]:
     """The words of each line."""
     return [line.split() for line in text.splitlines()]
@@ -127,6 +130,21 @@ def run_python(
     run: Any = subprocess.run if preload is None else partial(preloaded.run, preload=preload)
     done: subprocess.CompletedProcess[str] = run(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done
+
+
+def run_file(
+    name: str, *arguments: str | Path, preload: tuple[str, ...] | None = preloaded.HOLDFAST
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program of `tests/programs` in a Python process of its own; a fresh one if `preload` is None."""
+    run: Any = subprocess.run if preload is None else partial(preloaded.run, preload=preload)
+    done: subprocess.CompletedProcess[str] = run(
+        [sys.executable, str(PROGRAMS / f"{name}.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -37,7 +37,7 @@ HOLDFAST: Final = (
     "holdfast.manager",
     "holdfast.resumable",
     "holdfast.preemption.guard",
-    "holdfast.preemption.joint_guard",
+    "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",
     "holdfast.save.joint",
     "holdfast.state.numpy_arrays",

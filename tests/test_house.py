@@ -100,7 +100,7 @@ ENGINE = {"holdfast.manager", "holdfast.state", "holdfast.save", "holdfast.resto
 SEVERAL = {
     "holdfast.cluster.joined",
     "holdfast.cluster.peers",
-    "holdfast.preemption.joint_guard",
+    "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",
     "holdfast.save.company",
     "holdfast.save.joint",

@@ -26,7 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Event, NoticeHeard
 from holdfast.preemption import FileAppears
-from holdfast.preemption.consensus.consequences import find_missing, is_of_collective, may_follow
+from holdfast.preemption.consensus.error_cause import find_missing, is_of_collective, may_follow
 from holdfast.storage import LocalStorage
 from holdfast.storage.protocol import Entry
 from holdfast.testing.memory_engine import run_workers
@@ -105,9 +105,7 @@ def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
-def test_all_hear_before_the_first_step_of_a_worker_whose_state_cannot_be_saved(
-    tmp_path: Path, begins_anew: bool
-) -> None:
+def test_unsavable_state_on_one_worker_is_heard_before_first_step(tmp_path: Path, begins_anew: bool) -> None:
     def work(cluster: Cluster) -> list[BaseException]:
         errors: list[BaseException] = []
         options: Any = {"cluster": cluster, "begin_anew": begins_anew}
@@ -384,7 +382,7 @@ def test_all_hear_of_a_worker_that_can_look_once_and_not_again(tmp_path: Path, b
     check_told(errors, blind, StorageError, "")
 
 
-def test_what_a_save_takes_for_seen_is_what_was_there_before_the_restore_chose(tmp_path: Path) -> None:
+def test_save_takes_for_seen_what_was_there_before_restore_chose(tmp_path: Path) -> None:
     """A job that takes the run over while this one restores is seen by its next save, which fails."""
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(array=np.zeros(3)), cluster="alone") as before:
         before.save(1).wait_committed()

@@ -212,7 +212,7 @@ def test_a_save_fn_that_fails_on_one_worker_is_a_failed_save_on_all(
         assert check_whole(tmp_path / "run") == []
 
 
-def test_a_save_fn_that_is_interrupted_on_one_worker_ends_all_with_its_error(tmp_path: Path) -> None:
+def test_save_fn_interrupted_on_one_worker_ends_all_with_its_error(tmp_path: Path) -> None:
     each = {0: {"save_fn": "saves", "pause": [3]}, 1: {"save_fn": "KeyboardInterrupt"}}
     with Jobs(tmp_path / "run", each=each, loop="run", **LOCKSTEP) as jobs:
         jobs.workers[0].wait_for("paused")
@@ -224,7 +224,7 @@ def test_a_save_fn_that_is_interrupted_on_one_worker_ends_all_with_its_error(tmp
         assert check_whole(tmp_path / "run") == []
 
 
-def test_a_save_fn_that_fails_on_one_worker_in_a_grace_period_ends_that_save_on_all(tmp_path: Path) -> None:
+def test_save_fn_failing_in_grace_period_ends_that_save_on_all(tmp_path: Path) -> None:
     """Nobody waits for its part until the last save, which would have to make up for it."""
     options: dict[str, Any] = {"loop": "run", "grace": 600, "total": 100_000, "step_seconds": 0.01, **LOCKSTEP}
     each = {0: {"save_fn": "saves"}, 1: {"save_fn": "raises", "failing_saves": [1], "pause": [3]}}
@@ -243,7 +243,7 @@ def test_a_save_fn_that_fails_on_one_worker_in_a_grace_period_ends_that_save_on_
             assert sum(line.startswith("event Failed") for line in worker.said) <= 1, jobs.report()
 
 
-def test_the_last_of_several_handlers_leaves_and_the_others_take_part_in_its_exit(tmp_path: Path) -> None:
+def test_last_of_several_handlers_leaves_and_others_take_part(tmp_path: Path) -> None:
     """One worker takes its time for that."""
     each = {0: {"finally_seconds": 3.0}, 1: {"pause": [3]}}
     with Jobs(tmp_path / "run", each=each, loop="run", handlers=2, **LOCKSTEP) as jobs:
@@ -267,7 +267,7 @@ def test_what_one_of_several_handlers_has_dealt_with_is_dealt_with_for_all(tmp_p
         assert [worker.said.count("exit_fn") for worker in jobs.workers] == [1, 1]
 
 
-def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tmp_path: Path) -> None:
+def test_exit_fn_that_returns_lets_training_go_on_to_a_later_notice(tmp_path: Path) -> None:
     each = {0: {"pause": [2]}, 1: {"pause": [5]}}
     with Jobs(tmp_path / "run", returns=1, each=each, **LOCKSTEP) as jobs:
         for number in (0, 1):
@@ -283,7 +283,7 @@ def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(tm
 
 
 @pytest.mark.parametrize("is_advice", [False, True])
-def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tmp_path: Path, is_advice: bool) -> None:
+def test_wait_in_evaluation_does_not_count_for_a_later_notice(tmp_path: Path, is_advice: bool) -> None:
     """It comes when more time has passed since than workers wait for each other."""
     options: dict[str, Any] = {"timeout": 4.0, "total": 100_000, "step_seconds": 0.1, "evaluate": [5]}
     # What is heard first asks to save and go on, or `exit_fn` goes on.
@@ -308,9 +308,7 @@ def test_what_was_waited_for_in_evaluation_is_not_held_against_a_later_notice(tm
 
 
 @pytest.mark.parametrize(("error", "code"), [("SystemExit", 3), ("ValueError", 1)])
-def test_an_exit_fn_that_ends_one_worker_and_returns_on_the_other_ends_both(
-    tmp_path: Path, error: str, code: int
-) -> None:
+def test_exit_fn_that_ends_one_worker_and_not_the_other_ends_both(tmp_path: Path, error: str, code: int) -> None:
     each = {0: {"returns": 99}, 1: {"returns": 0, "exit_error": error, "pause": [3]}}
     with Jobs(tmp_path / "run", each=each, **LOCKSTEP) as jobs:
         jobs.workers[1].wait_for("paused")
@@ -322,7 +320,7 @@ def test_an_exit_fn_that_ends_one_worker_and_returns_on_the_other_ends_both(
         assert check_whole(tmp_path / "run") == [4]
 
 
-def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end(tmp_path: Path) -> None:
+def test_grace_period_all_save_at_once_and_again_at_one_step(tmp_path: Path) -> None:
     with Jobs(tmp_path / "run", total=100_000, step_seconds=0.02, grace=6, **LOCKSTEP) as jobs:
         jobs.workers[1].wait_for("step 10")
         jobs.workers[1].send(signal.SIGTERM)
@@ -332,7 +330,7 @@ def test_in_a_grace_period_all_save_at_once_and_again_at_one_step_before_the_end
 
 
 @pytest.mark.parametrize("loop", ["resumable", "run"])
-def test_all_that_are_to_leave_within_a_time_leave_with_the_block_if_no_step_is_left(tmp_path: Path, loop: str) -> None:
+def test_notice_with_time_all_leave_with_block_if_no_step_is_left(tmp_path: Path, loop: str) -> None:
     with Jobs(tmp_path / "run", loop=loop, grace=600, each={1: {"pause": [TOTAL - 1]}}, **LOCKSTEP) as jobs:
         jobs.workers[1].wait_for("paused")
         jobs.workers[1].send(signal.SIGTERM)
@@ -443,7 +441,7 @@ def test_a_grace_of_a_second_is_enough_for_a_quick_save_fn(tmp_path: Path, loop:
 
 
 @pytest.mark.parametrize("is_resting", [False, True])
-def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
+def test_committed_step_is_saved_even_if_it_was_told_too_late(
     tmp_path: Path, uninterrupted: list[str], is_resting: bool
 ) -> None:
     """The storage has committed it, and does not answer: all who leave look themselves."""
@@ -460,7 +458,7 @@ def test_a_step_that_is_committed_is_saved_even_if_nobody_could_say_so_in_time(
 
 
 @pytest.mark.parametrize("loop", ["resumable", "run"])
-def test_all_wait_for_a_commit_that_they_have_agreed_on_and_leave_with_one_code(
+def test_agreed_commit_is_waited_for_by_all_who_leave_with_one_code(
     tmp_path: Path, uninterrupted: list[str], loop: str
 ) -> None:
     """The time is over while one worker commits what all have written: nobody can say yet whether it is saved."""
@@ -476,7 +474,7 @@ def test_all_wait_for_a_commit_that_they_have_agreed_on_and_leave_with_one_code(
         check_the_rest(jobs, uninterrupted, loop=loop)
 
 
-def test_a_save_that_waits_for_a_worker_which_hangs_ends_with_the_time_that_is_left(tmp_path: Path) -> None:
+def test_save_waiting_for_hanging_worker_ends_with_the_time_left(tmp_path: Path) -> None:
     options: dict[str, Any] = {"grace": 4, "every": 2, "total": 100_000, "step_seconds": 0.01}
     with Jobs(tmp_path / "run", each={1: {"pause": [5]}}, **options) as jobs:
         jobs.workers[1].wait_for("paused")
@@ -498,7 +496,7 @@ def test_a_worker_whose_step_does_not_end_leaves_once_another_one_has(tmp_path: 
         assert "step 5 could NOT be saved: rank 0 on" in jobs.workers[1].errors
 
 
-def test_a_worker_that_rests_and_one_that_waits_for_it_in_the_next_step_leave_when_the_time_is_over(
+def test_paused_worker_and_one_waiting_for_it_leave_in_time(
     tmp_path: Path,
 ) -> None:
     each = {0: {"pause": ["evaluation"], "evaluate": [5], "checkpointable": True}, 1: {"pause": [6]}}
@@ -523,7 +521,7 @@ def test_what_was_changed_behind_a_step_is_not_said_to_be_saved(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("loop", ["resumable", pytest.param("steps", marks=pytest.mark.long)])
-def test_what_one_worker_does_behind_a_block_in_the_last_step_is_saved_by_all(tmp_path: Path, loop: str) -> None:
+def test_last_step_with_block_on_one_worker_is_saved_by_all(tmp_path: Path, loop: str) -> None:
     """The other one has saved that step at its end already."""
     block: dict[str, Any] = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"]}
     advice = {"advice": str(tmp_path / "advice"), "change_behind": True}
@@ -571,7 +569,7 @@ def test_a_notice_whose_text_is_no_text_reaches_all(tmp_path: Path, uninterrupte
 
 
 @pytest.mark.long
-def test_a_save_fn_that_hangs_on_one_worker_is_not_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
+def test_save_fn_hanging_on_one_worker_is_waited_for_until_deadline(tmp_path: Path) -> None:
     each = {0: {"pause": [5]}, 1: {"pause": [5, "save_fn"]}}
     with Jobs(tmp_path / "run", loop="run", save_fn="saves", timeout=1, each=each) as jobs:
         ask_where_all_pause(jobs, 0)
@@ -600,7 +598,7 @@ def test_a_disk_that_is_full_on_one_worker_is_a_failed_save_on_all(tmp_path: Pat
         check_the_rest(jobs, uninterrupted)
 
 
-def test_a_disk_that_becomes_full_on_one_worker_in_a_grace_period_is_a_failed_last_save_on_all(tmp_path: Path) -> None:
+def test_disk_full_on_one_worker_in_grace_fails_last_save_on_all(tmp_path: Path) -> None:
     options: dict[str, Any] = {"grace": 600, "total": 100_000, "step_seconds": 0.01, **LOCKSTEP}
     each = {1: {"pause": [4], "file_bytes": 4000, "file_bytes_from": "Committed"}}
     with Jobs(tmp_path / "run", each=each, **options) as jobs:
@@ -690,7 +688,7 @@ def test_a_worker_that_returns_early_ends_all(tmp_path: Path) -> None:
         assert "its training has ended after step 4" in jobs.workers[0].errors
 
 
-def test_a_worker_that_evaluates_behind_its_last_step_is_no_step_ahead_of_one_that_has_ended(tmp_path: Path) -> None:
+def test_worker_evaluating_after_its_last_step_is_not_a_step_ahead(tmp_path: Path) -> None:
     """In a loop of one's own nobody knows whether another step comes."""
     behind = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"], "finally_seconds": 2.0}
     with Jobs(tmp_path / "run", loop="own", each={0: behind}) as jobs:
@@ -701,7 +699,7 @@ def test_a_worker_that_evaluates_behind_its_last_step_is_no_step_ahead_of_one_th
         assert jobs.end() == [0, 0], jobs.report()
 
 
-def test_a_worker_that_is_killed_is_found_whatever_the_time_for_signs_of_life(tmp_path: Path) -> None:
+def test_killed_worker_is_found_whatever_the_liveness_seconds(tmp_path: Path) -> None:
     with Jobs(tmp_path / "run", liveness=600.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
         jobs.workers[0].wait_for("paused")
         jobs.workers[0].send(signal.SIGKILL)

@@ -21,7 +21,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from command_line import run_python
+from command_line import PROGRAMS, run_file
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
@@ -103,7 +103,7 @@ def check_the_rest(directory: Path, expected: str, **options: Any) -> None:
         if (loop, step) != ("own", 0)
     ],
 )
-def test_the_step_in_progress_ends_is_saved_and_the_rest_comes_after_a_restart(
+def test_step_in_progress_ends_is_saved_and_restart_goes_on(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, step: int
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=[step])
@@ -160,7 +160,7 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
     assert "nothing had been completed that could be lost" in job.errors
 
 
-def test_a_job_that_is_asked_to_leave_does_not_wait_for_a_run_that_is_not_made(tmp_path: Path, jobs: list[Job]) -> None:
+def test_signal_while_run_is_made_too_long_leaves_without_it(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["looking"])
     notify(job, jobs)
     # Nobody goes on.
@@ -216,7 +216,7 @@ def test_a_signal_after_the_loop_leaves_when_all_is_saved(
 
 
 @pytest.mark.parametrize("loop", ["run", "steps", "own"])
-def test_a_signal_after_the_loop_of_a_handler_is_acted_on_when_it_is_closed(
+def test_signal_after_loop_of_handler_is_acted_on_when_it_is_closed(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["after"])
@@ -264,7 +264,7 @@ def test_a_handler_that_is_closed_does_not_wait_for_ever_for_a_save(tmp_path: Pa
 
 
 @pytest.mark.parametrize("loop", ["resumable", "run", "own"])
-def test_who_is_to_leave_within_a_time_leaves_with_the_block_if_no_step_is_left(
+def test_notice_with_time_leaves_with_block_if_no_step_is_left(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     """The code behind the block would hear of it too late: nobody repeats it."""
@@ -317,174 +317,33 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(tmp_path: Path, jobs
     assert job.end() == 42, job.errors
 
 
-EXIT_CAUGHT = """
-import os, signal, sys
-import holdfast as hf
-
-for life in range(2):
-    state = {"value": life}
-    try:
-        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100), preemption=CONFIG) as run:
-            for step in run.steps(100):
-                if step == 3 * life + 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
-    except SystemExit as leaving:
-        print(leaving.code, run.step)
-"""
-
-
-def test_a_program_that_catches_the_exit_within_the_block_leaves_with_the_block_and_says_so_once(
-    tmp_path: Path,
-) -> None:
-    done = run_python(
-        """
-        import os, signal, sys, numpy as np, holdfast as hf
-
-        with hf.resumable(sys.argv[1], w=np.zeros(3), save_every=hf.Steps(100)) as run:
-            try:
-                for step in run.steps(10):
-                    if step == 4:
-                        os.kill(os.getpid(), signal.SIGTERM)
-            except SystemExit:
-                print("caught")
-        """,
-        str(tmp_path),
-    )
+def test_exit_caught_in_block_leaves_with_block_and_is_said_once(tmp_path: Path) -> None:
+    done = run_file("exits", "catch exit in block", tmp_path)
     assert (done.returncode, done.stdout) == (42, "caught\n"), done.stderr
     assert done.stderr.count("step 5 is saved; leaving with exit code 42") == 1
 
 
-def test_a_program_that_catches_the_exit_can_be_asked_again(tmp_path: Path) -> None:
-    # With the same sources, and with others.
-    for number, config in enumerate(("hf.TerminationConfig()", "'auto'")):
-        script = f"import holdfast as hf\nCONFIG = {config}\n{EXIT_CAUGHT}"
-        command = [sys.executable, "-c", script, str(tmp_path / str(number))]
-        done = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
+@pytest.mark.parametrize("sources", ["auto", "config"])
+def test_program_that_catches_exit_can_be_asked_again(tmp_path: Path, sources: str) -> None:
+    done = run_file("exits", "catch exits", tmp_path, sources)
+    assert (done.returncode, done.stdout) == (0, "42 3\n42 6\n"), done.stderr
 
 
-IN_FOREIGN_CODE = """
-import ctypes, os, signal, sys, threading, time, numpy as np, holdfast as hf
-
-# A lock that is taken twice: foreign code that waits until it is let go, and that no signal ends.
-lock = ctypes.create_string_buffer(64)
-waiting = f"{ctypes.addressof(lock):#x}"
-libc = ctypes.CDLL(None)
-
-def send(*numbers, let_go=False):
-    main = threading.main_thread().native_id
-    while True:
-        with open(f"/proc/self/task/{main}/syscall") as file:
-            if waiting in file.read().split():
-                break
-    for number in numbers:
-        os.kill(os.getpid(), number)
-    if let_go:
-        libc.pthread_mutex_unlock(lock)
-
-def wait(*numbers, let_go=False):
-    threading.Thread(target=send, args=numbers, kwargs={"let_go": let_go}, daemon=True).start()
-    libc.pthread_mutex_lock(lock)
-    libc.pthread_mutex_lock(lock)
-
-state = {"value": np.zeros(10)}
-"""
-
-
-@pytest.mark.parametrize("heard", [0, 1, 2])
-def test_signals_to_a_process_in_foreign_code_end_it_in_the_end(tmp_path: Path, heard: int) -> None:
-    done = run_python(
-        IN_FOREIGN_CODE
-        + f"""
-numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-with hf.resumable(sys.argv[1], state=state) as run:
-    for step in run.steps(10):
-        for number in numbers[:{heard}]:
-            os.kill(os.getpid(), number)
-        wait(*numbers[{heard}:])
-""",
-        str(tmp_path),
-    )
-    assert done.returncode in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM), done.stderr
-    assert "the main thread is stuck" in done.stderr
-
-
-LONG_SECONDS = 3
-"""How long a step lasts in which the main thread could be taken for one that is stuck."""
-
-
-def test_signals_that_have_a_handler_of_the_users_since_do_not_count(tmp_path: Path) -> None:
-    done = run_python(
-        f"""
-        import os, signal, sys, time, numpy as np, holdfast as hf
-
-        said = []
-        with hf.resumable(sys.argv[1], state={{"value": np.zeros(10)}}, save_every=hf.Steps(100)) as run:
-            signal.signal(signal.SIGUSR1, lambda number, frame: said.append(run.step))
-            for step in run.steps(10):
-                if step < 4:
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                else:
-                    assert said == [0, 1, 2, 3]
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep({LONG_SECONDS})
-        """,
-        str(tmp_path),
-    )
+def test_signal_with_handler_set_in_run_does_not_count(tmp_path: Path) -> None:
+    done = run_file("exits", "set own handler", tmp_path)
     assert done.returncode == 42, done.stderr
     assert steps_of(tmp_path) == [5]
 
 
-def test_signals_that_were_heard_in_the_end_do_not_count(tmp_path: Path) -> None:
-    # Python runs the handler of a signal that has come several times once.
-    done = run_python(
-        IN_FOREIGN_CODE
-        + f"""
-with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
-    for step in run.steps(10):
-        wait(*[signal.SIGTERM] * 3, let_go=True)
-        time.sleep({LONG_SECONDS})
-""",
-        str(tmp_path),
-    )
+def test_signals_handled_at_once_in_the_end_count_once(tmp_path: Path) -> None:
+    done = run_file("foreign_code", "three at once", tmp_path)
     assert done.returncode == 42, done.stderr
     assert steps_of(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_heard_in_foreign_code_and_counts_once_when_its_handler_runs(tmp_path: Path, number: int) -> None:
-    # Foreign code does not end before it was heard. Twice: what was heard first is not taken for what comes then.
-    done = run_python(
-        IN_FOREIGN_CODE
-        + f"""
-from holdfast.events import NoticeHeard
-
-calls, heard = [], threading.Semaphore(0)
-before = signal.signal({int(number)}, lambda *_: calls.append(run.step))
-if {int(number)} == signal.SIGINT:
-    signal.signal(signal.SIGINT, before)
-
-def hear(event):
-    if isinstance(event, NoticeHeard):
-        print(event.text.split()[0], run.should_stop(), calls, flush=True)
-        heard.release()
-
-def let_go():
-    for _ in range(2):
-        heard.acquire()
-        libc.pthread_mutex_unlock(lock)
-
-threading.Thread(target=let_go, daemon=True).start()
-config = hf.TerminationConfig(grace_period=10**6)
-with hf.resumable(sys.argv[1], state=state, preemption=config, sinks=[hear]) as run:
-    for step in run.steps(1000):
-        if step in (3, 6):
-            wait({int(number)} if step == 3 else signal.SIGUSR1)
-            libc.pthread_mutex_unlock(lock)
-            print("went on in", step, calls, flush=True)
-""",
-        str(tmp_path),
-    )
+def test_signal_in_foreign_code_is_heard_and_counts_once(tmp_path: Path, number: int) -> None:
+    done = run_file("foreign_code", "until heard", tmp_path, str(int(number)))
     name = signal.Signals(number).name
     called = [] if number == signal.SIGINT else [3]
     assert done.returncode == 42, done.stderr
@@ -496,53 +355,14 @@ with hf.resumable(sys.argv[1], state=state, preemption=config, sinks=[hear]) as 
     ]
 
 
-def test_signals_of_one_number_are_each_heard_in_foreign_code(tmp_path: Path) -> None:
-    """Python runs their handler once; the second one has hurried by then, and the third is one too many."""
-    done = run_python(
-        IN_FOREIGN_CODE
-        + """
-from holdfast.events import NoticeHeard
-
-def insist(event):
-    if isinstance(event, NoticeHeard):
-        print(event.text.split()[0], run.should_stop(), flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-config = hf.TerminationConfig(grace_period=10**6)
-with hf.resumable(sys.argv[1], state=state, preemption=config, sinks=[insist]) as run:
-    for step in run.steps(1000):
-        wait(signal.SIGTERM)
-""",
-        str(tmp_path),
-    )
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+def test_two_signals_in_foreign_code_are_heard_and_third_acts_after_it(tmp_path: Path) -> None:
+    done = run_file("foreign_code", "two and one", tmp_path)
+    assert done.returncode == -signal.SIGUSR2, done.stderr
     assert done.stdout.splitlines() == ["SIGTERM False", "SIGTERM True"]
-    assert "the main thread is stuck" in done.stderr
 
 
-def test_a_handler_that_was_not_set_by_python_stays(tmp_path: Path) -> None:
-    done = run_python(
-        """
-        import faulthandler, os, signal, sys, numpy as np, holdfast as hf
-        from holdfast.events import Warned
-
-        def tell(event):
-            if isinstance(event, Warned):
-                print(event.text, flush=True)
-
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            faulthandler.register(number, all_threads=False)
-        state = {"value": np.zeros(10)}
-        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100), sinks=[tell]) as run:
-            for step in run.steps(3):
-                os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
-            for step in run.steps(9):
-                os.kill(os.getpid(), signal.SIGTERM if step == 4 else signal.SIGUSR1)
-        """,
-        str(tmp_path),
-    )
+def test_handler_not_set_by_python_stays(tmp_path: Path) -> None:
+    done = run_file("exits", "keep foreign handlers", tmp_path)
     assert done.returncode == 42, done.stderr
     assert steps_of(tmp_path) == [3, 5]
     assert done.stdout == "SIGUSR1 is not listened to: it has a handler that was not set by Python, and that stays\n"
@@ -566,28 +386,10 @@ def test_it_saves_and_leaves_though_nobody_reads_its_errors(tmp_path: Path, jobs
     assert steps_of(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("way", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)", "sys.stderr = Broken()"])
+@pytest.mark.parametrize("way", ["closed", "none", "descriptor closed", "broken"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_saves_and_leaves_without_a_stream_for_errors(tmp_path: Path, number: int, way: str) -> None:
-    done = run_python(
-        f"""
-        import os, signal, sys, numpy as np, holdfast as hf
-
-        class Broken:
-            def write(self, text):
-                raise RuntimeError("no words")
-
-            def flush(self):
-                pass
-
-        with hf.resumable(sys.argv[1], state={{"value": np.zeros(10)}}, save_every=hf.Steps(100)) as run:
-            {way}
-            for step in run.steps(10):
-                if step == 4:
-                    os.kill(os.getpid(), {int(number)})
-        """,
-        str(tmp_path),
-    )
+def test_job_without_stream_for_errors_saves_and_leaves(tmp_path: Path, number: int, way: str) -> None:
+    done = run_file("exits", "lose errors", tmp_path, way, str(int(number)))
     assert done.returncode == (130 if number == signal.SIGINT else 42), done.stderr
     assert steps_of(tmp_path) == [5]
 
@@ -595,24 +397,8 @@ def test_it_saves_and_leaves_without_a_stream_for_errors(tmp_path: Path, number:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("code", [42, 74])
 @pytest.mark.parametrize("stream", [1, 2])
-def test_it_leaves_with_its_code_though_the_disk_of_its_log_is_full(tmp_path: Path, stream: int, code: int) -> None:
-    done = run_python(
-        f"""
-        import os, signal, sys, numpy as np, holdfast as hf
-
-        def fail():
-            raise OSError("no room")
-
-        os.dup2(os.open("/dev/full", os.O_WRONLY), {stream})
-        config = hf.TerminationConfig(save_fn={"None" if code == 42 else "fail"})
-        with hf.resumable(sys.argv[1], w=np.zeros(10), save_every=hf.Steps(100), preemption=config) as run:
-            for step in run.steps(10):
-                print("of the user's")
-                if step == 4:
-                    os.kill(os.getpid(), signal.SIGTERM)
-        """,
-        str(tmp_path),
-    )
+def test_job_whose_log_is_full_leaves_with_its_code(tmp_path: Path, stream: int, code: int) -> None:
+    done = run_file("exits", "fill log", tmp_path, str(stream), str(code))
     assert done.returncode == code, done.stderr
     assert steps_of(tmp_path) == ([5] if code == 42 else [])
     if stream == 1:
@@ -675,9 +461,7 @@ def test_a_save_that_cannot_end_in_time_is_not_begun(tmp_path: Path, jobs: list[
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_training_goes_on_when_exit_fn_returns_and_a_later_notice_works_again(
-    tmp_path: Path, jobs: list[Job], loop: str
-) -> None:
+def test_exit_fn_that_returns_lets_training_go_on_to_a_later_notice(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=[2, 5, 7], returns=2)
     jobs.append(job)
     for _ in range(3):
@@ -716,7 +500,7 @@ def test_a_disk_that_is_full_then_has_an_exit_code_of_its_own(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_disk_that_is_full_in_a_grace_period_does_not_end_training_before_the_last_save(
+def test_full_disk_in_grace_period_ends_training_only_with_last_save(
     tmp_path: Path, jobs: list[Job], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, grace=600, pause=[1], every=2, file_bytes=5000)
@@ -730,7 +514,7 @@ def test_a_disk_that_is_full_in_a_grace_period_does_not_end_training_before_the_
 
 
 @pytest.mark.parametrize(("loop", "place"), [*((loop, 5) for loop in LOOPS), ("resumable", "evaluation")])
-def test_a_last_save_that_is_late_is_waited_for_and_what_comes_of_it_is_told(
+def test_late_last_save_is_waited_for_and_its_result_is_told(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, place: Any
 ) -> None:
     is_resting = place == "evaluation"
@@ -783,7 +567,7 @@ def test_a_file_that_appears_stops_the_job(tmp_path: Path, jobs: list[Job]) -> N
 
 
 @pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
-def test_in_a_checkpointable_block_the_state_is_saved_and_nobody_waits_for_its_end(
+def test_checkpointable_block_is_saved_and_left_in_its_middle(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[4], checkpointable=True)
@@ -805,9 +589,7 @@ def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Pat
     assert steps_of(tmp_path) == [5]
 
 
-def test_what_a_step_does_behind_a_block_is_not_said_to_be_saved_if_only_the_block_was(
-    tmp_path: Path, jobs: list[Job]
-) -> None:
+def test_step_saved_in_its_block_only_is_not_said_to_be_saved(tmp_path: Path, jobs: list[Job]) -> None:
     """The disk is full when the step is to be saved as it is at its end."""
     disk: dict[str, Any] = {"file_bytes": 4000, "file_bytes_from": "Committed"}
     options: dict[str, Any] = {"pause": ["evaluation", "behind"], "evaluate": [4], "checkpointable": True, **disk}
@@ -846,7 +628,7 @@ def test_steps_with_a_block_in_each_are_timed(tmp_path: Path, jobs: list[Job]) -
     assert steps_of(tmp_path)[0] == 4
 
 
-def test_what_is_saved_in_a_block_is_saved_although_a_save_before_has_failed(tmp_path: Path, jobs: list[Job]) -> None:
+def test_block_is_saved_although_a_save_before_has_failed(tmp_path: Path, jobs: list[Job]) -> None:
     options: dict[str, Any] = {"evaluate": [2], "checkpointable": True, "pause": [2, "evaluation"]}
     job = Job(tmp_path, every=2, file_bytes=5000, file_bytes_until="Failed", **options)
     jobs.append(job)
@@ -997,7 +779,7 @@ def test_run_gives_what_the_function_gives_and_raises_what_it_raises(tmp_path: P
         manager.save(handler.total_run_calls)
 
 
-def test_the_count_comes_back_and_steps_after_a_restart_take_the_time_that_they_take(tmp_path: Path) -> None:
+def test_count_comes_back_and_step_times_are_measured_anew(tmp_path: Path) -> None:
     for life in range(3):
         manager, state = manager_of(tmp_path, save_every=hf.Steps(2))
         with manager, hf.PreemptionCheckpointHandler(manager) as handler:
@@ -1226,82 +1008,16 @@ def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path
         ("handler", "pool whose exit is caught"),
     ],
 )
-def test_in_another_thread_it_ends_the_process_with_its_code(tmp_path: Path, api: str, thread: str) -> None:
-    done = run_python(
-        """
-        import concurrent.futures, sys, threading, numpy as np, holdfast as hf
-
-        def train():
-            w = np.zeros(4)
-            config = hf.TerminationConfig(sources=[], termination_watcher_fn=lambda: w[0] > 0)
-            try:
-                if sys.argv[2] == "resumable":
-                    with hf.resumable(sys.argv[1], w=w, preemption=config) as run:
-                        for _ in run.steps(10**9):
-                            w[0] += 1
-                else:
-                    with hf.CheckpointManager(sys.argv[1], hf.Checkpoint(w=w)) as manager:
-                        with hf.PreemptionCheckpointHandler(manager, config) as handler:
-                            while True:
-                                handler.run(w.__iadd__, 1)
-            finally:
-                print("unwound", flush=True)
-
-        if sys.argv[3] == "Thread":
-            thread = threading.Thread(target=train)
-            thread.start()
-            thread.join()
-        else:
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                future = pool.submit(train)
-            if sys.argv[3] == "pool that is asked":
-                future.result()
-            if sys.argv[3] == "pool whose exit is caught":
-                try:
-                    future.result()
-                except SystemExit as leaving:
-                    sys.exit(leaving.code + 1)
-        """,
-        str(tmp_path),
-        api,
-        thread,
-    )
+def test_run_in_another_thread_ends_process_with_its_code(tmp_path: Path, api: str, thread: str) -> None:
+    done = run_file("exits", "train in thread", tmp_path, api, thread)
     assert done.returncode == (43 if "caught" in thread else 42), done.stderr
     assert done.stdout.split() == ["unwound"]
     assert f"step {steps_of(tmp_path)[-1]} is saved; leaving with exit code 42" in done.stderr
 
 
 @pytest.mark.parametrize(("left_seconds", "caught"), [(3, False), (3, True), (3600, False)])
-def test_where_the_time_is_nearly_over_the_end_of_the_interpreter_is_not_waited_for(
-    tmp_path: Path, left_seconds: float, caught: bool
-) -> None:
-    done = run_python(
-        """
-        import atexit, sys
-        atexit.register(print, "the end of the interpreter")
-        import numpy as np, holdfast as hf
-        from holdfast.preemption import Demand, Notice
-
-        def watch():
-            if w[0] > 0:
-                return Notice(source="mine", text="go", demand=Demand.LEAVE, left_seconds=float(sys.argv[2]))
-
-        w = np.zeros(4)
-        config = hf.TerminationConfig(sources=[], termination_watcher_fn=watch)
-        try:
-            with hf.resumable(sys.argv[1], w=w, preemption=config) as run:
-                for _ in run.steps(10**9):
-                    w[0] += 1
-        except SystemExit:
-            if sys.argv[3] == "True":
-                sys.exit(3)
-            raise
-        """,
-        str(tmp_path),
-        str(left_seconds),
-        str(caught),
-        preload=None,
-    )
+def test_end_of_interpreter_is_not_waited_for_without_time(tmp_path: Path, left_seconds: float, caught: bool) -> None:
+    done = run_file("slow_end", tmp_path, str(left_seconds), str(caught), preload=None)
     assert done.returncode == (3 if caught else 42), done.stderr
     is_ended = "the end of the interpreter" in done.stdout
     assert is_ended == (caught or left_seconds == 3600)
@@ -1421,24 +1137,8 @@ def test_handlers_of_one_manager_are_closed_in_any_order(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_forked_child_that_listens_itself_is_not_ended_by_the_handlers_of_its_parent() -> None:
-    done = run_python(
-        """
-        import os, signal
-        from holdfast.preemption import Signals
-
-        outer = Signals()
-        outer.open(lambda notice: True)
-        child = os.fork()
-        if child == 0:
-            heard = []
-            inner = Signals()
-            inner.open(lambda notice: heard.append(notice) or True)
-            signal.raise_signal(signal.SIGTERM)
-            os._exit(len(heard))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """
-    )
+def test_forked_child_that_listens_is_not_ended_by_handlers_of_parent() -> None:
+    done = run_file("exits", "listen in child")
     assert done.stdout.split() == ["1"], (done.stdout, done.stderr)
 
 
@@ -1519,9 +1219,7 @@ def test_a_handler_that_is_closed_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_what_a_step_does_behind_blocks_in_which_it_was_saved_is_saved_as_well(
-    tmp_path: Path, loop: str, is_asked: bool
-) -> None:
+def test_step_saved_in_its_blocks_is_saved_anew_at_its_end(tmp_path: Path, loop: str, is_asked: bool) -> None:
     source, committed = Spoken(), queue.Queue[int]()
     termination = hf.TerminationConfig(sources=[source])
     state: dict[str, Any] = {"value": np.zeros(4), "best": 0}
@@ -1618,178 +1316,35 @@ def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [3, 4]
 
 
-WITHOUT_BLOCK = """
-import os, signal, sys
-import holdfast as hf
-
-state = {"text": ""}
-manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
-handler = hf.PreemptionCheckpointHandler(manager)
-
-def step():
-    state["text"] += "a"
-    if handler.total_run_calls == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise RuntimeError("half of the step is done")
-
-def loop():
-    while True:
-        handler.run(step)
-
-def numbers():
-    for _ in handler.steps(9):
-        step()
-
-{"run": loop, "steps": numbers}[sys.argv[2]]()
-"""
-
-
 @pytest.mark.parametrize("loop", ["run", "steps"])
-def test_a_program_that_an_error_ends_saves_nothing_more_without_a_block_either(tmp_path: Path, loop: str) -> None:
-    command = [sys.executable, "-c", WITHOUT_BLOCK, str(tmp_path / "run"), loop]
-    done = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_error_without_block_saves_nothing_more(tmp_path: Path, loop: str) -> None:
+    done = run_file("handler_loops", "fail", tmp_path / "run", loop)
     assert done.returncode == 1, done.stderr
     assert "half of the step is done" in done.stderr
     assert "is saved" not in done.stderr
     assert steps_of(tmp_path / "run") == []
 
 
-BACK = """
-import os, signal, sys
-import holdfast as hf
-
-state = {"text": ""}
-manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state), save_every=hf.Steps(5))
-with manager, hf.PreemptionCheckpointHandler(manager) as handler:
-    def step(letter):
-        state["text"] += letter
-    if handler.restored is not None:
-        print(state["text"])
-        sys.exit()
-    for _ in range(10):
-        handler.run(step, "a")
-    manager.save(10)
-    manager.restore(5)
-    assert handler.total_run_calls == 5
-    for _ in range(5):
-        handler.run(step, "b")
-    os.kill(os.getpid(), signal.SIGTERM)
-    handler.run(step, "c")
-"""
-
-
-def test_what_was_saved_before_going_back_is_not_taken_for_the_same_step_after_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BACK, str(tmp_path / "run")]
-    asked = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_save_before_going_back_is_not_that_of_same_step_after_it(tmp_path: Path) -> None:
+    asked = run_file("handler_loops", "go back", tmp_path / "run")
     assert asked.returncode == 42, asked.stderr
-    again = preloaded.run(command, capture_output=True, text=True, timeout=60, check=False)
+    again = run_file("handler_loops", "go back", tmp_path / "run")
     assert again.stdout == "aaaaabbbbb\n", again.stderr
 
 
-SEVERAL_HANDLERS = """
-import os, signal, sys, time
-import numpy as np
-import holdfast as hf
-
-state = {"values": np.zeros(100)}
-
-def step():
-    state["values"] += 1
-
-def leave():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-def wait():
-    while True:
-        time.sleep(0.02)
-
-manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
-"""
-
-ONE_AFTER_THE_OTHER = """
-with manager:
-    with hf.PreemptionCheckpointHandler(manager) as handler:
-        before = handler.total_run_calls
-        for _ in range(5):
-            handler.run(step)
-    if len(sys.argv) > 2:
-        manager.save(before + 5)
-        sys.exit(0)
-    with hf.PreemptionCheckpointHandler(manager) as handler:
-        leave()
-        wait()
-"""
-
-ONE_WITHIN_THE_OTHER = """
-with manager, hf.PreemptionCheckpointHandler(manager) as outer:
-    for _ in range(5):
-        outer.run(step)
-    with hf.PreemptionCheckpointHandler(manager) as inner:
-        leave()
-        time.sleep(1)  # The state may be that of no step here: nothing is saved before it is known to be one's.
-        inner.run(step)
-"""
-
-ONE_IS_IDLE = """
-def slow():
-    step()
-    leave()
-    time.sleep(1)  # In which the idle one could leave.
-    step()
-
-with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
-    for _ in range(4):
-        active.run(step)
-    active.run(slow)
-    active.run(step)
-"""
-
-THE_IDLE_ONE_ENDS_AMID_A_STEP = """
-with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
-    for number in active.steps(9):
-        step()
-        if number == 4:
-            leave()
-            break
-"""
-
-BOTH_REST = """
-with manager, hf.PreemptionCheckpointHandler(manager) as active, hf.PreemptionCheckpointHandler(manager):
-    for _ in range(5):
-        active.run(step)
-    with active.checkpointable():
-        leave()
-        wait()
-"""
-
-SAVED_BY_HAND = """
-with manager:
-    with hf.PreemptionCheckpointHandler(manager) as handler:
-        for _ in range(5):
-            handler.run(step)
-    manager.save(5)
-    with hf.PreemptionCheckpointHandler(manager) as handler:
-        leave()
-        wait()
-"""
-
-
 @pytest.mark.parametrize(
-    "script",
+    ("mode", "value"),
     [
-        pytest.param(script, id=name.lower())
-        for name, script in {
-            "ONE_AFTER_THE_OTHER": ONE_AFTER_THE_OTHER,
-            "ONE_WITHIN_THE_OTHER": ONE_WITHIN_THE_OTHER,
-            "ONE_IS_IDLE": ONE_IS_IDLE,
-            "THE_IDLE_ONE_ENDS_AMID_A_STEP": THE_IDLE_ONE_ENDS_AMID_A_STEP,
-            "BOTH_REST": BOTH_REST,
-            "SAVED_BY_HAND": SAVED_BY_HAND,
-        }.items()
+        ("one after the other", 5),
+        ("one within the other", 5),
+        ("one beside an idle one", 6),
+        ("the idle one ends within a step", 5),
+        ("both pause", 5),
+        ("saved by hand", 5),
     ],
 )
-def test_one_of_several_handlers_of_a_manager_says_saved_of_what_is_saved(tmp_path: Path, script: str) -> None:
-    done = run_python(SEVERAL_HANDLERS + script, str(tmp_path))
+def test_one_of_several_handlers_says_saved_of_what_is_saved(tmp_path: Path, mode: str, value: float) -> None:
+    done = run_file("several_handlers", mode, tmp_path)
     assert done.returncode == 42, done.stderr
     assert "step 5 is saved; leaving with exit code 42" in done.stderr
     assert steps_of(tmp_path) == [5]
@@ -1797,94 +1352,38 @@ def test_one_of_several_handlers_of_a_manager_says_saved_of_what_is_saved(tmp_pa
     manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(state=state))
     with manager, hf.PreemptionCheckpointHandler(manager) as handler:
         assert handler.total_run_calls == 5
-        assert np.all(state["values"] == (6 if script is ONE_IS_IDLE else 5))
+        assert np.all(state["values"] == value)
 
 
-def test_a_second_handler_of_a_job_that_was_restored_saves_what_the_first_has_trained(tmp_path: Path) -> None:
-    done = run_python(SEVERAL_HANDLERS + ONE_AFTER_THE_OTHER, str(tmp_path), "first")
+def test_second_handler_of_restored_job_saves_what_first_has_trained(tmp_path: Path) -> None:
+    done = run_file("several_handlers", "first of two lives", tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run_python(SEVERAL_HANDLERS + ONE_AFTER_THE_OTHER, str(tmp_path))
+    done = run_file("several_handlers", "one after the other", tmp_path)
     assert done.returncode == 42, done.stderr
     assert steps_of(tmp_path) == [5, 10]
 
 
-WAITS_FOR_DATA = """
-import os, signal, sys, time
-import numpy as np
-import holdfast as hf
-
-state = {"values": np.zeros(100)}
-manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(state=state))
-with manager, hf.PreemptionCheckpointHandler(manager) as handler:
-    for step in handler.steps(8):
-        with handler.checkpointable(step_done=False):
-            if step == 5 and handler.restored is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-                while True:
-                    time.sleep(0.02)
-        state["values"] = state["values"] * 1.5 + step
-print(handler.total_run_calls, state["values"][0])
-"""
-
-
-def test_a_step_whose_data_is_awaited_does_not_count_yet(tmp_path: Path) -> None:
-    done = run_python(WAITS_FOR_DATA, str(tmp_path))
+def test_step_whose_data_is_awaited_does_not_count_yet(tmp_path: Path) -> None:
+    done = run_file("handler_loops", "wait for data", tmp_path)
     assert done.returncode == 42, done.stderr
     assert "step 5 is saved" in done.stderr
     assert steps_of(tmp_path) == [5]
     value = 0.0
     for step in range(8):
         value = value * 1.5 + step
-    done = run_python(WAITS_FOR_DATA, str(tmp_path))
+    done = run_file("handler_loops", "wait for data", tmp_path)
     assert (done.returncode, done.stdout) == (0, f"8 {value}\n"), done.stderr
 
 
-TAKES_BATCHES_FOR_ITS_STEPS = """
-import os, signal, sys, time
-from pathlib import Path
-import holdfast as hf
-from file_engine import join_in_directory
-
-directory, store, how, at = sys.argv[1:5]
-rank, workers = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-cluster = join_in_directory(Path(store), rank, workers, timeout_seconds=60) if workers > 1 else "alone"
-sampler = hf.ResumableSampler(16, batch_size=4, seed=3, rank=rank, world_size=workers)
-own = {"trained": [], "steps_after": 0, "epochs_after": 0}
-checkpoint = hf.Checkpoint(sampler=sampler, own=hf.PerWorker(own))
-manager = hf.CheckpointManager(directory, checkpoint, save_every=hf.Steps(3), cluster=cluster)
-
-def train_step(batch):
-    step = handler.total_run_calls
-    (Path(store) / f"{step}.{rank}").touch()
-    while workers > 1 and len(list(Path(store).glob(f"{step}.*"))) < workers:
-        time.sleep(0.001)  # As in a collective.
-    own["trained"].append(batch)
-    if step + 1 == int(at):
-        if how == "SIGKILL":
-            manager.wait()
-        if how == "SIGKILL" or rank == 0:
-            os.kill(os.getpid(), getattr(signal, how))
-
-with manager, hf.PreemptionCheckpointHandler(manager) as handler:
-    for epoch in sampler.epochs(3):
-        for batch in sampler.batches(sampler):
-            handler.run(train_step, batch)
-            own["steps_after"] += 1  # As a scheduler that steps behind the call.
-        own["epochs_after"] += 1
-    manager.wait()
-    print(own["steps_after"], own["epochs_after"], *sum(own["trained"], []))
-"""
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_sample_is_trained_once_where_batches_are_taken_before_their_steps(tmp_path: Path, workers: int) -> None:
+def test_batches_taken_before_their_steps_are_trained_once_each(tmp_path: Path, workers: int) -> None:
     """`handler.run(train_step, next(batches))` takes its argument before the step before is saved."""
     for life, (how, at) in enumerate((("SIGTERM", 2), ("SIGTERM", 8), ("SIGKILL", 11), ("SIGTERM", 0))):
         store = tmp_path / f"store-{life}"
         store.mkdir()
         processes = [
             preloaded.Popen(
-                [sys.executable, "-c", TAKES_BATCHES_FOR_ITS_STEPS, tmp_path / "run", store, how, str(at)],
+                [sys.executable, PROGRAMS / "batches_ahead.py", tmp_path / "run", store, how, str(at)],
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)},
@@ -1958,7 +1457,7 @@ class Numbers:
         self.taken = state["taken"]
 
 
-def test_a_batch_taken_between_steps_from_a_loader_that_cannot_say_so_is_refused_at_the_second_step(
+def test_batch_taken_between_steps_from_unknown_loader_is_refused(
     tmp_path: Path,
 ) -> None:
     numbers = Numbers()
@@ -1992,7 +1491,7 @@ def test_a_loader_that_is_used_later_and_random_arguments_are_warned_of(tmp_path
 
 
 @pytest.mark.parametrize("way", ["close", "block", "error", "torn"])
-def test_a_manager_that_is_closed_before_its_handler_saves_the_last_step_that_is_due(tmp_path: Path, way: str) -> None:
+def test_manager_closed_before_its_handler_saves_last_step_due(tmp_path: Path, way: str) -> None:
     manager, state = manager_of(tmp_path, save_every=hf.Steps(3))
     handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
     with contextlib.suppress(ZeroDivisionError), manager if way != "close" else contextlib.nullcontext():

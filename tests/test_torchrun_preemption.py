@@ -50,7 +50,7 @@ def steps_of(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_asked_to_leave_takes_the_other_along_and_torchrun_starts_both_again(tmp_path: Path) -> None:
+def test_worker_asked_to_leave_takes_other_along_and_both_restart(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "untouched", "-", total=60)
         assert workers.wait(PATIENCE_SECONDS) == [0, 0], workers.report(0)
@@ -111,7 +111,7 @@ def test_a_worker_that_waits_in_a_collective_is_freed_and_told_the_cause(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_in_a_collective_for_one_that_has_left_its_loop_is_ended(tmp_path: Path) -> None:
+def test_worker_in_collective_with_one_that_left_loop_is_ended(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", "breaks")
         assert workers.wait(PATIENCE_SECONDS, [0, 1]) == [1, 1], workers.report(0)
@@ -122,7 +122,7 @@ def test_a_worker_that_waits_in_a_collective_for_one_that_has_left_its_loop_is_e
 
 
 @pytest.mark.slow
-def test_all_name_the_worker_that_has_left_its_loop_though_one_alone_can_know(tmp_path: Path) -> None:
+def test_worker_that_left_its_loop_is_named_by_all(tmp_path: Path) -> None:
     """Those that send to each other have begun more collectives: the third worker's count does not tell it anything."""
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", "sends", 3)

@@ -195,7 +195,7 @@ class Run:
         quiet: bool = False,
     ) -> None:
         from holdfast.preemption.announcements import Announcements
-        from holdfast.preemption.guards import make_guard
+        from holdfast.preemption.guard import make_guard
         from holdfast.preemption.last_save import LastSave
         from holdfast.preemption.run_calls import Steps
         from holdfast.preemption.termination import TerminationConfig

@@ -1,9 +1,10 @@
-"""Stands beside a loop whose state is saved at the end of its epochs only."""
+"""A guard for a loop whose state is saved at the end of its epochs only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.preemption.consensus.single import SingleConsensus
 from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.termination import TerminationConfig
@@ -16,8 +17,6 @@ class EpochGuard(Guard):
     Where another run or handler listens in the same thread, that one leaves, and this guard does nothing.
     """
 
-    yields = True
-
     def __init__(
         self,
         manager: Saves,
@@ -25,20 +24,13 @@ class EpochGuard(Guard):
         keep: Callable[[int], SaveHandle | None],
         name: Callable[[int], str],
     ) -> None:
-        """Takes note of what to guard; `open` begins.
-
-        Args:
-            manager: As for `Guard`, as are the others.
-            config: As there.
-            keep: As there.
-            name: What a step is called where people read of it.
-        """
-        super().__init__(manager, config, keep)
-        self._departure.name = name
-        self._departure.nothing = "no epoch is saved yet, and the one in progress will be trained again"
+        """Takes note of what to guard, as `Guard` does; `name` gives what a step is called where people read of it."""
+        super().__init__(manager, config, keep, SingleConsensus(), yields=True)
+        self._final_save.name = name
+        self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
 
     def hold(self) -> None:
-        """The training thread saves, and nothing is done behind its back. Ctrl-C has the effect that it always had."""
+        """The training thread saves, and nothing is done beside it. Ctrl-C has the effect that it always had."""
         self.begin_steps()
         self.hearing.patient = False
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -12,17 +14,18 @@ from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedE
 from holdfast.events import Event, Leaving, Warned
 from holdfast.format.workers import Worker
 from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
+from holdfast.preemption.notice_inbox import NoticeInbox
+from holdfast.preemption.pause import ATTEMPTS
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import LeavingExit, end_process, leave_with_thread
-from holdfast.save.handle import SaveHandle
+from holdfast.save.exit import LeavingExit, end_process, is_interactive, leave_with_thread
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
 
 if TYPE_CHECKING:
     from holdfast.save.company import Company
 
-ATTEMPTS: Final = 2
-"""How often the last save is tried: what failed once may have been a hiccup of the storage."""
+_LOOK_SECONDS: Final = 0.25
 
 
 class Saves(Protocol):
@@ -64,13 +67,16 @@ class Saves(Protocol):
         ...
 
 
-class Departure:
+class FinalSave:
     """Saves and leaves. It belongs to whichever thread does so, one at a time.
 
     Attributes:
         mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
         missing: Who has died, so that nothing can be saved any more; empty if that is not why.
+        arguments: What `save_fn` is called with.
+        options: By name, as well.
         tried: The last save, as often as it was tried.
+        has_left: Whether it has raised what ends the program, or what a person has entered.
         name: What a step is called where people read of it.
         nothing: What is said where nothing is saved, and nothing has gone wrong.
     """
@@ -80,8 +86,7 @@ class Departure:
         manager: Saves,
         config: TerminationConfig,
         keep: Callable[[int], SaveHandle | None],
-        tell_notices: Callable[[], None],
-        told: Callable[[], None],
+        inbox: NoticeInbox,
     ) -> None:
         """Takes note of how to leave.
 
@@ -90,28 +95,24 @@ class Departure:
             config: What the user wants.
             keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
                 is nothing that could be lost.
-            tell_notices: Tells why it leaves, as far as that has not been told yet.
-            told: Called when all is saved, before the exit.
+            inbox: What was heard.
         """
         self.mistake = self.missing = ""
+        self.has_left = False
+        self.arguments: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
         self.nothing = "nothing had been completed that could be lost"
         self._manager = manager
         self._config = config
         self._keep = keep
-        self._tell_notices = tell_notices
-        self._told = told
+        self._inbox = inbox
         # What was said last: which step is saved, with which code it leaves, and what went wrong.
         self._end: tuple[int | None, int, str] | None = None
 
-    def save_early(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> SaveHandle | None:
-        """Saves, to train on. A failure is told, and does not end training: the last save is to come.
-
-        Args:
-            step: How many steps are complete.
-            arguments: For `save_fn`.
-            options: For `save_fn`.
+    def save_early(self, step: int) -> SaveHandle | None:
+        """Saves so many complete steps, to train on. A failure is told, and does not end training.
 
         Returns:
             The save, if it can be waited for; None as well if it has failed.
@@ -119,7 +120,7 @@ class Departure:
         company, save_fn = self._manager.company, self._config.save_fn
         come_to = 0 if company is None else company.saves
         try:
-            saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
+            saved = self._keep(step) if save_fn is None else save_fn(*self.arguments, **self.options)
         except PeerError:
             raise  # As below.
         except (Exception, SystemExit) as error:  # noqa: BLE001  It may be the user's function that raises.
@@ -131,14 +132,12 @@ class Departure:
             return None
         return saved if isinstance(saved, SaveHandle) else None
 
-    def save_last(self, step: int, end_at: float | None, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    def save_last(self, step: int, end_at: float | None) -> str:
         """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.
 
         Args:
             step: How many steps are complete.
-            end_at: When the process must be gone, by the monotonic clock; None if nobody knows.
-            arguments: For `save_fn`.
-            options: For `save_fn`.
+            end_at: When the process must be gone, by the monotonic clock; None if that is not known.
 
         Returns:
             What went wrong; an empty string if nothing did.
@@ -152,7 +151,7 @@ class Departure:
             try:
                 self._settle(end_at)
                 save_fn = self._config.save_fn
-                saved = self._keep(step) if save_fn is None else save_fn(*arguments, **options)
+                saved = self._keep(step) if save_fn is None else save_fn(*self.arguments, **self.options)
                 if isinstance(saved, SaveHandle):
                     self.tried.append(saved)
                 self.wait_committed(saved, end_at)
@@ -182,12 +181,85 @@ class Departure:
         if callable(wait):
             wait(_until(end_at))
 
+    def try_wait(self, saved: SaveHandle | None, end_at: float | None) -> str:
+        """**Blocks.** As `wait_committed`; gives what went wrong, or an empty string."""
+        try:
+            self.wait_committed(saved, end_at)
+        except HoldfastError as failure:
+            return failure.message
+        return ""
+
+    def wait_idle(self, is_alert: Callable[[], bool]) -> None:
+        """**Blocks** until no save is in flight, or there is something to act on.
+
+        Raises:
+            SaveFailedError: If a save has failed, and that was not raised yet.
+            DeadlineError: If it does not end in time.
+        """
+        limit_seconds = find_limit(self._manager.timeout_seconds, self._manager.worker)
+        begun_at = time.monotonic()
+        end_at, is_told = begun_at + limit_seconds, False
+        while not is_alert():
+            if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
+                is_told = True
+                limit = describe_limit(end_at - time.monotonic())
+                say(f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice ends it.")
+            if time.monotonic() >= end_at:
+                hint = "It goes on. Look whether the storage still answers."
+                raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
+            with suppress(DeadlineError):
+                return self._manager.wait(_LOOK_SECONDS)
+
+    def wait_decided(
+        self,
+        step: int | None,
+        error: str,
+        saves: Iterable[SaveHandle],
+        limit_seconds: float,
+        try_end: Callable[[Callable[[HoldfastError], bool], HoldfastError], bool],
+    ) -> str:
+        """**Blocks.** What is left of an error in saving a step once it is certain whether that is committed.
+
+        A save of several workers that is late is ended on all of them. If they have agreed to commit it, that is waited
+        for: one that left before would say that the step is lost, and another one that it is saved. A save of one
+        process goes on; the end of the program waits for it in any case.
+
+        Args:
+            step: The step; None if there is none.
+            error: Why it seems not to be saved, as it was late say; empty if it is.
+            saves: Those that may be of that step.
+            limit_seconds: For how long to wait.
+            try_end: Ends a save on all workers, unless they have agreed to commit it.
+        """
+        saves = tuple(saves)
+        end_at = time.monotonic() + limit_seconds
+        late = (
+            [saved for saved in saves if saved.step == step and not (saved.ended or saved.committed)] if error else []
+        )
+        for saved in late:
+            end = saved.try_end_jointly
+            if end is not None:
+                if try_end(end, DeadlineError(f"the time that was left to the job was over: {error}")):
+                    continue
+            elif limit_seconds <= 0:
+                continue
+            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save goes on, and is waited for.")
+            while time.monotonic() < end_at and self.check_landed(step, error, saves):
+                try:
+                    saved.wait_committed(_LOOK_SECONDS)
+                except DeadlineError:
+                    continue
+                except HoldfastError as failure:
+                    error = failure.message
+                    break
+        return self.check_landed(step, error, saves)
+
     def check_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle]) -> str:
         """**Blocks** for a moment. What is still to be said of an error that was met with in saving a step.
 
         Args:
             step: The step; None if there is none.
-            error: Why it seems not to be saved, as it was late say; empty if it is.
+            error: Why it seems not to be saved; empty if it is.
             saves: Those that may be of that step.
 
         Returns:
@@ -201,39 +273,8 @@ class Departure:
         # Without a place, a step of that number may be one that was there before this job went back.
         return "" if any(saved.placed and not saved.replaces for saved in of_step) and self._newest() == step else error
 
-    def wait_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle], limit_seconds: float) -> str:
-        """**Blocks.** The same, of a save that goes on: the end of the program waits for it in any case.
-
-        Args:
-            step: As there.
-            error: As there.
-            saves: As there.
-            limit_seconds: For how long to wait.
-
-        Returns:
-            As there.
-        """
-        late = [saved for saved in saves if saved.step == step and not saved.ended] if error else []
-        if late and limit_seconds > 0:
-            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save goes on, and is waited for.")
-            for saved in late:
-                try:
-                    saved.wait_committed(limit_seconds)
-                except HoldfastError as failure:
-                    error = failure.message
-        return self.check_landed(step, error, saves)
-
     def leave(
-        self,
-        step: int | None,
-        reason: str,
-        error: str,
-        *,
-        by_hand: bool,
-        blocked_seconds: float,
-        advice: str,
-        gone_at: float | None = None,
-        interrupts: bool = False,
+        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
         """Tells what became of the state, and leaves. Returns only if the user's `exit_fn` does.
 
@@ -241,42 +282,59 @@ class Departure:
             step: The step that is saved, or was to be.
             reason: Why the job leaves now.
             error: Why the step is not saved; empty if it is.
-            by_hand: Whether a person at a terminal has asked for it.
             blocked_seconds: How long training was held up for the last save.
-            advice: How the job is started again, for people; or an empty string.
-            gone_at: When the process has to be gone, by the monotonic clock; None if that is not known.
-            interrupts: Whether to end what a person has entered, a notebook's cell say, and not the process.
+            by_hand: Whether a person at a terminal has asked for it; None for what was heard.
 
         Raises:
             SystemExit: With the code that says what became of the state.
-            KeyboardInterrupt: In its place, if it interrupts.
-            SaveFailedError: In its place, if it interrupts and the state is not saved.
+            KeyboardInterrupt: In its place, in a notebook's cell or at a prompt: the process goes on.
+            SaveFailedError: In its place, where that is so and the state is not saved.
         """
+        by_hand = self._inbox.is_by_hand() if by_hand is None else by_hand
+        left_seconds = self._inbox.demand()[1]
+        gone_at = None if left_seconds is None else time.monotonic() + left_seconds
         code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
         if error:
             code = EXIT_SAVE_FAILED
         exit_fn = None if error else self._config.exit_fn
+        # In another thread an interrupt would not be caught.
+        interrupts = by_hand and is_interactive() and threading.current_thread() is threading.main_thread()
+        self.has_left = interrupts
+        if not interrupts and exit_fn is None:
+            self._inbox.take_no_more()
         end = None if exit_fn else (step, code, error)
         # A program that catches the exit within the block comes here again at its end.
         if end is None or end != self._end:
             self._end = end
-            self._tell_notices()
-            self._tell(step, code, reason, error, blocked_seconds, advice, interrupts=interrupts)
+            self._inbox.tell()
+            self._tell(step, code, reason, error, blocked_seconds, interrupts=interrupts)
         if interrupts and error:
             raise SaveFailedError(self._say_lost(step, error), step=step or 0)
         if interrupts and exit_fn is None:
             raise KeyboardInterrupt(self._describe_saved(step))
         if not error:
-            self._told()
-        if exit_fn is None:
-            keep_exit_code()
-            if error and self.missing:
-                # What the interpreter takes down at the end, such as process groups, may wait for the dead worker.
-                gone_at = time.monotonic()
-            leaving = LeavingExit(code, gone_at)
-            leave_with_thread(leaving)
-            raise leaving
-        exit_fn()
+            self._inbox.note_leaving()
+        try:
+            if exit_fn is None:
+                self._exit(code, time.monotonic() if error and self.missing else gone_at)
+            exit_fn()
+        except SystemExit:
+            self._inbox.take_no_more()
+            self.has_left = True
+            raise
+
+    def _exit(self, code: int, gone_at: float | None) -> NoReturn:
+        """Ends the program.
+
+        Args:
+            code: The exit code.
+            gone_at: When the process has to be gone, by the monotonic clock: what the interpreter takes down at the
+                end, such as process groups, may wait for a dead worker. None if that is not known.
+        """
+        keep_exit_code()
+        leaving = LeavingExit(code, gone_at)
+        leave_with_thread(leaving)
+        raise leaving
 
     def _tell(
         self,
@@ -285,7 +343,6 @@ class Departure:
         reason: str,
         error: str,
         blocked_seconds: float,
-        advice: str,
         *,
         interrupts: bool,
     ) -> None:
@@ -308,6 +365,7 @@ class Departure:
         else:
             then = f"leaving with exit code {code}"
         line = self._say_lost(step, error) if error else self._describe_saved(step)
+        advice = self._inbox.advice
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:

@@ -1,56 +1,104 @@
-"""Stands beside one training loop, and lets it save and leave in time when a notice has come."""
+"""Watches one training loop, and lets it save and leave in time when a notice has come.
+
+A guard hears notices and saves; when all workers save, and when they leave, is decided by its consensus.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
-from holdfast.preemption.final_save import Departure, Saves, end_by
-from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, decide, find_lateness, has_time_to_save
-from holdfast.preemption.notice_inbox import Hearing
-from holdfast.preemption.ownership import Post, take_post
-from holdfast.preemption.pause import Rest
+from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
+from holdfast.preemption.consensus.single import CallRecord, Outcome, SingleConsensus, Turn
+from holdfast.preemption.consensus.stop_step import Wanted
+from holdfast.preemption.final_save import FinalSave, Saves, end_by
+from holdfast.preemption.grace import (
+    Action,
+    Outlook,
+    Verdict,
+    allow_for_others,
+    decide,
+    has_time_to_save,
+)
+from holdfast.preemption.notice_inbox import NoticeInbox
+from holdfast.preemption.ownership import GuardOwnership
+from holdfast.preemption.pause import PausedState
+from holdfast.preemption.progress import LoopProgress, end_at_of
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import is_interactive
-from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
+from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
-from holdfast.save.say import say
 
-_RECENT_STEPS: Final = 16
+if TYPE_CHECKING:
+    from holdfast.preemption.consensus.coordinator import StopCoordinator
+
 _CALM_SECONDS: Final = 3600.0
 _ALERT_SECONDS: Final = 0.25
+_LOOK_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
+
+_OWN_FAILURE_SECONDS: Final = 2.0
+"""How long to wait for this worker's own failure, when another has heard of the same one first."""
+
+
+def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
+    """The guard for a loop: one that agrees with those of the other workers, if there are any.
+
+    The arguments are those of `Guard`.
+
+    Raises:
+        UsageError: If the first two are none.
+    """
+    if isinstance(manager, type) or not (hasattr(manager, "company") and hasattr(manager, "checkpoint")):
+        raise UsageError(
+            f"{manager!r} is no manager", hint="Give a CheckpointManager(directory, Checkpoint(model=model, ...))."
+        )
+    if not isinstance(config, TerminationConfig):
+        raise UsageError(
+            f"termination_config={config!r}",
+            hint="It is a TerminationConfig, or None; sources of notices go into its sources=[...].",
+        )
+    if manager.company is None:
+        return Guard(manager, config, keep, SingleConsensus())
+    # Most programs have one worker, and do without what several need.
+    from holdfast.preemption.consensus.coordinator import StopCoordinator
+
+    return Guard(manager, config, keep, StopCoordinator(manager.company.peers, manager.emit, manager.url))
 
 
 class Guard:
     """Hears notices for one loop.
 
     The training thread says between two steps how far it is (`pass_boundary`), and saves and leaves there. While it
-    rests (`rest`), in evaluation or after the loop, the guard's own thread does so in its stead.
+    is paused (`rest`), in evaluation or after the loop, the guard's own thread does so in its stead.
 
     Attributes:
         hearing: What was heard.
         leaving: Whether the exit has begun.
-        is_tentative: Whether nobody can know between two steps that another one comes: the loop is the user's own.
+        is_tentative: Whether it cannot be known between two steps that another one comes: the loop is the user's own.
         provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
         in_block: Whether the training thread is in a block of `checkpointable`.
         is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
-        yields: Whether it leaves what is heard to the guard of another manager in the same thread, if there is one.
     """
 
-    yields = False
-
-    def __init__(self, manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> None:
+    def __init__(
+        self,
+        manager: Saves,
+        config: TerminationConfig,
+        keep: Callable[[int], SaveHandle | None],
+        consensus: SingleConsensus | StopCoordinator,
+        *,
+        yields: bool = False,
+    ) -> None:
         """Takes note of what to guard; `open` begins.
 
         Args:
@@ -58,33 +106,32 @@ class Guard:
             config: What the user wants.
             keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
                 is nothing that could be lost.
+            consensus: Decides when to save and when to leave.
+            yields: Whether it leaves what is heard to the guard of another manager in the same thread, if there is one.
         """
-        self.hearing = Hearing(config, manager.emit)
-        self.leaving = self.is_tentative = False
+        self.hearing = NoticeInbox(config, manager.emit)
+        self.leaving = self.is_tentative = self.is_beside_training = self.in_block = False
         self.provisional: int | None = None
         self._manager = manager
+        self._consensus = consensus
+        self._failures = consensus.failures
         self._save_fn = config.save_fn
         self._has_exit_fn = config.exit_fn is not None
-        self._keep = keep
-        self._departure = Departure(manager, config, keep, self.hearing.tell, self.hearing.note_leaving)
+        self._final_save = FinalSave(manager, config, keep, self.hearing)
+        self._progress = LoopProgress()
         self._process = os.getpid()
-        # The save that was begun after a notice, in the grace period.
-        self._early: SaveHandle | None = None
-        self._early_demand: Demand | None = None
-        self._early_step: int | None = None
-        self._early_at = 0.0
-        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._passed_at: float | None = None
-        self._passed_step = 0
-        self._is_late_told = False
+        self._yields = yields
         self._ends = False
-        # Guards what the training thread rests in, so that it does not go on while that is being saved.
+        self._is_concluding = False  # Whether all are about to leave together, and the result is not known yet.
+        self._safe_step = 0  # At which step nothing could be lost.
+        # Guards what the training thread is paused in, so that it does not go on while that is being saved.
         self._lock = threading.Lock()
-        self._rest: Rest | None = None
+        self._pause: PausedState | None = None
+        # Whether the training thread cannot go on before something is done in its stead.
+        self._is_awaited = False
         self._closed = False
         self._ended: Gate | None = None
-        self._post: Post | None = None
-        self.is_beside_training = self.in_block = False
+        self._ownership: GuardOwnership | None = None
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -93,55 +140,67 @@ class Guard:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
         try:
-            self._post = take_post(
+            self._ownership = GuardOwnership(
                 self._manager,
-                listens=self.hearing.listens and not self.yields,
-                rests=lambda: self._rest is not None,
-                relieve=self._relieve,
+                listens=self.hearing.listens and not self._yields,
+                is_paused=lambda: self._pause is not None,
+                give_up_pause=lambda: setattr(self, "_pause", None),
                 forget=lambda: self._forget(self.hearing.count),
             )
-            self._lock = self._post.duty.lock
+            self._lock = self._ownership.lock
             with self._lock:
-                self.is_beside_training = self._post.is_beside_training
-                if self._rest is not None:
-                    self._post.go_on_duty()
+                self.is_beside_training = self._ownership.is_beside_training
+                if self._pause is not None:
+                    self._ownership.take()
             self._ended = start_thread(self._serve, "holdfast-guard")
             self.hearing.open()
         except BaseException:
             self.close()
             raise
+        left = lambda: None if self._closed else self.hearing.demand()[1]  # noqa: E731
+        self._consensus.open(self.hearing.hear, self.hearing.ring, left)
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends listening, and puts signal handlers back; harmless twice."""
-        if os.getpid() != self._process or self._closed:
+        if os.getpid() != self._process:
             return
-        with self._lock:
-            self._closed = True
-        if self._post is not None:
-            self._post.leave()
-        self.hearing.close()
-        if self._ended is None or self._ended.wait(_END_SECONDS):
-            self.hearing.dispose()
+        if not self._closed:
+            with self._lock:
+                self._closed = True
+            if self._ownership is not None:
+                self._ownership.leave()
+            self.hearing.close()
+            if self._ended is None or self._ended.wait(_END_SECONDS):
+                self.hearing.dispose()
+        self._consensus.close()
 
     @property
     def is_resting(self) -> bool:
-        """Whether the training thread rests, and its state may be saved behind its back."""
-        return self._rest is not None and self._rest.mark is not None
+        """Whether the training thread is paused, and another one may save its state."""
+        return self._pause is not None and self._pause.mark is not None
 
     def begin_steps(self) -> SaveHandle | None:
-        """The training thread goes on to take steps.
+        """The training thread goes on to take steps; waits if all may stop at a step before the one that goes on here.
 
         Returns:
-            The save that was made while it rested; None if none was.
+            The save that was made while it was paused; None if none was.
         """
         self.hearing.patient = True
-        if self._rest is None:
+        if self._pause is None:
             return None
-        with self._lock:
-            rest, self._rest = self._rest, None
-        if rest.has_saved:
-            self.provisional = rest.step
-        return rest.saved
+        while True:
+            changed = self._consensus.changed
+            with self._lock:
+                pause = self._pause
+                assert pause is not None, "this thread alone ends it"
+                if pause.is_refused or self._consensus.try_resume(pause.step or 0):
+                    self._pause, self._is_awaited = None, False
+                    break
+                self._is_awaited = True
+            changed.wait(_LOOK_SECONDS)
+        if pause.has_saved and not self._consensus.has_peers:
+            self.provisional = pause.step
+        return pause.saved
 
     def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
         """The training thread takes no steps for a while, and leaves alone what it keeps.
@@ -151,11 +210,14 @@ class Guard:
             mark: Their state; None if it is saved, or nothing was trained.
             saved: The save of that step, if one is under way or done.
         """
+        if mark is None and saved is None:
+            self._safe_step = step or 0
+        self._consensus.pause(step or 0, begins=self._pause is None)
         with self._lock:
-            self._rest = Rest(step, mark, saved, is_anew=saved is not None and step == self.provisional)
-            if self._post is not None:
-                self._post.go_on_duty()
-        if self.hearing.alarmed:
+            self._pause = PausedState(step, mark, saved, is_anew=saved is not None and step == self.provisional)
+            if self._ownership is not None:
+                self._ownership.take()
+        if self._is_alert():
             self.hearing.ring()
 
     def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
@@ -168,12 +230,14 @@ class Guard:
 
         Raises:
             SystemExit: When it leaves.
+            PeerError: If another worker has failed.
+            ClusterError: If the others cannot be reached, and it has to be agreed on a step to save at.
         """
         self._measure(step)
-        if self.hearing.alarmed and not self._is_outranked():
-            self._settle(step, arguments, options)
-            # What saving took is no step's.
-            self._passed_at = time.monotonic()
+        is_asked = self.hearing.alarmed and not self._is_outranked()
+        if not self._consensus.begin_step(step, is_asked=is_asked, is_tentative=self.is_tentative):
+            self._final_save.arguments, self._final_save.options = arguments, options
+            self._settle(step)
 
     def pass_last(self, step: int, *, is_over: bool = False) -> None:
         """The training thread takes no further step for now: as `pass_boundary`.
@@ -183,34 +247,31 @@ class Guard:
             is_over: Whether it never will.
 
         Raises:
-            SystemExit: When it leaves.
+            PeerError: If another worker's training has ended at another step; the others as `pass_boundary`.
         """
+        self._measure(step)
         self._ends = is_over
-        self.pass_boundary(step)
+        # Asked or not: the others learn that no step is begun here.
+        self._consensus.begin_step(step, is_asked=True, is_tentative=True)
+        self._final_save.arguments, self._final_save.options = (), {}
+        self._settle(step, ends=True, is_over=is_over)
+        if is_over:
+            self._failures.finish(step)
 
     def wait_saved(self) -> None:
         """**Blocks** until no save is in flight, or there is something to act on.
 
         Raises:
-            SaveFailedError: If a save has failed, and nobody has been told yet.
-            DeadlineError: If it does not end in time.
+            SaveFailedError, DeadlineError: As `FinalSave.wait_idle`.
+            PeerError: If training has failed on a worker, also if that is this one, which left its loop before others.
         """
-        limit_seconds = find_limit(self._manager.timeout_seconds, self._manager.worker)
-        begun_at = time.monotonic()
-        end_at, is_told = begun_at + limit_seconds, False
-        while not self._is_alert():
-            if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
-                is_told = True
-                limit = describe_limit(end_at - time.monotonic())
-                say(f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice ends it.")
-            if time.monotonic() >= end_at:
-                hint = "It goes on. Look whether the storage still answers."
-                raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
-            with suppress(DeadlineError):
-                return self._manager.wait(_ALERT_SECONDS)
+        self._final_save.wait_idle(self._is_alert)
+        if error := self._failures.take_error():
+            self._manager.abandon()  # The others come to that save no more.
+            raise error
 
     def pass_end(self, step: int) -> None:
-        """The last step is committed, and the loop is about to be left for good.
+        """**Blocks** for a moment. The last step is committed, and the loop is about to be left for good.
 
         Args:
             step: How many steps are complete.
@@ -218,217 +279,322 @@ class Guard:
         Raises:
             SystemExit: If this worker, or another one, was asked to leave before it had come so far.
         """
-        if self.hearing.alarmed:
-            self._settle(step, (), {})
+        self._propose()
+        call = self._consensus.find_last_call()
+        if call is not None and call.wanted == Wanted.LEAVE:
+            self.leaving = True
+            self._leave(step, call.reason, "", 0.0, by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
-        """Training is ended by an error.
+        """**Blocks** for a moment. Training is ended by an error; leaves if one was asked to with nothing to be saved.
 
         Returns:
-            An error to be raised in its stead: that of another worker of which this one comes.
+            An error to be raised in its stead: that of another worker from which this one results.
         """
-        return None
+        has_left = self.leaving or (self._ownership is not None and self._ownership.has_left)
+        if has_left or os.getpid() != self._process:
+            return None
+        report = self._failures.report(error)
+        if report is None:
+            return None
+        if report.loss and self._is_to_leave():
+            self._leave_alone(self._progress.step, report.loss, report.blamed)
+        return None if report.blamed is error else report.cause
 
     def should_stop(self) -> bool:
         """Whether the loop would leave if a step ended now."""
+        return self._consensus.should_stop(self._is_to_leave)
+
+    # Between two steps.
+
+    def _settle(self, step: int, *, ends: bool = False, is_over: bool = False) -> None:
+        """Does what is to be done, together with the others."""
+        while True:
+            changed = self._consensus.changed
+            self._raise_peer_failure(step)
+            holds = self._propose()
+            left_seconds = self.hearing.demand()[1]
+            turn = self._consensus.arrive(step, holds=holds, left_seconds=left_seconds, ends=ends, is_over=is_over)
+            if turn is Turn.GO:
+                # What saving took is no step's.
+                self._progress.passed_at = time.monotonic()
+                return
+            if turn is Turn.STOP:
+                self._stop(step)
+            elif objection := self._consensus.objection:
+                if not self._is_to_leave():
+                    raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
+                self._leave_alone(step, objection)
+                return
+            else:
+                changed.wait(_LOOK_SECONDS)
+
+    def _raise_peer_failure(self, step: int) -> None:
+        error = self._failures.take_error()
+        if error is None:
+            return
+        if self._is_to_leave() and not is_cause(error):
+            self._leave_alone(step, error.message, error)
+        if is_of_save(error):
+            # It has failed here too, and comes by itself.
+            with suppress(DeadlineError):
+                self._manager.wait(_OWN_FAILURE_SECONDS)
+        raise error
+
+    def _propose(self, *, is_paused: bool = False) -> bool:
+        """Calls for what the notices of this worker ask for; whether the loop waits for that."""
+        if not self.hearing.alarmed or self._is_outranked():
+            return False
+        pending = self.hearing.pending
+        outlook = self._outlook(is_paused=is_paused)
+        verdict = decide(outlook)
+        if self._ends and outlook.demand is not Demand.SAVE:
+            # A loop that trains on in the time that is left has to hear of it again, and nothing would tell it.
+            verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step is left")
+        if not pending or verdict.action is Action.TRAIN:
+            return False
+        if verdict.action is Action.SAVE and not is_paused and self._progress.is_left_out:
+            return False
+        text, by_hand = pending[0].notice.text, self.hearing.is_by_hand()
+        return self._consensus.propose(outlook, verdict, text, by_hand=by_hand)
+
+    def _outlook(self, *, is_paused: bool = False) -> Outlook:
+        demand, left_seconds = self.hearing.demand()
+        outlook = self._progress.make_outlook(demand, left_seconds, self._manager.save_seconds, is_paused=is_paused)
+        return allow_for_others(outlook) if self._consensus.has_peers and not is_paused else outlook
+
+    def _is_to_leave(self) -> bool:
+        """Whether it is known that this worker is to leave."""
+        call = self._consensus.call
+        if call is not None and call.wanted == Wanted.LEAVE:
+            return True
         return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
 
-    def _is_outranked(self) -> bool:
-        """Whether another guard deals with what was heard: then it is forgotten here."""
-        if not self.yields or self._post is None or not self._post.is_outranked:
-            return False
-        self._forget(self.hearing.count)
-        return True
-
-    def _relieve(self) -> None:
-        self._rest = None
-
-    def _measure(self, step: int) -> None:
-        if self._post is not None and not self._post.is_on_duty:
-            with self._lock:
-                self._post.go_on_duty()
-        now = time.monotonic()
-        if self._passed_at is not None and step > self._passed_step:
-            self._step_seconds.append((now - self._passed_at) / (step - self._passed_step))
-        self._passed_at, self._passed_step = now, step
-
-    def _settle(self, step: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        count = self.hearing.count
-        outlook = self._outlook()
-        verdict = self._decide(outlook)
-        if verdict.action is Action.SAVE:
-            self._save_and_go_on(step, outlook.demand, count, arguments, options)
-        elif verdict.action is Action.LEAVE:
-            begun_at = time.monotonic()
-            self.leaving = True
-            if outlook.saving_seconds is not None and outlook.left_seconds is not None and self._early is not None:
-                # How long that one takes says whether there is time for another.
-                self._wait_for(self._early, outlook)
-                outlook = self._outlook()
-            if has_time_to_save(outlook) or self._early is None:
-                error = self._departure.save_last(step, end_at_of(outlook), arguments, options)
-            else:
-                error = self._wait_for(self._early, outlook)
-                step = self._early_step if self._early_step is not None else step
-            self._leave(step, verdict.reason, error, time.monotonic() - begun_at)
-
-    def _decide(self, outlook: Outlook) -> Verdict:
-        verdict = decide(outlook)
-        if self._ends and outlook.demand is not Demand.SAVE and verdict.action is not Action.LEAVE:
-            # Whoever trains on in the time that is left has to hear of it again, and nobody would tell.
-            return Verdict(Action.LEAVE, "no step is left")
-        return verdict
-
-    def _save_and_go_on(
-        self, step: int, demand: Demand, count: int, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        saved = self._departure.save_early(step, arguments, options)
-        # One that was left out, since another is in flight, is tried again after the next step.
-        if saved is None or not saved.skipped:
-            self._note_early(step, demand, saved, count)
+    def _stop(self, step: int) -> None:
+        """At the stop step."""
+        call = self._consensus.call
+        if call is None or call.wanted == Wanted.LEAVE:
+            self._leave_at_stop(step, partial(self._final_save.save_last, step))
+        else:
+            count = self.hearing.count
+            demand = self.hearing.demand()[0]
+            saved = self._final_save.save_early(step)
+            # One that was left out, since another is in flight, is tried again after the next step.
+            self._progress.is_left_out = saved is not None and saved.skipped
+            if not self._progress.is_left_out:
+                self._note_early(step, demand, saved, count)
+        self.provisional = self._consensus.end_round(self.provisional)
 
     def _note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None, count: int) -> None:
         if demand is Demand.SAVE:
             # What was heard meanwhile may ask for more.
             self._forget(count)
-            return
-        self._early_step, self._early_demand, self._early = step, demand, saved
-        self._early_at = time.monotonic()
+        else:
+            self._progress.note_early(step, demand, saved)
 
-    def _leave(
-        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
-    ) -> None:
-        """Leaves; if the user's `exit_fn` returns, training goes on, and a later notice works again."""
-        limit_seconds = self._manager.timeout_seconds - blocked_seconds
-        error = self._departure.wait_landed(step, error, self._find_saves(), limit_seconds)
-        self._depart(step, reason, error, blocked_seconds, by_hand=by_hand)
+    def _leave_at_stop(self, step: int | None, save: Callable[[float | None], str]) -> None:
+        """Saves, and leaves when all have; returns if `exit_fn` does. `save` says what went wrong."""
+        begun_at = time.monotonic()
+        call, stop = self._consensus.call, self._consensus.stop
+        assert call is not None, "without a call nobody leaves"
+        end_at = end_at_of(self._outlook())
+        self.leaving = self._is_concluding = True
+        try:
+            if stop is not None and stop.absent:
+                self._raise_cause()
+                losses = self._failures.describe_losses(stop.absent)
+                return self._leave_alone(step, "; ".join(loss.message for loss in losses), losses[0])
+            met = ""
+            if stop is not None and step is not None and step > stop.step:
+                # If nothing could be lost, it is a first step of which nobody knew that it had begun.
+                is_first, step = step == self._safe_step + 1 == stop.step + 1, stop.step
+                met = "" if is_first else f"the loop had gone on when step {step} was to be saved"
+            elif self._progress.early is None or self._may_save_again(call):
+                met = save(end_at)
+            else:
+                met = self._final_save.try_wait(self._progress.early, end_at)
+                step = self._progress.early_step if self._progress.early_step is not None else step
+            limit_seconds = self._manager.timeout_seconds
+            if not self._consensus.has_peers:
+                limit_seconds -= time.monotonic() - begun_at
+            saves = self._find_saves()
+            error = self._final_save.wait_decided(step, met, saves, limit_seconds, self._consensus.try_end)
+            if error:
+                self._raise_cause()
+            together = self._conclude(error, end_at)
+        except BaseException:
+            # The error of another worker ends this one, as it would in a step, and its own one the others.
+            if self._consensus.has_peers:
+                self.leaving = False
+                self._manager.abandon()
+            raise
+        finally:
+            self._is_concluding = False
+        by_hand = together.by_hand if self._consensus.has_peers else None
+        self._leave(step, call.reason, together.error, time.monotonic() - begun_at, by_hand=by_hand, met=met)
+
+    def _conclude(self, error: str, end_at: float | None) -> Outcome:
+        """The result of the last save for all workers, in this worker's words where it has failed here."""
+        changed = "" if self._pause is None else self._pause.changed
+        mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
+        is_proof = not error and self._save_fn is None
+        own = Outcome(mistake or error, self.hearing.is_by_hand(), is_proof, is_cause=bool(mistake))
+        # The others may be in a save of theirs that this worker takes no part in.
+        told = self._manager.abandon if error and (changed or self._save_fn) else None
+        together = self._consensus.conclude(own, end_at, told)
+        # What failed here says more than what the others have seen of it, unless it results from what failed there.
+        is_theirs = not error or (together.is_cause and not mistake)
+        shown = together.error and (together.error if is_theirs else error)
+        return Outcome(shown, together.by_hand, together.is_proof)
+
+    def _may_save_again(self, call: CallRecord) -> bool:
+        """Whether there is time for another save than the one that was begun after the notice; the same on all."""
+        if self._consensus.has_peers:
+            return call.saves
+        outlook = self._outlook()
+        if outlook.saving_seconds is not None and outlook.left_seconds is not None:
+            # How long that one takes says whether there is time for another.
+            self._final_save.try_wait(self._progress.early, end_at_of(outlook))
+            outlook = self._outlook()
+        return has_time_to_save(outlook)
 
     def _find_saves(self) -> list[SaveHandle]:
         """Those that may be of the last step."""
-        saves = (*self._departure.tried, self._early, None if self._rest is None else self._rest.saved)
+        saves = (*self._final_save.tried, self._progress.early, None if self._pause is None else self._pause.saved)
         return [saved for saved in saves if saved is not None]
 
-    def _depart(
-        self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
+    def _raise_cause(self) -> None:
+        """Nothing can be saved together any more: raises the error of another worker that is the cause, if any."""
+        cause = self._failures.find_cause()
+        if cause is not None:
+            raise cause
+
+    def _leave_alone(self, step: int | None, error: str, blamed: ClusterError | None = None) -> None:
+        """Leaves without a save, since the others cannot take part in one; `blamed` may say which one is dead."""
+        self.leaving = True
+        self._final_save.missing = name_dead(blamed)
+        self._leave(step, "", self._final_save.check_landed(step, error, self._find_saves()), 0.0, met=error)
+
+    def _leave(
+        self, step: int | None, reason: str, error: str, held_seconds: float, by_hand: bool | None = None, met: str = ""
     ) -> None:
-        by_hand = self.hearing.is_by_hand() if by_hand is None else by_hand
-        advice, count = self.hearing.advice, self.hearing.count
-        left_seconds = self.hearing.demand()[1]
-        # The cell or the prompt gets an interrupt, and the process goes on. In another thread no code would catch that.
-        interrupts = by_hand and is_interactive() and threading.current_thread() is threading.main_thread()
-        if not interrupts and (error or not self._has_exit_fn):
-            self.hearing.take_no_more()
+        """Leaves, as `FinalSave.leave` says; `met` is what went wrong here, even if the step is saved."""
+        if self._consensus.has_peers and (error or (met and not self._has_exit_fn)):
+            # The others are not waited for any more.
+            self._manager.abandon()
+        left_seconds, count = self.hearing.demand()[1], self.hearing.count
         try:
-            self._departure.leave(
-                step,
-                reason,
-                error,
-                by_hand=by_hand,
-                blocked_seconds=blocked_seconds,
-                advice=advice,
-                gone_at=None if left_seconds is None else time.monotonic() + left_seconds,
-                interrupts=interrupts,
-            )
+            self._final_save.leave(step, reason, error, held_seconds, by_hand=by_hand)
         except BaseException as leaving:
-            if isinstance(leaving, SystemExit):
-                self.hearing.take_no_more()
-            if self._post is not None and (interrupts or isinstance(leaving, SystemExit)):
-                self._post.duty.has_left = True
+            if self._final_save.has_left and self._ownership is not None:
+                self._ownership.note_left()
+            is_heard = self._consensus.is_concluded and not self._consensus.is_cut_short
+            if error and not is_heard and self._failures.error is None:
+                # One that does not come to the end of its step would never hear of it.
+                self._failures.report(SaveFailedError(error, step=step or 0), left_seconds, is_exit=True)
+            elif not error and self._has_exit_fn:
+                # On the others `exit_fn` may return, and they train on.
+                self._failures.report(leaving, is_exit=True)
             raise
         self.leaving = False
         self._forget(count)
-        if self._post is not None:
-            self._post.settle_all()
+        if self._ownership is not None:
+            self._ownership.settle_all()
 
     def _forget(self, count: int) -> None:
-        self._early = self._early_demand = None
-        self._is_late_told = False
+        self._progress.forget_early()
         self.hearing.forget(count)
 
-    def _outlook(self, *, is_resting: bool = False) -> Outlook:
-        demand, left_seconds = self.hearing.demand()
-        early = self._early
-        is_under_way = early is not None and not early.ended
-        return Outlook(
-            demand=demand,
-            left_seconds=left_seconds,
-            step_seconds=0.0 if is_resting else max(self._step_seconds, default=None),
-            save_seconds=self._manager.save_seconds,
-            saving_seconds=time.monotonic() - self._early_at if is_under_way else None,
-            is_saved=self._early_demand is not None and self._early_demand >= demand,
-            has_failed=early is not None and early.failed,
-        )
+    def _measure(self, step: int) -> None:
+        if self._ownership is not None and not self._ownership.is_owner:
+            with self._lock:
+                self._ownership.take()
+        self._progress.measure(step)
 
-    def _wait_for(self, saved: SaveHandle, outlook: Outlook) -> str:
-        try:
-            self._departure.wait_committed(saved, end_at_of(outlook))
-        except HoldfastError as failure:
-            return failure.message
-        return ""
+    def _is_outranked(self) -> bool:
+        """Whether another guard deals with what was heard: then it is forgotten here."""
+        if not self._yields or self._ownership is None or not self._ownership.is_outranked:
+            return False
+        self._forget(self.hearing.count)
+        return True
+
+    # Beside the training thread.
 
     def _serve(self) -> None:
         """What the guard's own thread does."""
-        while not self._is_closed():
+        while not self._closed:
             self.hearing.listen(_ALERT_SECONDS if self._is_alert() else _CALM_SECONDS)
             self._attend()
 
     def _is_alert(self) -> bool:
-        return self.hearing.alarmed
+        return self.hearing.alarmed or self._consensus.is_alarmed or self._failures.error is not None
 
     def _attend(self) -> None:
         """Does what is to be done beside the training thread."""
-        if self.hearing.alarmed and not self.leaving:
-            self._act_behind()
+        is_concluding = self._is_concluding and not self._consensus.is_concluded
+        if not self._is_alert() or (self.leaving and not is_concluding):
+            return
+        if self._failures.error is not None:
+            self._failures.escalate()
+        elif not self.leaving:
+            if self._consensus.has_peers and self._ownership is not None and self._ownership.is_owner:
+                self._propose(is_paused=self._pause is not None)
+            self._act_in_pause()
             self._tell_if_late()
 
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    def _act_behind(self) -> None:
-        """Saves and leaves in the training thread's stead, if that rests; it may not go on meanwhile."""
+    def _act_in_pause(self) -> None:
+        """Saves and leaves in the training thread's stead, if that is paused; it may not go on meanwhile."""
         with self._lock:
-            rest = self._rest
-            if rest is None or rest.is_refused or self._closed or self._is_outranked():
+            pause = self._pause
+            if pause is None or pause.is_refused or self._closed:
                 return
-            count = self.hearing.count
-            outlook = self._outlook(is_resting=True)
-            verdict = decide(outlook)
+            holds = self._propose(is_paused=True)
+            left_seconds = self.hearing.demand()[1]
+            turn = self._consensus.arrive(pause.step or 0, holds=holds, left_seconds=left_seconds, is_paused=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
-            if verdict.action is Action.TRAIN or (verdict.action is Action.LEAVE and self.hearing.is_by_hand()):
+            waits_for_loop = self._is_to_leave() and self.hearing.is_by_hand() and not self._is_awaited
+            if turn is not Turn.GO and waits_for_loop:
                 return
-            begun_at = time.monotonic()
-            error = rest.save()
-            if rest.changed:
-                self._tell_changed(rest)
-            elif verdict.action is Action.SAVE:
-                # What comes after a rest in which there was nothing to be saved is saved when it is there.
-                if rest.mark is not None or outlook.demand is Demand.SAVE:
-                    self._note_early(rest.step, outlook.demand, rest.saved, count)
-            else:
-                self.leaving = True
-                if not error and rest.saved is not None:
-                    error = self._wait_for(rest.saved, outlook)
-                try:
-                    self._leave(rest.step, verdict.reason, error, time.monotonic() - begun_at)
-                except BaseException as error:  # noqa: BLE001  The program ends by it, in which thread soever.
-                    end_by(error)
+            if turn is Turn.STOP:
+                self._stop_in_pause(pause)
+            elif (objection := self._consensus.objection) and self._is_to_leave():
+                self._end_in_pause(lambda: self._leave_alone(pause.step, objection))
 
-    def _tell_changed(self, rest: Rest) -> None:
-        text = f"the state cannot be saved while the loop rests, and it is waited for: {rest.changed}"
-        self._manager.emit(Warned(text=text, step=rest.step))
+    def _stop_in_pause(self, pause: PausedState) -> None:
+        call = self._consensus.call
+        if call is None:
+            return
+        pause.renew(self.provisional)
+        is_leaving = call.wanted == Wanted.LEAVE
+        if not (is_leaving and self._consensus.has_peers):
+            count, demand = self.hearing.count, self.hearing.demand()[0]
+            pause.save()
+            if pause.changed:
+                text = f"the state cannot be saved while the loop rests, and it is waited for: {pause.changed}"
+                self._manager.emit(Warned(text=text, step=pause.step))
+                return
+            # What comes after a pause in which there was nothing to be saved is saved when it is there.
+            if not is_leaving and (self._consensus.has_peers or pause.mark is not None or demand is Demand.SAVE):
+                self._note_early(pause.step, demand, pause.saved, count)
+        if is_leaving:
+            if not self._consensus.has_peers:
+                self._progress.early = None  # That of the pause is newer.
+            save = partial(pause.save_surely, self._final_save.wait_committed)
+            self._end_in_pause(lambda: self._leave_at_stop(pause.step, save))
+        self.provisional = self._consensus.end_round(self.provisional)
+
+    def _end_in_pause(self, leave: Callable[[], None]) -> None:
+        try:
+            leave()
+        except PeerError:
+            self._failures.postpone()
+        except BaseException as error:  # noqa: BLE001  The program ends by it, in whichever thread it was raised.
+            end_by(error)
 
     def _tell_if_late(self) -> None:
         """Says once that a step does not end: what it is doing cannot be saved."""
-        is_at_rest = self._rest is not None and not self._rest.is_refused
-        if self._is_late_told or is_at_rest or self._post is None or not self._post.is_on_duty:
+        is_paused = self._pause is not None and not self._pause.is_refused
+        if is_paused or self._ownership is None or not self._ownership.is_owner:
             return
-        left_seconds = self.hearing.demand()[1]
-        if text := find_lateness(self.hearing.pending, left_seconds, self._passed_at or 0.0, time.monotonic()):
-            self._is_late_told = True
-            self._manager.emit(Warned(text=text, step=self._passed_step))
-
-
-def end_at_of(outlook: Outlook) -> float | None:
-    """When the last save has to be done, by the monotonic clock."""
-    left = outlook.left_seconds
-    return None if left is None else time.monotonic() + left - MARGIN_SECONDS / 2
+        if text := self._progress.find_lateness(self.hearing.pending, self.hearing.demand()[1]):
+            self._manager.emit(Warned(text=text, step=self._progress.step))

@@ -17,7 +17,7 @@ from holdfast.format.names import RUN_CALLS
 from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.checkpointable import Checkpointable
-from holdfast.preemption.guards import make_guard
+from holdfast.preemption.guard import make_guard
 from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_loaders, restore_calls
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance

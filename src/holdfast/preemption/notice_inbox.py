@@ -1,4 +1,4 @@
-"""What was heard by one loop, from all its sources, and has not been dealt with yet."""
+"""Notices for one loop, from all its sources, until they are dealt with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
@@ -23,14 +22,11 @@ from holdfast.save.say import say_amid
 _MOST_SIGNALS: Final = 2
 """So many are taken: the first asks to leave, the second hurries. Another one has the effect that it always had."""
 
-_SLACK_SECONDS: Final = 1.0
-"""How long Python may take to run a signal's handler before the main thread counts as stuck."""
+_STAND_IN_SECONDS: Final = 0.3
+"""How long Python may take to run a signal's handler before the signal is heard without it."""
 
 _LOOK_SECONDS: Final = 0.1
-"""What a look at it counts for at the most: the whole process may have stood still."""
-
-_STAND_IN_SECONDS: Final = 0.3
-"""How long Python may take before a signal is heard without its handler."""
+"""What a look at that counts for at the most: the whole process may have stood still."""
 
 _TELLING_SECONDS: Final = 2.0
 """How long to wait for whoever tells of notices already."""
@@ -39,7 +35,7 @@ _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_R
 """Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
 
 
-class Hearing:
+class NoticeInbox:
     """Takes notices from any thread and from signal handlers, and keeps them until they are dealt with.
 
     Attributes:
@@ -71,12 +67,12 @@ class Hearing:
         self._takes_more = True
         self._told = 0
         self._telling = threading.Lock()
-        # The signals since the main thread last ran a handler that nobody has heard, and how long it has not although
-        # somebody insists. Whoever takes one out of the list, in one go, is who hears it.
-        self._unanswered: list[_Rung] = []
-        self._stuck_seconds = 0.0
+        # What the signals say for which Python has run no handler yet, and for how long it has not. To take one out of
+        # the list is one step: the handler does so, or the thread that hears the signal in its stead.
+        self._unhandled: list[Notice] = []
+        self._unhandled_seconds = 0.0
         # What was heard in the stead of handlers that are still to run.
-        self._foreheard: list[Notice] = []
+        self._heard_ahead: list[Notice] = []
 
     @property
     def listens(self) -> bool:
@@ -131,7 +127,7 @@ class Hearing:
         """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
-            if notice.insists and self._is_foreheard(notice):
+            if notice.insists and self._was_heard_ahead(notice):
                 return True
         if not self._takes(notice):
             is_repeated = any(each.notice.by_hand and each.notice.insists for each in self.pending)
@@ -190,15 +186,23 @@ class Hearing:
     def listen(self, timeout_seconds: float) -> None:
         """**Blocks** until there is something new, or the time is over. Makes events of notices.
 
-        Hears signals while the main thread is in foreign code, where Python runs no handler, and ends the process there
-        if somebody insists.
+        Hears signals while the main thread is in foreign code, where Python runs no handler.
         """
-        self._count_unanswered(timeout_seconds)
+        is_waiting = bool(self._unhandled)
+        looked_at = time.monotonic()
+        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if is_waiting else timeout_seconds):
+            if number == ANSWERED:
+                self._unhandled.clear()
+                self._unhandled_seconds = 0.0
+            else:
+                self._unhandled += self._foretell(number)
+        # It counts from when a look has found it so.
+        self._unhandled_seconds += min(time.monotonic() - looked_at, _LOOK_SECONDS) if is_waiting else 0.0
+        if not self._unhandled:
+            self._unhandled_seconds = 0.0
+        elif self._unhandled_seconds >= _STAND_IN_SECONDS:
+            self._stand_in()
         self.tell()
-        # None is left if their handlers run this very moment.
-        for rung in self._unanswered[-1:] if self._stuck_seconds >= _SLACK_SECONDS else ():
-            say_amid("holdfast: the main thread is stuck, and a signal insists: ending at once, without a save.")
-            os._exit(128 + rung.number)
 
     def tell(self) -> None:
         """**Thread-safe.** **Blocks.** Makes events of the notices that are none yet, as before the process leaves."""
@@ -223,81 +227,38 @@ class Hearing:
             return False
         return len(signals) < _MOST_SIGNALS
 
-    def _is_foreheard(self, notice: Notice) -> bool:
+    def _was_heard_ahead(self, notice: Notice) -> bool:
         """Whether all signals for which Python runs this handler, once, have been heard without it."""
-        is_new = False
-        for rung in [*self._unanswered]:
-            if notice in rung.notices:
-                is_new = self._claim(rung) or is_new
-        is_foreheard = notice in self._foreheard
-        while notice in self._foreheard:
-            self._unlearn(notice)
-        return is_foreheard and not is_new
+        is_new = _take_all(self._unhandled, notice)
+        return _take_all(self._heard_ahead, notice) and not is_new
 
-    def _count_unanswered(self, timeout_seconds: float) -> None:
-        """**Blocks** until it rings, or the time is over."""
-        is_insisted = self._is_insisted()
-        waiting = [*self._unanswered]
-        looked_at = time.monotonic()
-        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if waiting else timeout_seconds):
-            if number == ANSWERED:
-                self._unanswered.clear()
-            elif notices := self._foretell(number):
-                self._unanswered.append(_Rung(number, notices))
-        # It counts from when a look has found it so.
-        looked_seconds = min(time.monotonic() - looked_at, _LOOK_SECONDS)
-        for rung in waiting:
-            rung.waited_seconds += looked_seconds
-            if rung.waited_seconds >= _STAND_IN_SECONDS and rung in self._unanswered:
-                self._stand_in(rung)
-        if is_insisted and self._is_insisted():
-            self._stuck_seconds += looked_seconds
-        else:
-            self._stuck_seconds = 0.0
-
-    def _stand_in(self, rung: _Rung) -> None:
-        """Hears a signal whose handler Python does not come to run, unless it is to have an effect of its own."""
-        if not self._takes_more or not self._handles(rung.number) or not all(map(self._takes, rung.notices)):
-            return
-        # In this order: a handler that runs this very moment either takes the signal out first, or finds it heard.
-        self._foreheard.extend(rung.notices)
-        is_ours = self._claim(rung)
-        for notice in rung.notices:
-            if not (is_ours and self.hear(notice)):
-                self._unlearn(notice)
-
-    def _claim(self, rung: _Rung) -> bool:
-        try:
-            self._unanswered.remove(rung)
-        except ValueError:
-            return False
-        return True
-
-    def _unlearn(self, notice: Notice) -> None:
-        with suppress(ValueError):
-            self._foreheard.remove(notice)
-
-    def _is_insisted(self) -> bool:
-        """Whether a signal that is one too many, with those that were taken, still waits for its handler."""
-        for rung in [*self._unanswered]:
-            if not self._handles(rung.number):
-                self._claim(rung)
-        taken = sum(each.notice.insists for each in self.pending)
-        return self._takes_more and bool(self._unanswered) and taken + len(self._unanswered) > _MOST_SIGNALS
+    def _stand_in(self) -> None:
+        """Hears signals whose handlers Python does not come to run, but for those that have an effect of their own."""
+        for notice in [*self._unhandled]:
+            if not self._takes_more or not self._takes(notice):
+                continue
+            # In this order: a handler that runs this very moment either takes the signal out first, or finds it heard.
+            self._heard_ahead.append(notice)
+            if not (_take(self._unhandled, notice) and self.hear(notice)):
+                _take(self._heard_ahead, notice)
 
     def _foretell(self, number: int) -> list[Notice]:
         """What the handlers of that signal are going to say."""
         told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
         return [notice for notice in told if notice is not None]
 
-    def _handles(self, number: int) -> bool:
-        return any(isinstance(source, Signals) and source.handles(number) for source in self._sources)
+
+def _take(notices: list[Notice], notice: Notice) -> bool:
+    """Takes one such notice out of the list, in one step; False if there is none."""
+    try:
+        notices.remove(notice)
+    except ValueError:
+        return False
+    return True
 
 
-class _Rung:
-    """A signal that has come, and for which Python has run no handler yet."""
-
-    def __init__(self, number: int, notices: Sequence[Notice]) -> None:
-        self.number = number
-        self.notices = notices
-        self.waited_seconds = 0.0
+def _take_all(notices: list[Notice], notice: Notice) -> bool:
+    is_any = False
+    while _take(notices, notice):
+        is_any = True
+    return is_any

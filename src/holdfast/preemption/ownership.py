@@ -1,4 +1,4 @@
-"""Whose loop is guarded in a thread: that of one manager, for the first guard that leaves ends the process for all."""
+"""One manager per thread may handle preemption: the first handler to exit ends the process for all."""
 
 from __future__ import annotations
 
@@ -9,123 +9,122 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 
 
-class Duty:
-    """What the guards of one manager share: one of them at a time acts behind the training thread's back.
+class _Shared:
+    """What the guards of one manager share.
 
     Attributes:
-        post: Whose guard does.
+        lock: Guards what the training thread is paused in, for all of them.
+        owner: Whose guard acts beside the training thread.
         has_left: Whether one of them ends the program: what comes out of the block of another one is its exit.
     """
 
     def __init__(self) -> None:
-        # Guards what the training thread rests in, for all of them.
         self.lock = threading.Lock()
-        self.post: Post | None = None
+        self.owner: GuardOwnership | None = None
         self.has_left = False
 
 
-class Post:
-    """Where a guard stands. Of several on one manager that one is on duty whose loop has moved last."""
+class GuardOwnership:
+    """Of several guards of one manager, the one whose loop has moved last owns the thread."""
 
     def __init__(
         self,
-        taken: list[Post],
         manager: object,
-        duty: Duty,
         *,
         listens: bool,
-        rests: Callable[[], bool],
-        relieve: Callable[[], object],
+        is_paused: Callable[[], bool],
+        give_up_pause: Callable[[], object],
         forget: Callable[[], object],
     ) -> None:
-        """Made by `take_post`."""
-        self.manager = manager
-        self.duty = duty
-        self.listens = listens
-        self.process = os.getpid()
-        self._rests = rests
-        self._relieve = relieve
+        """One more guard begins its work in this thread.
+
+        Args:
+            manager: Whose loop it guards.
+            listens: Whether it can hear anything but Ctrl-C.
+            is_paused: Whether its loop takes no steps.
+            give_up_pause: Called with the lock held when another guard of that manager takes over.
+            forget: Called when another one has dealt with what was heard.
+
+        Raises:
+            UsageError: If it listens, and so does one for another manager.
+        """
+        self._manager = manager
+        self._listens = listens
+        self._process = os.getpid()
+        self._is_paused = is_paused
+        self._give_up_pause = give_up_pause
         self._forget = forget
-        self._taken = taken
-        taken.append(self)
+        self._guards = _thread.guards
+        self._shared = _Shared()
+        for other in self._guards:
+            # Those of a process from which this one was forked are its own.
+            if other._process != os.getpid():
+                continue
+            if other._manager is manager:
+                self._shared = other._shared
+            elif listens and other._listens:
+                raise UsageError(
+                    "another run or handler listens for notices in this thread already: the first of both to leave "
+                    "would end the process, and what the other one keeps would not be saved",
+                    hint="Keep all that belongs together in one Checkpoint; or close the other one first (leave its "
+                    'block, or call handler.close()); or let one of them hear nothing: preemption="off", or '
+                    "TerminationConfig(sources=[]).",
+                )
+        self._guards.append(self)
 
     @property
-    def is_on_duty(self) -> bool:
+    def lock(self) -> threading.Lock:
+        """Guards what the training thread is paused in, for all guards of the manager."""
+        return self._shared.lock
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a guard of the manager ends the program."""
+        return self._shared.has_left
+
+    @property
+    def is_owner(self) -> bool:
         """Whether this guard acts, and no other one of the same manager."""
-        return self.duty.post is self
+        return self._shared.owner is self
 
     @property
     def is_beside_training(self) -> bool:
-        """Whether another guard is on duty, and its loop takes steps."""
-        other = self.duty.post
-        return other is not None and other is not self and other in self._taken and not other._rests()
+        """Whether another guard is the owner, and its loop takes steps."""
+        other = self._shared.owner
+        return other is not None and other is not self and other in self._guards and not other._is_paused()
 
     @property
     def is_outranked(self) -> bool:
         """Whether another manager's guard listens in the same thread."""
-        return any(post.listens and post.manager is not self.manager for post in tuple(self._taken))
+        return any(other._listens and other._manager is not self._manager for other in tuple(self._guards))
 
-    def go_on_duty(self) -> None:
-        """The others act no more: what they rest in is not the state any more. Called with the duty's lock held."""
-        self.duty.post = self
-        for post in self._find_others():
-            post._relieve()
+    def take(self) -> None:
+        """The others act no more: what they are paused in is not the state any more. Called with the lock held."""
+        self._shared.owner = self
+        for other in self._find_others():
+            other._give_up_pause()
+
+    def note_left(self) -> None:
+        """This guard ends the program."""
+        self._shared.has_left = True
 
     def settle_all(self) -> None:
         """What the others have heard by now has been dealt with here, and training goes on."""
-        for post in self._find_others():
-            post._forget()
+        for other in self._find_others():
+            other._forget()
 
     def leave(self) -> None:
-        """Nobody stands there any more; harmless twice, and in any thread."""
-        if self in self._taken:
-            self._taken.remove(self)
+        """The guard has ended; harmless twice, and in any thread."""
+        if self in self._guards:
+            self._guards.remove(self)
 
-    def _find_others(self) -> list[Post]:
-        return [post for post in tuple(self._taken) if post is not self and post.duty is self.duty]
+    def _find_others(self) -> list[GuardOwnership]:
+        return [other for other in tuple(self._guards) if other is not self and other._shared is self._shared]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.taken: list[Post] = []
+        self.guards: list[GuardOwnership] = []
 
 
 _thread = _Thread()
-
-
-def take_post(
-    manager: object,
-    *,
-    listens: bool,
-    rests: Callable[[], bool],
-    relieve: Callable[[], object],
-    forget: Callable[[], object],
-) -> Post:
-    """One more guard begins its work in this thread.
-
-    Args:
-        manager: Whose loop it guards.
-        listens: Whether it can hear anything but Ctrl-C.
-        rests: Whether its loop takes no steps.
-        relieve: Called with the duty's lock held when another guard of that manager goes on duty.
-        forget: Called when another one has dealt with what was heard.
-
-    Raises:
-        UsageError: If it listens, and so does one for another manager.
-    """
-    duty = Duty()
-    for post in _thread.taken:
-        # Those of a process from which this one was forked are its own.
-        if post.process != os.getpid():
-            continue
-        if post.manager is manager:
-            duty = post.duty
-        elif listens and post.listens:
-            raise UsageError(
-                "another run or handler listens for notices in this thread already: the first of both to leave would "
-                "end the process, and what the other one keeps would not be saved",
-                hint="Keep all that belongs together in one Checkpoint; or close the other one first (leave its "
-                "block, or call handler.close()); or let one of "
-                'them hear nothing: preemption="off", or TerminationConfig(sources=[]).',
-            )
-    return Post(_thread.taken, manager, duty, listens=listens, rests=rests, relieve=relieve, forget=forget)

@@ -1,9 +1,10 @@
-"""What the training thread leaves alone while it takes no steps, so that it can be saved behind its back."""
+"""State of a paused training loop, which another thread may save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
 import msgspec
 
@@ -11,8 +12,11 @@ from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
+ATTEMPTS: Final = 2
+"""How often the last save is tried: what failed once may have been a hiccup of the storage."""
 
-class Rest(msgspec.Struct):
+
+class PausedState(msgspec.Struct):
     """A pause between steps: evaluation, a wait for data, what comes before and after the loop.
 
     Attributes:
@@ -77,11 +81,10 @@ class Rest(msgspec.Struct):
         self.is_anew, self.has_saved = False, True
         return ""
 
-    def save_surely(self, attempts: int, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
+    def save_surely(self, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
         """**Blocks.** Saves, and waits until that is committed.
 
         Args:
-            attempts: How often to try.
             wait: Waits for the save until a moment; it raises `HoldfastError` if that fails.
             end_at: That moment, by the monotonic clock; None if nobody knows it.
 
@@ -89,7 +92,7 @@ class Rest(msgspec.Struct):
             What went wrong; an empty string if nothing did.
         """
         error = ""
-        for _ in range(attempts):
+        for _ in range(ATTEMPTS):
             try:
                 if self.is_anew and self.saved is not None:
                     with suppress(SaveFailedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from holdfast.errors import SaveFailedError
-from holdfast.preemption.notice_inbox import Hearing
+from holdfast.preemption.notice_inbox import NoticeInbox
 
 
 class Tolerance:
@@ -14,7 +14,7 @@ class Tolerance:
     That failure is an event, and the last save, which is to come, says what is saved.
     """
 
-    def __init__(self, hearing: Hearing) -> None:
+    def __init__(self, hearing: NoticeInbox) -> None:
         """Looks at what was heard when a save has failed."""
         self._hearing = hearing
 

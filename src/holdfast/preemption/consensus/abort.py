@@ -10,11 +10,10 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.consensus.collectives import find_collectives
-from holdfast.preemption.consensus.peer_failures import Mishaps
 from holdfast.save.exit import drain_all
 from holdfast.save.say import say
 
@@ -37,31 +36,31 @@ _DRAIN_SECONDS: Final = 10.0
 """How long a save in flight may take to end before that."""
 
 _SIGNAL: Final = signal.SIGURG
-"""One that does nothing where nobody handles it, and that nobody uses."""
+"""It does nothing where it is not handled, and is hardly used."""
 
 _FRAMES: Final = 3
 _MOST_CONTEXTS: Final = 100
 _EXIT_FAILED: Final = 1
 
 
-class Rescue:
-    """Presses ever harder, until the error has come out of the training loop.
+class StuckThreadAborter:
+    """Interrupts the training thread, aborts its collectives and ends the process, until an error has come out of it.
 
-    An error that is raised amid anything may be swallowed there, by `except Exception` or in a `__del__`. So as long as
-    the loop does not come to its end it is raised again, and the process is ended all the same.
+    An error that is raised in the middle of anything may be swallowed there, by `except Exception` or in a `__del__`.
+    So as long as the loop does not come to its end it is raised again, and the process is ended all the same.
+
+    Attributes:
+        is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
 
-    def __init__(self, mishaps: Mishaps) -> None:
-        """Does nothing yet; `open` is called in the training thread.
-
-        Args:
-            mishaps: What has happened.
-        """
-        self._mishaps = mishaps
+    def __init__(self) -> None:
+        """Does nothing yet; `open` is called in the training thread."""
+        self.is_raised = False
+        self._error: Exception | None = None
         self._thread = threading.get_ident()
         self._before: Callable[[int, FrameType | None], Any] | int | None = None
         self._has_handler = False
-        self._is_pressed = False
+        self._is_asked = False
         self._is_aborted = False
         self._thrown_at: float | None = None
         self._loose_looks = 0
@@ -84,19 +83,25 @@ class Rescue:
             if signal.getsignal(_SIGNAL) == self._interrupt:
                 signal.signal(_SIGNAL, self._before)
 
-    def press(self) -> None:
-        """Called again and again while the error has not come out of the training loop."""
+    def escalate(self, error: Exception, erred_at: float) -> None:
+        """Called again and again while the error has not come out of the training loop.
+
+        Args:
+            error: The error.
+            erred_at: When it was heard of, by the monotonic clock.
+        """
+        self._error = error
         now = time.monotonic()
-        waited_seconds = now - self._mishaps.erred_at
+        waited_seconds = now - erred_at
         thrown_at = self._thrown_at
         if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
-            self._end("does not come to its end")
-        if thrown_at is not None and self._is_in_hand():
+            self._end(error, "does not come to its end")
+        if thrown_at is not None and self._is_handled(error):
             return
-        # On its way from one frame to the next an error is in nobody's hand for a moment.
+        # On its way from one frame to the next an error is not handled for a moment.
         self._loose_looks += 1
-        if now - (thrown_at or self._mishaps.erred_at) >= _INTERRUPT_SECONDS and self._has_handler:
-            self._is_pressed = True
+        if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS and self._has_handler:
+            self._is_asked = True
             signal.pthread_kill(self._thread, _SIGNAL)
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True
@@ -104,38 +109,36 @@ class Rescue:
             for collectives in find_collectives():
                 start_thread(collectives.abort, "holdfast-abort")
         if waited_seconds >= _END_SECONDS and self._loose_looks >= _LOOKS:
-            self._end("does not come back from what it is in" if thrown_at is None else "goes on all the same")
+            self._end(error, "does not come back from what it is in" if thrown_at is None else "goes on all the same")
 
-    def count_raise(self) -> None:
+    def count_raise(self, error: Exception) -> None:
         """The error is about to be raised between two steps. Ends a program that asks for steps again and again."""
         self._raised_at.append(time.monotonic())
         if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
-            self._end("goes on all the same")
+            self._end(error, "goes on all the same")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        error = self._mishaps.error
-        # In a forked child nobody has pressed.
-        if self._is_pressed and error is not None and not self._mishaps.is_raised:
-            self._is_pressed = False
+        # In a forked child it was not asked for.
+        if self._is_asked and self._error is not None and not self.is_raised:
+            self._is_asked = False
             self._thrown_at = time.monotonic()
-            raise error
+            raise self._error
 
-    def _is_in_hand(self) -> bool:
+    def _is_handled(self, error: Exception) -> bool:
         """Whether the training thread is where the error was caught, or is on its way through `finally` and `with`."""
         found: Any = sys._current_exceptions().get(self._thread)
         # Before Python 3.12 with its type and its traceback.
-        error = found[1] if isinstance(found, tuple) else found
+        handled = found[1] if isinstance(found, tuple) else found
         for _ in range(_MOST_CONTEXTS):
-            if error is None or error is self._mishaps.error:
+            if handled is None or handled is error:
                 break
-            error = error.__context__
-        return error is not None and error is self._mishaps.error
+            handled = handled.__context__
+        return handled is error
 
-    def _end(self, why: str) -> None:
+    def _end(self, error: Exception, why: str) -> NoReturn:
         """Ends the process, and says why."""
-        error = self._mishaps.error
         frame = sys._current_frames().get(self._thread)
         where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))

@@ -1,4 +1,4 @@
-"""One worker's part in what all agree on: when to save and leave, and that one of them has failed.
+"""One worker's part in what all agree on: the step at which they save, or save and leave.
 
 A thread speaks with the others, through the store of the job. The training thread says between two steps how far it is,
 by setting plain numbers, and looks at one plain flag. Only when that is up it takes a lock, and waits.
@@ -6,69 +6,74 @@ by setting plain numbers, and looks at one plain flag. Only when that is up it t
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeAlias
 
 from msgspec.structs import replace as replace_fields
 
-from holdfast.cluster.peers import Peers, make_brief
+from holdfast.cluster.peers import Failure, Peers, make_brief
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.preemption.consensus.herald import Herald
-from holdfast.preemption.consensus.peer_failures import Mishaps
-from holdfast.preemption.consensus.records import Board, CallRecord, Outcome, StopRecord
+from holdfast.errors import HoldfastError
+from holdfast.events import Event, Warned
+from holdfast.preemption.consensus.abort import StuckThreadAborter
+from holdfast.preemption.consensus.peer_failures import PeerFailures
+from holdfast.preemption.consensus.records import CALL, HEARD, OUTCOME, PLEDGE, STOP, VERDICT, CoordinationStore
+from holdfast.preemption.consensus.single import CallRecord, Outcome, StopRecord, Turn, make_call
 from holdfast.preemption.consensus.stop_step import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
-from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
-from holdfast.preemption.sources.protocol import Demand, Notice
+from holdfast.preemption.consensus.store_thread import StoreThread
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
+from holdfast.preemption.sources.protocol import Demand, Hear, Notice
 
-_HEARD_SECONDS: Final = 3.0
-"""How long the leader waits until all have read the verdict."""
-
-
-class Turn(enum.Enum):
-    """What the training thread is to do between two steps."""
-
-    GO = "go on"
-    WAIT = "wait until there is something new"
-    STOP = "do what was called for: this is the stop step"
-    OUT = "leave: the others have taken this worker for dead, and go on without it"
+_SETTLE_SECONDS: Final = 3.0
+"""How long one that cannot wait for the others any more waits until its verdict is written down."""
 
 
-class Accord:
-    """**Thread-safe**, but for `begun`, which belongs to the training thread.
+_WARN_SECONDS: Final = 10.0
+"""After how long a wait for the others is warned of."""
+
+_P = ParamSpec("_P")
+_Known: TypeAlias = tuple[Agreement, list[Deed]]
+
+
+class StopCoordinator:
+    """**Thread-safe**, but for `begun`, which belongs to the training thread. See `SingleConsensus`.
 
     Attributes:
         begun: How many steps the training thread has begun, or may have.
-        is_alarmed: Whether it has to ask before it begins another one.
-        call: What was called for in this round; None before a call.
-        stop: The stop step of this round; None before it is known.
-        is_cut_short: Whether it was too late to wait until all had said what has come of the last save.
-        mishaps: What has befallen other workers.
-        herald: The thread.
     """
 
-    def __init__(self, peers: Peers, deliver: Callable[[Notice], object], stir: Callable[[], object]) -> None:
-        """Takes note of the others; `herald.open` begins.
+    has_peers = True
+
+    def __init__(self, peers: Peers, emit: Callable[[Event], object], url: str) -> None:
+        """Takes note of the others; `open` begins.
 
         Args:
             peers: The workers. Each makes as many of these, in the same order.
-            deliver: Told of what other workers have heard.
-            stir: Called when there is something new.
+            emit: Told of events.
+            url: Where the run lies.
         """
         self.begun = 0
-        self.is_alarmed = self.is_cut_short = False
+        self.is_alarmed = self.is_concluded = self.is_cut_short = False
+        self.objection = ""
         self.call: CallRecord | None = None
         self.stop: StopRecord | None = None
         self._peers = peers
-        self._deliver = deliver
-        self._board = Board(peers)
-        self.mishaps = Mishaps(peers, self._board)
-        self.herald = Herald(self._look, self._is_busy, stir, self.mishaps.note_silence, peers.world_size)
+        self._store = CoordinationStore(peers)
+        self._thread = StoreThread(peers.world_size)
+        self._aborter = StuckThreadAborter()
+        self.failures = PeerFailures(peers, self._store, self._thread, self._aborter, emit, url)
+        self.changed = self._thread.changed
+        self._timeout = ConsensusTimeout(peers, emit)
+        self._hear: Hear = lambda notice: True
+        self._wake: Callable[[], object] = lambda: None
+        # What the training thread had begun before it paused.
+        self._begun_before = 0
+        self._is_tentative = False
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
         self._agreement = Agreement(peers.rank, peers.world_size)
@@ -83,26 +88,153 @@ class Accord:
         self._news: bytes | None = None
         self._outcomes: dict[int, Outcome] = {}
 
-    def wish(self, call: CallRecord) -> None:
-        """This worker wants all to do that. It is called for at once, or in the next round."""
+    def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
+        """See `SingleConsensus`, as for those that follow."""
+        self._hear, self._wake = hear, wake
+        self._peers.may_wait_seconds = lambda: to_spare(find_left())
+        self._aborter.open()
+        self._thread.open(self._look, self._is_busy, self._note_change, self.failures.note_silence)
+
+    def close(self) -> None:
+        """**Blocks** for a moment. Ends; harmless twice."""
+        self._aborter.close()
+        self._thread.close()
+
+    def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
+        """The training thread goes on; False if it has to ask before."""
+        failures = self.failures
+        failures.step = step
+        if not is_asked:
+            # In this order: what is pledged for this worker is never less than what it has begun.
+            self.begun = step + 1
+        self._is_tentative = is_tentative
+        failures.certain = step if is_tentative else step + 1
+        if is_asked or self.is_alarmed or failures.error is not None:
+            failures.certain = step
+            return False
+        return True
+
+    def pause(self, step: int, *, begins: bool) -> None:
+        """The training thread takes no steps for a while."""
+        if begins:
+            self._begun_before = self.begun
+        self.begun = self.failures.step = step
+        self.failures.certain = max(self.failures.certain, step)
+
+    def try_resume(self, step: int) -> bool:
+        """Whether the training thread may go on with the step that it had begun."""
+        step = max(self._begun_before, step)
+        with self._lock:
+            pledge, stop = self._agreement.pledge, self._agreement.stop
+            may = pledge is None or step <= (pledge.step or 0) or (stop is not None and step <= stop)
+            if may:
+                self.begun = step
+            return may or self.failures.error is not None
+
+    def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
+        """Whether the loop would leave if a step ended now. This worker does not decide that alone."""
+        call, stop = self.call, self.stop
+        if call is None or stop is None or call.wanted != Wanted.LEAVE:
+            return self.failures.error is not None
+        return self.begun >= stop.step
+
+    def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
+        """Calls for it at once, or in the next round. Without the others only an exit is waited for."""
+        if verdict.action is Action.SAVE and self._thread.trouble:
+            return False
+        call = make_call(self._peers.rank, outlook, verdict, make_brief(text), by_hand=by_hand)
         with self._lock:
             asked = 0 if self._asked is None else self._asked[0].wanted
             if max(self._agreement.called or 0, asked) >= call.wanted:
-                return
+                return True
             self._asked = (call, time.monotonic())
             self._agreement, deeds = self._agreement.wish(Wanted(call.wanted))
             self._deeds.extend(deeds)
-        self.herald.wake()
+        self._thread.wake()
+        return True
 
-    def arrive(self, step: int, *, holds: bool = False, ends: bool = False, is_over: bool = False) -> Turn:
-        """The training thread, or who acts in its stead, asks what to do when that many steps are complete.
+    def arrive(
+        self,
+        step: int,
+        *,
+        holds: bool,
+        left_seconds: float | None,
+        ends: bool = False,
+        is_over: bool = False,
+        is_paused: bool = False,
+    ) -> Turn:
+        """What to do when so many steps are complete."""
+        is_at_end = is_paused and self._is_over
+        if is_at_end:
+            # The others hear of it, and this worker leaves with them when all is saved.
+            turn = Turn.WAIT if holds else Turn.GO
+        else:
+            turn = self._arrive(step, holds=holds, ends=ends or is_paused, is_over=is_over)
+        stop = self._agreement.stop
+        is_behind = is_paused and not is_at_end and stop is not None and step < stop
+        self.objection = self._timeout.find_objection(turn, left_seconds, self._thread.trouble, is_behind=is_behind)
+        return turn
 
-        Args:
-            step: How many.
-            holds: Whether it is not to go on before something was called for.
-            ends: Whether it does not go on to another step at once.
-            is_over: Whether it never will. If there is nothing to do, nothing more can be called for here then.
+    def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
+        """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
+        return self._thread.ask(lambda: end(late)) is not False
+
+    def conclude(self, outcome: Outcome, end_at: float | None, told: Callable[[], object] | None) -> Outcome:
+        """**Blocks.** Tells the result of the last save here, and gives that on all workers."""
+        if outcome.is_cause:
+            mistake = Failure.of(self._peers.rank, *outcome.error.split(": ", 1))
+            outcome = replace_fields(outcome, error=self._peers.make_error(mistake).message)
+        outcome = replace_fields(outcome, error=make_brief(outcome.error))
+        with self._lock:
+            self._outcome = outcome
+            number = self._agreement.round
+        write = partial(self._store.set_once, OUTCOME, outcome, number, self._peers.rank)
+        if told is None:
+            self._thread.send(write)
+        else:
+            self._thread.ask(write)
+            told()
+        now = time.monotonic()
+        end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
+        if not self._thread.wait(lambda: self._verdict is not None, end_at):
+            # What one worker writes down when its time is over is what all leave with.
+            self.is_cut_short = True
+            own = merge([outcome], is_complete=False)
+            self._thread.send(lambda: self._hear_verdict(self._store.set_once(VERDICT, own, number), number))
+            if not self._thread.wait(lambda: self._verdict is not None, time.monotonic() + _SETTLE_SECONDS):
+                return own
+        verdict = self._verdict
+        assert verdict is not None, "it was waited for"
+        if self._peers.is_leader and self.stop is not None:
+            # The store may lie in this process.
+            others = set(range(self._peers.world_size)) - {*self.stop.absent, *self.stop.done}
+            self._thread.wait_counted(lambda: self._store.count(HEARD, number), lambda: len(others - self._peers.dead))
+        return verdict
+
+    def end_round(self, provisional: int | None) -> int | None:
+        """What was called for is done here.
+
+        Returns:
+            The step that was saved, if all were there. Some may have saved it in a pause that goes on, so that all have
+            to save it anew if any has to.
         """
+        stop = self.stop
+        with self._lock:
+            self._agreement, deeds = self._agreement.end_round()
+            self._deeds.extend(deeds)
+            self.call = self.stop = self._outcome = self._verdict = None
+            self._outcomes = {}
+            self._is_stale = True
+            self.is_alarmed = self.is_concluded = False
+        self._thread.wake()
+        return None if stop is None or stop.done else stop.step
+
+    def find_last_call(self) -> CallRecord | None:
+        """**Blocks** for a moment. What was called for when this worker had come to its end."""
+        number = self._agreement.round
+        return self._thread.ask(lambda: self._store.read(CALL, number))
+
+    def _arrive(self, step: int, *, holds: bool, ends: bool, is_over: bool) -> Turn:
         with self._lock:
             self.begun = step
             known = self._agreement = replace(self._agreement, begun=step, finished=is_over)
@@ -116,91 +248,14 @@ class Accord:
             self.is_alarmed = known.called is not None
             if not ends and not is_over:
                 self.begun = step + 1
+                self.failures.certain = step if self._is_tentative else step + 1
             return Turn.GO
 
-    def try_begin(self, step: int) -> bool:
-        """Whether the training thread may go on with a step that it had begun before it rested."""
-        with self._lock:
-            pledge, stop = self._agreement.pledge, self._agreement.stop
-            may = pledge is None or step <= (pledge.step or 0) or (stop is not None and step <= stop)
-            if may:
-                self.begun = step
-            return may
+    # The thread that speaks with the others.
 
-    def is_ahead(self, step: int) -> bool:
-        """Whether all stop at a step beyond that one."""
-        stop = self._agreement.stop
-        return stop is not None and step < stop
-
-    @property
-    def verdict(self) -> Outcome | None:
-        """What has come of the last save altogether; None before that is known."""
-        return self._verdict
-
-    def find_call(self) -> CallRecord | None:
-        """**Blocks** for a moment. What was called for since this worker has come to its end, if anything was."""
-        number = self._agreement.round
-        found: list[CallRecord | None] = []
-        self.herald.send(lambda: found.append(self._board.read(CallRecord, "call", number)))
-        self.herald.wait(lambda: bool(found), time.monotonic() + _HEARD_SECONDS)
-        return next(iter(found), None)
-
-    def conclude(self, outcome: Outcome, end_at: float | None, told: Callable[[], object] | None = None) -> Outcome:
-        """**Blocks.** Tells what has come of the last save here.
-
-        Args:
-            outcome: What has.
-            end_at: Until when to wait for the others, but for a moment in any case; None for as long as
-                the others are waited for at all.
-            told: Called once that is written down.
-
-        Returns:
-            What has come of it altogether, as far as that could be found out.
-        """
-        with self._lock:
-            self._outcome = outcome
-            number = self._agreement.round
-        settled: list[Outcome] = []
-        self.herald.send(lambda: settled.append(self._board.settle(outcome, "outcome", number, self._peers.rank)))
-        if told is not None:
-            self.herald.wait(lambda: bool(settled), time.monotonic() + _HEARD_SECONDS)
-            told()
-        now = time.monotonic()
-        end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
-        if not self.herald.wait(lambda: self._verdict is not None, end_at):
-            # What one worker writes down when its time is over is what all leave with.
-            self.is_cut_short = True
-            own = merge([outcome], is_complete=False)
-            self.herald.send(lambda: self._hear_verdict(self._board.settle(own, "verdict", number), number))
-            self.herald.wait(lambda: self._verdict is not None, time.monotonic() + _HEARD_SECONDS)
-        verdict = self._verdict
-        if verdict is None:
-            return own
-        if self._peers.is_leader and self.stop is not None:
-            # The store may lie in this process.
-            others = set(range(self._peers.world_size)) - {*self.stop.absent, *self.stop.done}
-            self.mishaps.wait_heard(f"heard/{number}", others, self.herald, time.monotonic() + _HEARD_SECONDS)
-        return verdict
-
-    def end_round(self) -> int | None:
-        """What was called for has been done here.
-
-        Returns:
-            The step that was saved, if all were there. Some may have saved it in a pause that goes on, so that all have
-            to save it anew if any has to.
-        """
-        stop = self.stop
-        with self._lock:
-            self._agreement, deeds = self._agreement.end_round()
-            self._deeds.extend(deeds)
-            self.call = self.stop = self._outcome = self._verdict = None
-            self._outcomes = {}
-            self._is_stale = True
-            self.is_alarmed = False
-        self.herald.wake()
-        return None if stop is None or stop.done else stop.step
-
-    # The thread.
+    def _note_change(self) -> None:
+        self.changed = self._thread.changed
+        self._wake()
 
     def _is_busy(self) -> bool:
         known = self._agreement
@@ -208,33 +263,38 @@ class Accord:
         return is_settling or (self._outcome is not None and self._verdict is None)
 
     def _do(self, deed: Deed) -> None:
-        """Writes something down, and hears what stands there then."""
+        """Writes something down, and hears what is in the store then."""
         match deed:
             case Call(number):
                 if self._asked is not None:
                     call, asked_at = self._asked
                     left = call.left_seconds
                     left = None if left is None else left - (time.monotonic() - asked_at)
-                    standing = self._board.settle(replace_fields(call, left_seconds=left), "call", number)
-                    self._board.rouse()
-                    self._hear_call(number, standing)
+                    first = self._store.set_once(CALL, replace_fields(call, left_seconds=left), number)
+                    self._store.announce()
+                    self._hear_call(number, first)
             case Promise(number, rank, pledge):
-                pledge = self._board.settle(pledge, "pledge", number, rank)
-                self._hear(partial(_hear_pledge, rank, pledge))
+                pledge = self._store.set_once(PLEDGE, pledge, number, rank)
+                self._update(Agreement.hear_pledge, rank, pledge)
             case Announce(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
-                stop = StopRecord(step, absent, self.mishaps.done)
-                self._hear_stop(self._board.settle(stop, "stop", number))
+                stop = StopRecord(step, absent, self.failures.list_done())
+                self._hear_stop(self._store.set_once(STOP, stop, number))
                 if number > 0:
-                    # Who has pledged has ended the round before.
-                    self._board.forget(number - 1)
+                    # A worker that has pledged has ended the round before.
+                    self._store.delete_round(number - 1)
 
-    def _hear(self, hear: Callable[[Agreement], tuple[Agreement, list[Deed]]]) -> None:
+    def _update(
+        self,
+        hear: Callable[Concatenate[Agreement, _P], tuple[Agreement, list[Deed]]],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
         with self._lock:
-            self._agreement, deeds = hear(self._agreement)
+            self._agreement, deeds = hear(self._agreement, *args, **kwargs)
             self._deeds.extend(deeds)
-        self.herald.tell_change()
+        self._thread.note_change()
 
     def _hear_call(self, number: int, call: CallRecord) -> None:
         with self._lock:
@@ -249,7 +309,7 @@ class Accord:
             if self._agreement.wished is None:
                 self._asked = None
         if call.rank != self._peers.rank:
-            self._deliver(
+            self._hear(
                 Notice(
                     source=f"rank {call.rank}",
                     text=f"rank {call.rank}: {call.text}",
@@ -258,14 +318,14 @@ class Accord:
                     by_hand=call.by_hand,
                 )
             )
-        self.herald.tell_change()
+        self._thread.note_change()
 
     def _hear_stop(self, stop: StopRecord) -> None:
         with self._lock:
             if self._agreement.called is not None and self.stop is None:
                 self._agreement = self._agreement.hear_stop(stop.step)
                 self.stop = stop
-        self.herald.tell_change()
+        self._thread.note_change()
 
     def _look(self) -> None:
         while self._deeds:
@@ -275,13 +335,13 @@ class Accord:
             is_stale, self._is_stale = self._is_stale, False
             known = self._agreement
         try:
-            news = self._board.news()
+            news = self._store.read_news()
             is_new = is_stale or news != self._news
             is_settling = known.called is Wanted.LEAVE and known.stop is None
-            if self.mishaps.look(is_new=is_new, is_settling=is_settling):
-                self.herald.tell_change()
+            if self.failures.look(is_new=is_new, is_settling=is_settling):
+                self._thread.note_change()
             if is_new and known.called is None and not self._is_over:
-                call = self._board.read(CallRecord, "call", known.round)
+                call = self._store.read(CALL, known.round)
                 if call is not None:
                     self._hear_call(known.round, call)
         except BaseException:
@@ -293,98 +353,113 @@ class Accord:
         if self._outcome is not None and self._verdict is None and self.stop is not None:
             self._seek_verdict(self._outcome, self.stop)
         if self._deeds:
-            self.herald.wake()
+            self._thread.wake()
 
     def _is_collector(self) -> bool:
         """Whether all before this worker are gone, or at their end and deaf to calls.
 
-        The lowest one that is neither looks at what the others write. What follows from it is the same whoever looks.
+        The lowest one that is neither looks at what the others write. The result is the same, whichever looks.
         """
         dead = self._peers.dead
         before = (rank for rank in range(self._peers.rank) if rank not in dead)
-        return all(self.mishaps.try_find_end(rank) is not None for rank in before)
+        return all(self.failures.find_end(rank) is not None for rank in before)
 
     def _seek_stop(self) -> None:
         number = self._agreement.round
-        stop = self._board.read(StopRecord, "stop", number)
+        stop = self._store.read(STOP, number)
         if stop is not None:
             self._hear_stop(stop)
         elif self._is_collector():
             # Before the look at what they have written.
             dead = self._peers.dead
             for rank in self._agreement.unheard:
-                pledge = self._board.read(Pledge, "pledge", number, rank)
-                end = None if pledge is not None else self.mishaps.try_find_end(rank)
+                pledge = self._store.read(PLEDGE, number, rank)
+                end = None if pledge is not None else self.failures.find_end(rank)
                 if end is not None:
                     pledge = Pledge(end.step, final=True)
                 if pledge is not None:
-                    self._hear(partial(_hear_pledge, rank, pledge))
+                    self._update(Agreement.hear_pledge, rank, pledge)
                 elif rank in dead:
-                    self._hear(partial(_fence, rank))
+                    self._update(Agreement.fence, rank)
 
     def _seek_verdict(self, own: Outcome, stop: StopRecord) -> None:
         number = self._agreement.round
-        verdict = self._board.read(Outcome, "verdict", number)
+        verdict = self._store.read(VERDICT, number)
         if verdict is None and self._is_collector():
             dead = self._peers.dead
             outcomes = self._outcomes
             outcomes[self._peers.rank] = own
             missing = set(range(self._peers.world_size)) - {*stop.absent, *stop.done, *outcomes}
             for rank in sorted(missing):
-                outcome = self._board.read(Outcome, "outcome", number, rank)
+                outcome = self._store.read(OUTCOME, number, rank)
                 if outcome is None and rank in dead:
                     outcome = Outcome(f"rank {rank} was gone before it had said that all is saved", True, False)
                 if outcome is not None:
                     outcomes[rank] = outcome
                     missing.discard(rank)
             if not missing:
-                verdict = self._board.settle(merge(list(outcomes.values()), is_complete=True), "verdict", number)
+                whole = merge(list(outcomes.values()), is_complete=True)
+                verdict = self._store.set_once(VERDICT, whole, number)
         if verdict is not None:
             self._hear_verdict(verdict, number)
 
     def _hear_verdict(self, verdict: Outcome, number: int) -> None:
         if self._verdict is None:
-            self._board.count(f"heard/{number}", 1)
+            self._store.count(HEARD, number, amount=1)
             self._verdict = verdict
-            self.herald.tell_change()
+            self.is_concluded = True
+            self._thread.note_change()
 
 
-def _hear_pledge(rank: int, pledge: Pledge, known: Agreement) -> tuple[Agreement, list[Deed]]:
-    return known.hear_pledge(rank, pledge)
+class ConsensusTimeout:
+    """How long one worker waits for the others to say at which step all can stop.
 
-
-def _fence(rank: int, known: Agreement) -> tuple[Agreement, list[Deed]]:
-    return known.fence(rank)
-
-
-def make_call(rank: int, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> CallRecord:
-    """**Pure.** What a worker calls for.
-
-    Args:
-        rank: Which worker.
-        outlook: What it knows.
-        verdict: What it is to do because of that.
-        text: What it has heard.
-        by_hand: Whether that was a person at a terminal.
+    It belongs to the thread that waits, one at a time.
     """
-    leaves = verdict.action is Action.LEAVE
-    return CallRecord(
-        rank=rank,
-        wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
-        demand=Demand.LEAVE if leaves else outlook.demand,
-        text=make_brief(text),
-        reason=verdict.reason,
-        left_seconds=outlook.left_seconds,
-        by_hand=by_hand,
-        saves=has_time_to_save(outlook),
-    )
+
+    def __init__(self, peers: Peers, emit: Callable[[Event], object]) -> None:
+        """Begins with no wait."""
+        self._peers = peers
+        self._emit = emit
+        self._waiting_since: float | None = None
+        self._is_told = False
+
+    def find_objection(self, turn: Turn, left_seconds: float | None, trouble: str, *, is_behind: bool) -> str:
+        """Why the others are not waited for any longer; an empty string if they are, or need not be: that ends a wait.
+
+        Args:
+            turn: What this worker is to do.
+            left_seconds: The time that is left; None if that is not known.
+            trouble: Why the others cannot be reached; empty if they can.
+            is_behind: Whether all stop at a step that this worker has not begun, and does not begin as it is paused.
+        """
+        if turn is Turn.STOP or (turn is Turn.GO and not is_behind):
+            self._waiting_since, self._is_told = None, False
+            return ""
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        waited_seconds = now - self._waiting_since
+        if turn is Turn.OUT:
+            return "the other workers have taken this one for dead, and go on without it"
+        if trouble:
+            return trouble
+        is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
+        what = "not all workers have said {} {:.0f} s at which step they can stop"
+        if is_behind:
+            what = "the loop has not gone on {} {:.0f} s to the step at which all stop, which others have begun"
+        if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
+            return what.format("within", waited_seconds)
+        if waited_seconds > _WARN_SECONDS and not self._is_told:
+            self._is_told = True
+            self._emit(Warned(text=what.format("for", waited_seconds)))
+        return ""
 
 
 def merge(outcomes: list[Outcome], *, is_complete: bool) -> Outcome:
-    """**Pure.** What has come of a save altogether.
+    """**Pure.** The result of a save on all workers.
 
     Args:
-        outcomes: What has come of it on some workers.
+        outcomes: The results on some workers.
         is_complete: Whether these are all.
     """
     by_hand = all(outcome.by_hand for outcome in outcomes)

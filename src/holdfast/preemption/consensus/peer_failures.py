@@ -1,11 +1,11 @@
-"""That a worker has failed, has vanished, or has ended its training before the others: what one learns of another."""
+"""Failures of peers: that a worker has failed, has vanished, or has ended its training before the others."""
 
 from __future__ import annotations
 
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -13,13 +13,15 @@ from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
+from holdfast.errors import ClusterError, HoldfastError, PeerError
+from holdfast.events import Event, Failed
 from holdfast.gate import Gate
-from holdfast.preemption.consensus.collectives import count_begun
-from holdfast.preemption.consensus.consequences import find_missing, is_of_collective, may_follow, tells_of_collective
-from holdfast.preemption.consensus.herald import Herald
-from holdfast.preemption.consensus.records import Board, EndRecord
-from holdfast.save.progress import Place, find_library_call
+from holdfast.preemption.consensus.abort import StuckThreadAborter
+from holdfast.preemption.consensus.collectives import count_begun, find_library_call
+from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
+from holdfast.preemption.consensus.records import DONE, END, FAILURE, FAILURE_HEARD, CoordinationStore, EndRecord
+from holdfast.preemption.consensus.single import FailureReport
+from holdfast.preemption.consensus.store_thread import StoreThread
 
 _TELL_SECONDS: Final = 3.0
 """How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
@@ -38,32 +40,49 @@ _STORE_HINT: Final = "Look whether the process that hosts the job's store still 
 _EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
 
 
-class Mishaps:
-    """**Thread-safe**, but for `certain`, which belongs to the training thread.
+class PeerFailures:
+    """**Thread-safe**, but for `certain`, which belongs to the training thread. See `NoFailures`.
 
     Attributes:
         certain: How many steps the training thread has begun for certain.
         step: How many steps are complete here.
         error: That another worker has failed, or that none can be reached any more; None if all is well.
-        failure: What has failed there; None as long as nothing has, or where none can be reached.
-        erred_at: When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
-        is_raised: Whether an error has come out of the training loop, or comes out of it now.
     """
 
-    def __init__(self, peers: Peers, board: Board) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        store: CoordinationStore,
+        thread: StoreThread,
+        aborter: StuckThreadAborter,
+        emit: Callable[[Event], object],
+        url: str,
+    ) -> None:
         """Knows of none yet.
 
         Args:
             peers: The workers.
-            board: Where they write.
+            store: Where they write.
+            thread: The one that speaks with them.
+            aborter: Brings the training thread back.
+            emit: Told of events.
+            url: Where the run lies.
         """
         self.certain = self.step = 0
         self.error: ClusterError | None = None
-        self.failure: Failure | None = None
-        self.erred_at = 0.0
-        self.is_raised = False
         self._peers = peers
-        self._board = board
+        self._store = store
+        self._thread = thread
+        self._emit = emit
+        self._url = url
+        self._aborter = aborter
+        # What has failed on another worker; None as long as nothing has, or where none can be reached.
+        self._blamed: Failure | None = None
+        # When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
+        self._erred_at = 0.0
+        self._is_told = False
+        # Guarded by nothing: at worst it is in the log twice.
+        self._is_logged = False
         self._is_over = False
         self._is_holding = False
         # Known to the thread that speaks with the others.
@@ -72,12 +91,80 @@ class Mishaps:
         self._end: EndRecord | None = None
         self._failure: Failure | None = None
         # How many collectives were begun, and in which call of the library the training thread is; and since when.
-        self._thread = threading.get_ident()
-        self._call: tuple[int, list[Place]] | None = None
+        self._training_thread = threading.get_ident()
+        self._call: tuple[int, object] | None = None
         self._waits_since: float | None = None
 
+    def take_error(self) -> ClusterError | None:
+        """See `NoFailures`, as for those that follow."""
+        error = self.error
+        if error is not None:
+            self._aborter.is_raised = True
+            self._log(error)
+            self._aborter.count_raise(error)
+        return error
+
+    def postpone(self) -> None:
+        """The error that was taken is still to be raised in the training thread."""
+        self._aborter.is_raised = False
+
+    def escalate(self) -> None:
+        """Presses ever harder for an error that was not raised yet; called again and again beside the loop."""
+        if self.error is not None:
+            self._log(self.error)
+            if not self._aborter.is_raised:
+                self._aborter.escalate(self.error, self._erred_at)
+
+    def report(
+        self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
+    ) -> FailureReport | None:
+        """**Blocks** for a moment. Tells the others of an error that ends training here; None if they know."""
+        if is_exit:
+            self._tell(error, left_seconds)
+        # Before the thread speaks none of the others can be told.
+        if is_exit or self._is_told or not self._thread.is_open:
+            return None
+        self._is_told = True
+        cause = self._tell(error, left_seconds)
+        self._log(cause or error)
+        blamed = error if isinstance(error, ClusterError) else cause
+        return FailureReport(cause, blamed, find_loss(blamed or error))
+
+    def find_cause(self) -> ClusterError | None:
+        """**Blocks** for a moment. The failure of another worker that explains why nothing can be saved, if any.
+
+        Whether or not it was heard before.
+        """
+        self._thread.ask(self._look_for_failure)
+        error = self.error
+        if error is None or not is_cause(error):
+            return None
+        self._aborter.is_raised = True
+        return error
+
+    def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
+        """What is known of workers that are lost."""
+        return [self._peers.make_error(self._peers.describe_loss(rank)) for rank in ranks]
+
+    def finish(self, step: int) -> None:
+        """**Blocks** for a moment. Training has ended here for good, as it should."""
+        self._is_over = True
+        end = EndRecord(self._peers.rank, step, count_begun())
+
+        def write() -> EndRecord:
+            self._store.set_once(DONE, end, end.rank)
+            first = self._store.set_once(END, end)
+            self._store.announce()
+            return first
+
+        first = self._thread.ask(write) or end
+        if first.step != step:
+            raise self._peers.make_error(_fail_early(first, step))
+
+    # What the coordinator asks, in the thread that speaks with the others.
+
     def look(self, *, is_new: bool, is_settling: bool) -> bool:
-        """Looks whether there is something to be heard; in the thread that speaks with the others.
+        """Looks whether there is something to be heard.
 
         Args:
             is_new: Whether something was written since the last look.
@@ -90,7 +177,7 @@ class Mishaps:
         if is_new:
             self._look_for_failure()
         if is_new and self._end is None:
-            self._end = self._board.read(EndRecord, "end")
+            self._end = self._store.read(END)
         if self._end is not None and self._end.step < self.certain:
             self._err(_fail_early(self._end, self.certain))
         elif self._end is not None:
@@ -98,64 +185,35 @@ class Mishaps:
         self._look_for_explanation()
         if self.error is None and (self._is_holding or not is_settling):
             for rank in sorted(self._peers.lost - self._done):
-                if not self.is_done(rank):
+                if self.find_end(rank) is None:
                     self._err(self._peers.describe_loss(rank))
         return self.error is not before
 
     def note_silence(self, seconds: float, what: str) -> None:
-        """The store of the job does not answer; in the thread that speaks with the others.
+        """The store of the job does not answer.
 
-        Whether it is the machine of the store that is gone or the way to it, nobody can be heard any more. So it
+        Whether it is the machine of the store that is gone or the way to it, no worker can be heard any more. So it
         counts as the loss of a worker does, and after the same time.
         """
         if self._peers.farewell is not None:
             # The store has gone with the leader.
             self._err(self._peers.farewell)
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
-            self.erred_at = time.monotonic()
+            self._erred_at = time.monotonic()
             self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
 
-    def is_done(self, rank: int) -> bool:
-        """**Blocks.** Whether another worker's training has ended for good."""
-        return self.try_find_end(rank) is not None
-
-    def try_find_end(self, rank: int) -> EndRecord | None:
+    def find_end(self, rank: int) -> EndRecord | None:
         """**Blocks.** Where another worker's training has ended for good, if it has."""
-        end = self._board.read(EndRecord, "done", rank)
+        end = self._store.read(DONE, rank)
         if end is not None:
             self._done.add(rank)
         return end
 
-    @property
-    def done(self) -> tuple[int, ...]:
+    def list_done(self) -> tuple[int, ...]:
         """The workers that are known to have ended for good."""
         return tuple(sorted(self._done))
 
-    def finish(self, step: int, herald: Herald) -> PeerError | None:
-        """**Blocks** for a moment. Training has ended here for good, as it should.
-
-        Returns:
-            An error if another worker's training has ended at another step.
-        """
-        self._is_over = True
-        end = EndRecord(self._peers.rank, step, count_begun())
-        found: list[EndRecord] = []
-
-        def write() -> None:
-            self._board.settle(end, "done", end.rank)
-            found.append(self._board.settle(end, "end"))
-            self._board.rouse()
-
-        herald.send(write)
-        herald.wait(lambda: bool(found), time.monotonic() + _TELL_SECONDS)
-        first = next(iter(found), end)
-        return None if first.step == step else self._peers.make_error(_fail_early(first, step))
-
-    def name(self, mistake: str) -> str:
-        """What went wrong here, as the others are told of it; empty if nothing did."""
-        return self._peers.make_error(Failure.of(self._peers.rank, *mistake.split(": ", 1))).message if mistake else ""
-
-    def tell(self, error: BaseException, herald: Herald, left_seconds: float | None = None) -> ClusterError | None:
+    def _tell(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
 
         What a collective raises says only that some worker is not there. So it is held back until it is known which
@@ -163,70 +221,57 @@ class Mishaps:
 
         Args:
             error: The error.
-            herald: Who tells them.
             left_seconds: The time that is left; None if that is not known.
 
         Returns:
-            The error of another worker of which this one comes, as far as that can be known.
+            The error of another worker from which this one results, as far as that can be known.
         """
-        self.is_raised = True
+        self._aborter.is_raised = True
         cause: ClusterError | None = find_missing(error)
         if cause is None and is_of_collective(error):
             cause = self._await_cause()
-        if self.failure is not None and (cause or error) is self.error and not self._peers.is_leader:
+        if self._blamed is not None and (cause or error) is self.error and not self._peers.is_leader:
             # That was written down when it was heard, and the store may be gone with the worker that it is about.
             return cause
         begun_at = time.monotonic()
-        failure = replace(describe(cause or error, self._peers), step=self.step)
-        found: list[Failure] = []
+        failure = replace(_describe(cause or error, self._peers), step=self.step)
 
-        def write() -> None:
-            found.append(self._board.settle(failure, "failure"))
-            self._board.rouse()
+        def write() -> Failure:
+            first = self._store.set_once(FAILURE, failure)
+            self._store.announce()
+            return first
 
-        herald.send(write)
-        herald.wait(lambda: bool(found), begun_at + _TELL_SECONDS)
-        if found and self._peers.is_leader:
+        found = self._thread.ask(write, begun_at + _TELL_SECONDS)
+        if found is not None and self._peers.is_leader:
             # The store may lie in this process.
-            others = set(range(1, self._peers.world_size)) - self._done
             most_seconds = _TELL_SECONDS if left_seconds is None else min(left_seconds, _TELL_SECONDS)
-            least_at = time.monotonic() + LEAST_SECONDS
-            self.wait_heard("failure-heard", others, herald, max(begun_at + most_seconds, least_at))
-        if not found and cause is None and error is not self.error:
-            _note(error, f"The other workers could not be told: {herald.trouble or 'the store of the job is slow'}")
+            end_at = max(begun_at + most_seconds, time.monotonic() + LEAST_SECONDS)
+            others = set(range(1, self._peers.world_size))
+            # One that has ended counts, too: it waits for the last save of all, and hears why that does not come.
+            self._thread.wait_counted(
+                lambda: self._store.count(FAILURE_HEARD), lambda: len(others - self._peers.dead), end_at
+            )
+        if found is None and cause is None and error is not self.error:
+            trouble = self._thread.trouble or "the store of the job is slow"
+            _note(error, f"The other workers could not be told: {trouble}")
         # The others may have found this worker gone from the loop before it came to its end.
-        if not found or found[0] == failure or (found[0].rank == self._peers.rank and not self._is_over):
+        if found is None or found == failure or (found.rank == self._peers.rank and not self._is_over):
             return cause
-        first = self._peers.make_error(found[0])
+        first = self._peers.make_error(found)
         if may_follow(error, first.kind):
             return first
         _note(error, f"Another worker has failed, too: {first.message}")
         return None
 
-    def find_cause(self, herald: Herald) -> ClusterError | None:
-        """**Blocks** for a moment. The error that another worker has told of, whether or not it was heard before."""
-        looked: list[bool] = []
-
-        def look() -> None:
-            self._look_for_failure()
-            looked.append(True)
-
-        herald.send(look)
-        herald.wait(lambda: bool(looked), time.monotonic() + _TELL_SECONDS)
-        error = self.error
-        return error if error is not None and is_cause(error) else None
-
-    def wait_heard(self, name: str, ranks: Collection[int], herald: Herald, end_at: float) -> None:
-        """**Blocks.** Waits until as many have counted up there as live of these, or the time is over."""
-        count = 0
-
-        def ask() -> None:
-            nonlocal count
-            count = self._board.count(name)
-
-        while count < len(set(ranks) - self._peers.dead) and time.monotonic() < end_at and not herald.trouble:
-            herald.send(ask)
-            herald.changed.wait(_TELL_SECONDS / 100)
+    def _log(self, error: BaseException) -> None:
+        """Logs once, in one line, what has ended training on which worker."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        failure = self._blamed or _describe(error, self._peers)
+        text = " ".join(self._peers.make_error(failure).message.split())
+        step = self.step if failure.step is None else failure.step
+        self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
 
     def _await_cause(self) -> ClusterError | None:
         """**Blocks** until another worker has failed or is missed; None if all live on, for longer than that takes.
@@ -246,9 +291,8 @@ class Mishaps:
         return self.error
 
     def _look_for_failure(self) -> None:
-        """In the thread that speaks with the others."""
         if self._failure is None:
-            self._failure = self._board.read(Failure, "failure")
+            self._failure = self._store.read(FAILURE)
             if self._failure is not None:
                 self._note_heard()
                 self._err(self._failure)
@@ -256,7 +300,7 @@ class Mishaps:
     def _note_heard(self) -> None:
         """The leader waits for the others before it takes the store along."""
         if not self._peers.is_leader:
-            self._board.count("failure-heard", 1)
+            self._store.count(FAILURE_HEARD, amount=1)
 
     def _look_for_vain_wait(self, end: EndRecord) -> None:
         """Whether this worker is in a collective of the step amid which another one has left its loop.
@@ -270,7 +314,7 @@ class Mishaps:
             # A collective has raised here, and that worker was not in it.
             self._err(_fail_absent(end))
             return
-        places = find_library_call(self._thread)
+        places = find_library_call(self._training_thread)
         if places is None or (begun, places) != self._call:
             self._call, self._waits_since = (begun, places or []), None
             return
@@ -279,7 +323,7 @@ class Mishaps:
             self._err(_fail_absent(end), self._waits_since)
 
     def _look_for_explanation(self) -> None:
-        """Whoever could not even begin has told of it where it said goodbye; in the thread that speaks with others."""
+        """Reads the failure left by a worker that died before it began."""
         if self.error is not None or self._is_over:
             return
         for rank in sorted(self._peers.gone - self._asked - self._done):
@@ -302,15 +346,15 @@ class Mishaps:
         if self._failure is None:
             # Without the store each worker names what it has found itself.
             with suppress(HoldfastError):
-                failure = self._failure = self._board.settle(failure, "failure")
+                failure = self._failure = self._store.set_once(FAILURE, failure)
                 self._note_heard()
-                self._board.rouse()
+                self._store.announce()
         error = self._peers.make_error(failure)
-        self.erred_at = since or time.monotonic()
-        self.failure, self.error = failure, error
+        self._erred_at = since or time.monotonic()
+        self._blamed, self.error = failure, error
 
 
-def describe(error: BaseException, peers: Peers) -> Failure:
+def _describe(error: BaseException, peers: Peers) -> Failure:
     """What to tell the others of an error, whatever it is."""
     if isinstance(error, PeerError):
         return peers.describe(error)
@@ -343,25 +387,3 @@ def _fail_early(end: EndRecord, step: int) -> Failure:
 def _fail_absent(end: EndRecord) -> Failure:
     text = f"its training has ended after step {end.step}, without a collective in which another worker is"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)
-
-
-def is_cause(error: ClusterError) -> bool:
-    """**Pure.** Whether it says why that worker has failed: more than that one is missing, or that a save was."""
-    if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
-        return False
-    return not is_of_save(error) and not tells_of_collective(error)
-
-
-def is_of_save(error: ClusterError) -> bool:
-    """**Pure.** Whether it is a failed save, which every worker learns of by itself."""
-    return isinstance(error, PeerError) and error.kind == SaveFailedError.__name__
-
-
-def find_loss(error: BaseException) -> str:
-    """**Pure.** What the error says, if that is no more than that somebody is missing or a save has failed; else empty.
-
-    Who is missing is not known where there was no time left to find out: then it is what a collective has raised.
-    """
-    if isinstance(error, ClusterError):
-        return "" if is_cause(error) else error.message
-    return str(error) if is_of_collective(error) else ""

@@ -1,4 +1,4 @@
-"""Whether an error is this worker's own, or comes of it that another worker of the job has failed or is gone."""
+"""Tells a worker's own errors from those caused by a peer's failure. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from holdfast.errors import AbsentError, HoldfastError, PeerError
+from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 
 _KINDS: Final = {("torch.distributed", "DistError")}
 """What frameworks call the errors of their collectives, by module and name: none is imported for it."""
@@ -20,7 +20,7 @@ _MOST_CAUSES: Final = 100
 
 
 def find_missing(error: BaseException) -> PeerError | None:
-    """**Pure.** What says that a worker is missing, if it comes of that: a save that has waited for its part, say."""
+    """**Pure.** The error that says that a worker is missing, if this one results from it, as a failed save may."""
     found = (each for each in _causes(error) if isinstance(each, PeerError))
     return next((each for each in found if each.kind == AbsentError.__name__), None)
 
@@ -44,6 +44,35 @@ def may_follow(error: BaseException, kind: str) -> bool:
     return is_of_collective(error)
 
 
+def is_cause(error: ClusterError) -> bool:
+    """**Pure.** Whether it says why that worker has failed: more than that one is missing, or that a save was."""
+    if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
+        return False
+    return not is_of_save(error) and not tells_of_collective(error)
+
+
+def is_of_save(error: ClusterError) -> bool:
+    """**Pure.** Whether it is a failed save, which every worker learns of by itself."""
+    return isinstance(error, PeerError) and error.kind == SaveFailedError.__name__
+
+
+def find_loss(error: BaseException) -> str:
+    """**Pure.** What the error says, if that is only that a worker is missing or a save has failed; else empty.
+
+    Which one is missing is not known where there was no time left to find out: then it is what a collective has raised.
+    """
+    if isinstance(error, ClusterError):
+        return "" if is_cause(error) else error.message
+    return str(error) if is_of_collective(error) else ""
+
+
+def name_dead(error: ClusterError | None) -> str:
+    """**Pure.** What the error says, if that is that a worker is dead; else empty."""
+    # Another worker may have told of it before this one could see it.
+    is_dead = isinstance(error, PeerError) and error.kind == AbsentError.__name__ and error.text.startswith("has ")
+    return error.message if is_dead and error is not None else ""
+
+
 def _is_raised_by_collective(error: BaseException) -> bool:
     if any((kind.__module__, kind.__name__) in _KINDS for kind in type(error).__mro__):
         return True
@@ -56,7 +85,7 @@ def _is_raised_by_collective(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those of which it came."""
+    """The error, and those from which it results."""
     found: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if found is None:

@@ -1,0 +1,88 @@
+"""How fast a loop takes its steps, and what was saved of it since a notice."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.preemption.grace import MARGIN_SECONDS, Heard, Outlook, find_lateness
+from holdfast.preemption.sources.protocol import Demand
+from holdfast.save.handle import SaveHandle
+
+_RECENT_STEPS: Final = 16
+
+
+class LoopProgress:
+    """Belongs to the training thread; another one reads it.
+
+    Attributes:
+        step: How many steps were complete when it was measured last.
+        passed_at: When that was, by the monotonic clock, less what saving took; None before.
+        early: The save that was begun after a notice, in the grace period.
+        early_step: Its step.
+        is_left_out: Whether a save at this step was left out, since another was in flight.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.passed_at: float | None = None
+        self.early: SaveHandle | None = None
+        self.early_step: int | None = None
+        self.is_left_out = self._is_late_told = False
+        self._early_demand: Demand | None = None
+        self._early_at = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def measure(self, step: int) -> None:
+        """The training thread is between two steps, and so many are complete."""
+        now = time.monotonic()
+        if self.passed_at is not None and step > self.step:
+            self._step_seconds.append((now - self.passed_at) / (step - self.step))
+        self.passed_at, self.step, self.is_left_out = now, step, False
+
+    def note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None) -> None:
+        """A save was begun for that demand, to train on; None if it cannot be waited for."""
+        self.early_step, self._early_demand, self.early = step, demand, saved
+        self._early_at = time.monotonic()
+
+    def forget_early(self) -> None:
+        """The notice has been dealt with."""
+        self.early = self._early_demand = None
+        self._is_late_told = False
+
+    def make_outlook(
+        self, demand: Demand, left_seconds: float | None, save_seconds: float | None, *, is_paused: bool
+    ) -> Outlook:
+        """What is known now.
+
+        Args:
+            demand: What the notices ask for.
+            left_seconds: The time that is left; None if that is not known.
+            save_seconds: How long the newest save took; None if none was measured.
+            is_paused: Whether no step is to come before what is done now.
+        """
+        early = self.early
+        is_under_way = early is not None and not early.ended
+        return Outlook(
+            demand=demand,
+            left_seconds=left_seconds,
+            step_seconds=0.0 if is_paused else max(self._step_seconds, default=None),
+            save_seconds=save_seconds,
+            saving_seconds=time.monotonic() - self._early_at if is_under_way else None,
+            is_saved=self._early_demand is not None and self._early_demand >= demand,
+            has_failed=early is not None and early.failed,
+        )
+
+    def find_lateness(self, heard: Sequence[Heard], left_seconds: float | None) -> str:
+        """What is to be told, once, of a step that does not end after a notice; empty as long as there is nothing."""
+        text = find_lateness(heard, left_seconds, self.passed_at or 0.0, time.monotonic())
+        is_told, self._is_late_told = self._is_late_told, self._is_late_told or bool(text)
+        return "" if is_told else text
+
+
+def end_at_of(outlook: Outlook) -> float | None:
+    """When the last save has to be done, by the monotonic clock; None if the job's end is not known."""
+    left = outlook.left_seconds
+    return None if left is None else time.monotonic() + left - MARGIN_SECONDS / 2
