@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.cluster.joined import JoinedCluster
+from holdfast.cluster.store import JoinedCluster
 
 
 class FileEngine:

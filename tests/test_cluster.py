@@ -12,7 +12,7 @@ import pytest
 
 import preloaded
 from holdfast.cluster import AloneCluster, open_cluster
-from holdfast.cluster.opening import find_engine
+from holdfast.cluster.discover import find_engine
 from holdfast.errors import UsageError
 from holdfast.testing.cluster_contract import ClusterContract
 from holdfast.testing.processes import Workers, python
@@ -204,7 +204,7 @@ ELASTIC = Path(__file__).with_name("elastic.py")
 RESTARTED = """
 import json, os, sys
 from holdfast.cluster import open_cluster
-from holdfast.cluster.rendezvous import gather, rendezvous
+from holdfast.cluster.barrier import gather, rendezvous
 from holdfast.testing.cluster_scenarios import say
 
 cluster = open_cluster("auto", 60)
@@ -241,7 +241,7 @@ def test_each_restart_by_torchrun_is_an_incarnation_of_its_own(tmp_path: Path) -
 AROUND_A_GROUP = """
 import os, torch, torch.distributed as dist
 from holdfast.cluster import open_cluster
-from holdfast.cluster.rendezvous import rendezvous
+from holdfast.cluster.barrier import rendezvous
 from holdfast.testing.cluster_scenarios import say
 
 before = open_cluster("auto", 60)

@@ -13,10 +13,11 @@ from functools import partial
 import pytest
 
 from command_line import run_python
-from holdfast.cluster.heartbeat import Heartbeat
-from holdfast.cluster.joining import Joining, name_ranks
-from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.barrier import gather, rendezvous
+from holdfast.cluster.connection_pool import Lanes
+from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
+from holdfast.cluster.membership import Joining, name_ranks
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.polling import (
     CALLS_PER_SECOND,
@@ -29,7 +30,6 @@ from holdfast.cluster.polling import (
     poll,
 )
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import gather, rendezvous
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, UsageError
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 
@@ -431,7 +431,7 @@ def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
         # What is registered first runs last.
         atexit.register(tell, 0)
         import holdfast as hf
-        from holdfast.cluster.lanes import Lanes
+        from holdfast.cluster.connection_pool import Lanes
 
         manager = hf.CheckpointManager
         lanes = Lanes(lambda seconds: object(), "this process")

@@ -81,7 +81,7 @@ UNPICKLING = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pd", "read
 IMPORT_BY_NAME = {
     "__init__.py",
     "cli/main.py",
-    "cluster/opening.py",
+    "cluster/discover.py",
     "preemption/__init__.py",
     "preemption/consensus/collectives.py",
     "save/moves.py",
@@ -98,7 +98,7 @@ ENGINE = {"holdfast.manager", "holdfast.state", "holdfast.save", "holdfast.resto
 """What it leaves to the first use, so that it is quick."""
 
 SEVERAL = {
-    "holdfast.cluster.joined",
+    "holdfast.cluster.store",
     "holdfast.cluster.peers",
     "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",

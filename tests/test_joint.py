@@ -18,7 +18,7 @@ import pytest
 import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cluster import AloneCluster, Cluster
-from holdfast.cluster.joined import JoinedCluster
+from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import (
     AbsentError,
     FencedError,

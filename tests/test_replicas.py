@@ -12,8 +12,8 @@ import pytest
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
+from holdfast.cluster.barrier import rendezvous
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import rendezvous
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.workers import Worker

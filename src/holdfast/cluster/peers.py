@@ -15,12 +15,12 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.cluster.heartbeat import Heartbeat
-from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.barrier import LEADER, confer, wait_counted
+from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
+from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.polling import IN_MEMORY, SOME_KEYS, heartbeat_seconds, poll
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import LEADER, confer, wait_counted
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 
@@ -348,7 +348,7 @@ class Peers:
         purpose: str,
         timeout_seconds: float | None = None,
     ) -> bytes:
-        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.rendezvous.confer`.
+        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.barrier.confer`.
 
         Args:
             record: What this worker brings.

@@ -1,4 +1,4 @@
-"""What holdfast asks of the workers of one job.
+"""What holdfast asks of the workers of one job, and of the key-value store of the engine that starts them.
 
 A worker that has joined has a rank, and shares a store of small values with the others. A key is made of parts with
 `/` between them, each of letters, digits, `.`, `_` and `-`; all keys of one start of the job are its own. A key holds
@@ -12,7 +12,11 @@ thread-safe, and a wait in one thread blocks no other. None of them waits longer
 
 from __future__ import annotations
 
-from typing import Final, Protocol, runtime_checkable
+import re
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+from holdfast.errors import UsageError
 
 MAX_KEY_BYTES: Final = 200
 MAX_VALUE_BYTES: Final = 1 << 20
@@ -22,6 +26,8 @@ MAX_COUNT: Final = 1 << 31
 
 ANSWER_SECONDS: Final = 10.0
 """How long a store may take to answer what it need not wait for. One that takes longer is taken for dead."""
+
+_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 @runtime_checkable
@@ -98,3 +104,78 @@ class Cluster(Protocol):
     def close(self) -> None:
         """Leaves the store, without waiting; calls in other threads may fail. Harmless twice."""
         ...
+
+
+class EngineStore(Protocol):
+    """One connection to the store of an engine. One thread at a time uses it.
+
+    A call may take as long as the engine likes, and raise whatever it raises: whoever calls has a deadline of its own.
+    Keys and values have been looked at before.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Lets a key hold a value, and returns when the store has it."""
+        ...
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """Lets a key hold a value unless it holds one; returns what stands there then."""
+        ...
+
+    def try_get(self, key: str) -> bytes | None:
+        """The value of a key, or None."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns the sum."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forgets a value or a counter, if there is one."""
+        ...
+
+
+Connect: TypeAlias = Callable[[float], EngineStore]
+"""Makes one more connection, within a number of seconds, for which it may wait for the store to come up."""
+
+
+def check_key(key: str) -> str:
+    """**Pure.** The key, if it is one.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise UsageError(
+            f"{key!r} is no key of a cluster's store",
+            hint="Use letters, digits, '.', '_' and '-', with '/' between parts.",
+        )
+    if len(key) > MAX_KEY_BYTES:
+        raise UsageError(f"a key of {len(key)} bytes is longer than the {MAX_KEY_BYTES} that may be: {key[:40]}...")
+    return key
+
+
+def check_value(key: str, value: bytes) -> bytes:
+    """**Pure.** The value, if the store can hold it.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    if not isinstance(value, bytes):
+        raise UsageError(f"{key}: a value is bytes, not {type(value).__name__}")
+    if len(value) > MAX_VALUE_BYTES:
+        raise UsageError(
+            f"{key}: a value of {len(value)} bytes is larger than the {MAX_VALUE_BYTES} that may be",
+            hint="A cluster's store is for small records; write what is large into a file.",
+        )
+    return value
+
+
+def check_amount(key: str, amount: int) -> int:
+    """**Pure.** The amount, if it is a number that every store can add.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if not isinstance(amount, int) or isinstance(amount, bool) or not -MAX_COUNT < amount < MAX_COUNT:
+        raise UsageError(f"{key}: {amount!r} is no whole number of less than {MAX_COUNT}")
+    return amount

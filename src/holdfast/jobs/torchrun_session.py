@@ -12,11 +12,11 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
+from holdfast.cluster.barrier import make_absent_error
+from holdfast.cluster.discover import Choice
 from holdfast.cluster.mailbox import Watch
-from holdfast.cluster.opening import Choice
 from holdfast.cluster.peers import Peers, make_brief
 from holdfast.cluster.polling import TASKS
-from holdfast.cluster.rendezvous import make_absent_error
 from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import (
     AbsentError,

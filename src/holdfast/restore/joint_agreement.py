@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.catalog import is_committed
+from holdfast.cluster.barrier import LEADER, wait_read
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.cluster.rendezvous import LEADER, wait_read
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from holdfast.cluster.opening import Choice, open_cluster
+from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Sink

@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
+from holdfast.cluster.barrier import LEADER, wait_read
 from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.polling import PLANS
 from holdfast.cluster.protocol import Cluster
-from holdfast.cluster.rendezvous import LEADER, wait_read
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.format.workers import Worker

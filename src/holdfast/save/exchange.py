@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers
-from holdfast.cluster.rendezvous import LEADER
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.save.handoffs import LeftOutError
 from holdfast.save.inquiry import Inquiry

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final, NoReturn, Protocol
 
-from holdfast.cluster.lanes import close_all
+from holdfast.cluster.connection_pool import close_all
 from holdfast.errors import HoldfastError
 from holdfast.save.say import say
 

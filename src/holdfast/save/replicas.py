@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import make_sendable
 from holdfast.format.boxes import Box, split_box, whole_box
 from holdfast.format.digests import digest

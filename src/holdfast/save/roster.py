@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import make_sendable
 from holdfast.format.digests import digest
 from holdfast.save.handoffs import Snapshot

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
-from holdfast.cluster.opening import Choice
+from holdfast.cluster.discover import Choice
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.cluster.heartbeat import Heartbeat
-from holdfast.cluster.neighbours import find_machine
+from holdfast.cluster.barrier import gather, rendezvous
+from holdfast.cluster.failure_detector import Heartbeat, find_machine
 from holdfast.cluster.protocol import MAX_COUNT, MAX_KEY_BYTES, MAX_VALUE_BYTES, Cluster
-from holdfast.cluster.rendezvous import gather, rendezvous
 from holdfast.errors import AbsentError, ClosedError, ClusterError, DeadlineError, HoldfastError, UsageError
 
 PATIENCE_SECONDS: Final = 30.0

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeVar
 
-from holdfast.cluster.joined import JoinedCluster
 from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.store import JoinedCluster
 from holdfast.gate import Gate
 
 _T = TypeVar("_T")

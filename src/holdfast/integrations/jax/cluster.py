@@ -7,7 +7,7 @@ from typing import Any
 from jax._src import distributed
 from jax.errors import JaxRuntimeError
 
-from holdfast.cluster.joined import JoinedCluster
+from holdfast.cluster.store import JoinedCluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.cluster import AloneCluster, Cluster
-from holdfast.cluster.joined import JoinedCluster
+from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.kinds import encode_event

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from holdfast.cluster.engine import Connect
+from holdfast.cluster.protocol import Connect
 
 
 class StoreActor:

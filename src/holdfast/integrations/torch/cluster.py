@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch.distributed
 
-from holdfast.cluster.engine import Connect, EngineStore
-from holdfast.cluster.joined import JoinedCluster
-from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore
+from holdfast.cluster.store import JoinedCluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 

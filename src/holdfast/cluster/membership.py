@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.lanes import Lanes
+from holdfast.cluster.connection_pool import Lanes
 from holdfast.cluster.polling import JOINING, JOINING_TURNS, STALE_JOIN_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import AbsentError, ClusterError

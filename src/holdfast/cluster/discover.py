@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final, Literal, TypeAlias
 
-from holdfast.cluster.alone import AloneCluster
 from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.single import AloneCluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
 

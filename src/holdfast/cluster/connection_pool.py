@@ -12,9 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
-from holdfast.cluster.engine import Connect, EngineStore
 from holdfast.cluster.polling import ONE_KEY, Backoff, poll
-from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore
 from holdfast.errors import ClosedError, ClusterError
 from holdfast.gate import Gate
 

@@ -9,7 +9,7 @@ from typing import Final, NoReturn, TypeAlias
 
 import msgspec
 
-from holdfast.cluster.joining import name_ranks
+from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.polling import COUNTERS, ONE_KEY, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster
 from holdfast.errors import AbsentError, DeadlineError, HoldfastError

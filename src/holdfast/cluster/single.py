@@ -7,8 +7,8 @@ import socket
 import threading
 import time
 
-from holdfast.cluster.keys import check_amount, check_key, check_value
 from holdfast.cluster.polling import IN_MEMORY, poll
+from holdfast.cluster.protocol import check_amount, check_key, check_value
 from holdfast.errors import ClosedError, DeadlineError
 
 

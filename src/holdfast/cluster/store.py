@@ -6,11 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from holdfast.cluster.engine import Connect, EngineStore
-from holdfast.cluster.joining import Joining
-from holdfast.cluster.keys import check_amount, check_key, check_value
-from holdfast.cluster.lanes import Lanes
-from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.cluster.connection_pool import Lanes
+from holdfast.cluster.membership import Joining
+from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore, check_amount, check_key, check_value
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError
 
