@@ -14,7 +14,7 @@ import pytest
 
 from command_line import run_python
 from holdfast.cluster.barrier import gather, rendezvous
-from holdfast.cluster.connection_pool import Lanes
+from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
 from holdfast.cluster.membership import Joining, name_ranks
@@ -42,14 +42,14 @@ class Job:
 
     def __init__(self) -> None:
         self.engine = MemoryEngine()
-        self._pool = ThreadPoolExecutor(32)
-        self._lanes: list[Lanes] = []
+        self._threads = ThreadPoolExecutor(32)
+        self._pools: list[ConnectionPool] = []
 
     def start(self, rank: int, world_size: int, timeout_seconds: float = PATIENCE_SECONDS) -> Future[str]:
-        lanes = Lanes(self.engine.connect, "this process")
-        self._lanes.append(lanes)
-        joining = Joining(lanes, "job", rank, world_size, f"node-{rank}", timeout_seconds)
-        return self._pool.submit(joining.join)
+        pool = ConnectionPool(self.engine.connect, "this process")
+        self._pools.append(pool)
+        joining = Joining(pool, "job", rank, world_size, f"node-{rank}", timeout_seconds)
+        return self._threads.submit(joining.join)
 
     def wait_key(self, start: str) -> None:
         end_at = time.monotonic() + PATIENCE_SECONDS
@@ -58,9 +58,9 @@ class Job:
             time.sleep(0.001)  # It is the store's own memory, which tells nobody of what is written.
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
-        for lanes in self._lanes:
-            lanes.close()
+        self._threads.shutdown(wait=False)
+        for pool in self._pools:
+            pool.close()
 
 
 @pytest.fixture
@@ -220,33 +220,33 @@ def test_polling_looks_once_more_at_the_deadline() -> None:
 
 def test_a_call_that_hangs_is_given_up() -> None:
     engine = MemoryEngine()
-    lanes = Lanes(engine.connect, "this process")
+    pool = ConnectionPool(engine.connect, "this process")
     engine.cut()
     for _ in range(16):
         with pytest.raises(ClusterError, match=r"setting: no answer within 0\.001 s"):
-            lanes.call(lambda store: store.set("key", b"value"), 0.001, "setting")
+            pool.call(lambda store: store.set("key", b"value"), 0.001, "setting")
     # Threads do not pile up.
     with pytest.raises(ClusterError, match="16 earlier calls"):
-        lanes.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
+        pool.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
     engine.mend()
     end_at = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            assert lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading") == b"value"
+            assert pool.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading") == b"value"
             break
         except ClusterError:
             assert time.monotonic() < end_at
-    lanes.close()
+    pool.close()
     with pytest.raises(ClosedError):
-        lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
+        pool.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
 
 
 def test_closing_ends_the_threads() -> None:
     before = threading.active_count()
-    lanes = Lanes(MemoryEngine().connect, "this process")
-    lanes.prepare(3)
-    lanes.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
-    lanes.close()
+    pool = ConnectionPool(MemoryEngine().connect, "this process")
+    pool.prestart(3)
+    pool.call(lambda store: store.set("key", b"value"), PATIENCE_SECONDS, "setting")
+    pool.close()
     assert threading.active_count() == before
 
 
@@ -254,13 +254,13 @@ def test_an_engine_that_raises_is_quoted() -> None:
     def refuse(timeout_seconds: float) -> MemoryEngine:
         raise ConnectionRefusedError("nobody is there\nat all")
 
-    lanes = Lanes(refuse, "the moon")
+    pool = ConnectionPool(refuse, "the moon")
     with pytest.raises(ClusterError) as caught:
-        lanes.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
+        pool.call(lambda store: store.try_get("key"), PATIENCE_SECONDS, "reading")
     assert str(caught.value).startswith("reading: ConnectionRefusedError: nobody is there\n")
     assert "the moon" in caught.value.hint
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
-    lanes.close()
+    pool.close()
 
 
 # The mailbox.
@@ -354,7 +354,7 @@ def test_records_of_one_namespace_are_the_same_for_all_workers_and_not_those_of_
         standing = first.post_once(own, "first")
         assert first.count(1, "heard") >= 1
         read = second.read(Failure, "first")
-        peers.confer(b"", lambda records: b"", "the end")
+        peers.gather_decide_broadcast(b"", lambda records: b"", "the end")
         first.delete(first.key("said", peers.rank))
         peers.close()
         return standing, read
@@ -431,12 +431,12 @@ def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
         # What is registered first runs last.
         atexit.register(tell, 0)
         import holdfast as hf
-        from holdfast.cluster.connection_pool import Lanes
+        from holdfast.cluster.connection_pool import ConnectionPool
 
         manager = hf.CheckpointManager
-        lanes = Lanes(lambda seconds: object(), "this process")
-        lanes.prepare(2)
-        assert lanes.call(lambda store: 5, 10, "a call") == 5
+        pool = ConnectionPool(lambda seconds: object(), "this process")
+        pool.prestart(2)
+        assert pool.call(lambda store: 5, 10, "a call") == 5
         tell(2)
         """,
         preload=None,

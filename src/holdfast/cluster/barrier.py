@@ -44,29 +44,29 @@ class _Outcome(msgspec.Struct, frozen=True):
 def gather(
     cluster: Cluster, name: str, record: bytes, timeout_seconds: float, *, check: Check | None = None
 ) -> list[bytes]:
-    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `confer`.
+    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `gather_decide_broadcast`.
 
-    All get all: where there are very many workers, `confer` takes less of the store.
+    All get all: where there are very many workers, `gather_decide_broadcast` takes less of the store.
 
     Raises:
         AbsentError: If workers did not come in time; it names them.
         ClusterError: If the store does not answer.
     """
-    answer = confer(cluster, name, record, msgspec.msgpack.encode, timeout_seconds, check=check)
+    answer = gather_decide_broadcast(cluster, name, record, msgspec.msgpack.encode, timeout_seconds, check=check)
     return msgspec.msgpack.decode(answer, type=list[bytes])
 
 
 def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
-    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `confer`.
+    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `gather_decide_broadcast`.
 
     Raises:
         AbsentError: If workers did not come in time; it names them.
         ClusterError: If the store does not answer.
     """
-    confer(cluster, name, b"", lambda records: b"", timeout_seconds)
+    gather_decide_broadcast(cluster, name, b"", lambda records: b"", timeout_seconds)
 
 
-def confer(
+def gather_decide_broadcast(
     cluster: Cluster,
     name: str,
     record: bytes,

@@ -19,30 +19,30 @@ from holdfast.gate import Gate
 
 _T = TypeVar("_T")
 
-_MOST_LANES: Final = 16
+_MOST_CONNECTIONS: Final = 16
 """How many calls there may be at a time. Of a store that is cut off none comes back, and threads must not pile up."""
 
 _CLOSE_SECONDS: Final = 1.0
 
 
-_open: weakref.WeakSet[Lanes] = weakref.WeakSet()
+_open: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """**Blocks** for a moment. Ends all lanes of this process: the interpreter is about to be shut down.
+    """**Blocks** for a moment. Ends the connections of this process: the interpreter is about to be shut down.
 
     A thread that is in a call of an engine then is ended by force on its way back into Python, through frames of C++
     that do not stand that: the process would die of SIGABRT, whatever it wanted to end with.
     """
-    for lanes in list(_open):
-        if lanes.process == os.getpid():
-            lanes.close()
+    for pool in list(_open):
+        if pool.process == os.getpid():
+            pool.close()
 
 
-class Lanes:
+class ConnectionPool:
     """**Thread-safe.** Threads with a connection each, which make calls for others.
 
-    A call that is overdue is abandoned where it hangs. Its lane is used again if it comes back after all.
+    A call that is overdue is abandoned where it hangs. Its connection is used again if it comes back after all.
 
     Attributes:
         process: The process that they live in.
@@ -57,7 +57,7 @@ class Lanes:
         """
         self._connect = connect
         self._hint = f"The store lies in {host}: is that still alive, and can this node reach it?"
-        # Guards the lists of lanes, and whether they are closed.
+        # Guards the lists of threads, and whether the pool is closed.
         self._lock = threading.Lock()
         self._idle: list[_Inbox] = []
         self._all: list[tuple[_Inbox, Gate]] = []
@@ -65,8 +65,8 @@ class Lanes:
         self.process = os.getpid()
         _open.add(self)
 
-    def prepare(self, count: int) -> None:
-        """Starts lanes ahead of need: once the interpreter shuts down, none can be started any more."""
+    def prestart(self, count: int) -> None:
+        """Starts threads ahead of need: once the interpreter shuts down, none can be started any more."""
         for _ in range(count):
             with self._lock:
                 self._idle.append(self._start())
@@ -81,14 +81,14 @@ class Lanes:
 
         Raises:
             ClusterError: If the store does not answer in time, or answers with an error.
-            ClosedError: If the lanes are closed.
+            ClosedError: If the pool is closed.
         """
         task = _Task(work, timeout_seconds)
         with self._lock:
             if self._closed:
                 raise ClosedError("the cluster was closed before this call")
-            if not self._idle and len(self._all) >= _MOST_LANES:
-                raise ClusterError(f"{what}: {_MOST_LANES} earlier calls have had no answer yet", hint=self._hint)
+            if not self._idle and len(self._all) >= _MOST_CONNECTIONS:
+                raise ClusterError(f"{what}: {_MOST_CONNECTIONS} earlier calls have had no answer yet", hint=self._hint)
             inbox = self._idle.pop() if self._idle else self._start()
         inbox.put(task)
         if not task.done.wait(timeout_seconds):
@@ -128,7 +128,7 @@ class Lanes:
         return poll(lambda: self.call(work, ANSWER_SECONDS, what), backoff, end_at, begun_at)
 
     def close(self) -> None:
-        """Ends the lanes; one that hangs is left behind. Harmless twice."""
+        """Ends the threads; one that hangs is left behind. Harmless twice."""
         with self._lock:
             self._closed = True
             ends = [ended for _, ended in self._all]
@@ -139,7 +139,7 @@ class Lanes:
             ended.wait(end_at - time.monotonic())
 
     def _start(self) -> _Inbox:
-        """Starts a lane; called with the lock."""
+        """Starts a thread; called with the lock."""
         inbox: _Inbox = queue.SimpleQueue()
         ended = Gate()
         try:
@@ -161,7 +161,7 @@ class Lanes:
                     task.error = error
                     # Nobody knows in what state an error leaves a connection.
                     connection = None
-                # Before the caller goes on, so that one thread by itself needs one lane.
+                # Before the caller goes on, so that one thread by itself needs one connection.
                 with self._lock:
                     self._idle.append(inbox)
                 task.done.open()

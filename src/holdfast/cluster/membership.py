@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.connection_pool import Lanes
+from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.polling import JOINING, JOINING_TURNS, STALE_JOIN_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import AbsentError, ClusterError
@@ -44,19 +44,19 @@ class Joining:
     """One worker's part in the beginning of a job."""
 
     def __init__(
-        self, lanes: Lanes, prefix: str, rank: int, world_size: int, node: str, timeout_seconds: float
+        self, pool: ConnectionPool, prefix: str, rank: int, world_size: int, node: str, timeout_seconds: float
     ) -> None:
         """Does nothing yet.
 
         Args:
-            lanes: The way to the store.
+            pool: The way to the store.
             prefix: What all keys of the job begin with.
             rank: This worker.
             world_size: How many there are.
             node: Where this one runs.
             timeout_seconds: How long to wait for the others.
         """
-        self._lanes = lanes
+        self._pool = pool
         self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
@@ -79,7 +79,7 @@ class Joining:
         self._end_at = self._begun_at + self._timeout_seconds
         key, value = self._key("join", self._rank), msgspec.json.encode(self._mine)
         # The store itself may have to come up yet.
-        self._lanes.call(lambda store: store.set(key, value), self._timeout_seconds, _WHAT)
+        self._pool.call(lambda store: store.set(key, value), self._timeout_seconds, _WHAT)
         return self._follow() if self._rank else self._lead()
 
     # The leader.
@@ -198,19 +198,19 @@ class Joining:
         return "/".join([self._prefix, *map(str, parts)])
 
     def _set(self, key: str, value: bytes) -> None:
-        self._lanes.call(lambda store: store.set(key, value), ANSWER_SECONDS, _WHAT)
+        self._pool.call(lambda store: store.set(key, value), ANSWER_SECONDS, _WHAT)
 
     def _delete(self, key: str) -> None:
-        self._lanes.call(lambda store: store.delete(key), ANSWER_SECONDS, _WHAT)
+        self._pool.call(lambda store: store.delete(key), ANSWER_SECONDS, _WHAT)
 
     def _try_get(self, key: str) -> bytes | None:
-        return self._lanes.call(lambda store: store.try_get(key), ANSWER_SECONDS, _WHAT)
+        return self._pool.call(lambda store: store.try_get(key), ANSWER_SECONDS, _WHAT)
 
     def _wait(self, key: str, timeout_seconds: float) -> bytes | None:
         left_seconds = max(self._end_at - time.monotonic(), 0.0)
         # The leader waits for one worker after the other, and each of these waits is new.
         begun_at = self._begun_at if self._rank else None
-        return self._lanes.wait_get(key, min(timeout_seconds, left_seconds), _WHAT, self._backoff, begun_at)
+        return self._pool.wait_get(key, min(timeout_seconds, left_seconds), _WHAT, self._backoff, begun_at)
 
 
 def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:

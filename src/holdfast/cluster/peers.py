@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.cluster.barrier import LEADER, confer, wait_counted
+from holdfast.cluster.barrier import LEADER, gather_decide_broadcast, wait_counted
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
 from holdfast.cluster.membership import name_ranks
@@ -341,14 +341,14 @@ class Peers:
         number = self._namespaces[name] = self._namespaces.get(name, 0) + 1
         return Namespace(self.cluster, self.key(f"{name}-{number}"))
 
-    def confer(
+    def gather_decide_broadcast(
         self,
         record: bytes,
         decide: Callable[[list[bytes]], bytes],
         purpose: str,
         timeout_seconds: float | None = None,
     ) -> bytes:
-        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.barrier.confer`.
+        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.barrier`.
 
         Args:
             record: What this worker brings.
@@ -368,7 +368,9 @@ class Peers:
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             with self._naming_the_leader():
-                return confer(self.cluster, name, record, decide, timeout_seconds, check=check, purpose=purpose)
+                return gather_decide_broadcast(
+                    self.cluster, name, record, decide, timeout_seconds, check=check, purpose=purpose
+                )
         except AbsentError as error:
             if (failure := self.failures.find_explanation(error.ranks)) is not None:
                 raise self.failures.make_error(failure) from error

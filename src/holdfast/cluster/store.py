@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from holdfast.cluster.connection_pool import Lanes
+from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.membership import Joining
 from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore, check_amount, check_key, check_value
 from holdfast.deadlines import JOIN_SECONDS
@@ -14,7 +14,7 @@ from holdfast.errors import DeadlineError, HoldfastError
 
 _T = TypeVar("_T")
 
-_LANES_AHEAD: Final = 3
+_CONNECTIONS_AHEAD: Final = 3
 
 
 _numbers: dict[tuple[str, int], int] = {}
@@ -53,18 +53,18 @@ class JoinedCluster:
         self.rank = rank
         self.world_size = world_size
         self.node = node or socket.gethostname()
-        self._lanes = Lanes(connect, host)
+        self._pool = ConnectionPool(connect, host)
         try:
-            self._lanes.prepare(_LANES_AHEAD)
+            self._pool.prestart(_CONNECTIONS_AHEAD)
             # Who joins twice meets those who join for the second time too.
             number = _numbers.get((prefix, rank), 0)
-            joining = Joining(self._lanes, f"{prefix}/{number}", rank, world_size, self.node, timeout_seconds)
+            joining = Joining(self._pool, f"{prefix}/{number}", rank, world_size, self.node, timeout_seconds)
             self.incarnation = joining.join()
             _numbers[prefix, rank] = number + 1
             self._prefix = f"{prefix}/{self.incarnation}"
             self.set(f"node/{rank}", self.node.encode())
         except BaseException:
-            self._lanes.close()
+            self._pool.close()
             raise
 
     def node_of(self, rank: int) -> str:
@@ -92,7 +92,7 @@ class JoinedCluster:
 
     def wait_get(self, key: str, timeout_seconds: float) -> bytes:
         """See `Cluster`."""
-        value = self._lanes.wait_get(f"{self._prefix}/{check_key(key)}", timeout_seconds, f"wait_get {key}")
+        value = self._pool.wait_get(f"{self._prefix}/{check_key(key)}", timeout_seconds, f"wait_get {key}")
         if value is None:
             raise DeadlineError(f"{key} was not set within {timeout_seconds:g} s")
         return value
@@ -108,8 +108,8 @@ class JoinedCluster:
 
     def close(self) -> None:
         """See `Cluster`."""
-        self._lanes.close()
+        self._pool.close()
 
     def _call(self, name: str, key: str, work: Callable[[EngineStore, str], _T]) -> _T:
         full = f"{self._prefix}/{key}"
-        return self._lanes.call(lambda store: work(store, full), ANSWER_SECONDS, f"{name} {key}")
+        return self._pool.call(lambda store: work(store, full), ANSWER_SECONDS, f"{name} {key}")

@@ -166,7 +166,7 @@ class _Gathering:
         """
         try:
             brought = msgspec.msgpack.encode((what, record))
-            answer = self._peers.confer(brought, msgspec.msgpack.encode, what, patience_seconds)
+            answer = self._peers.gather_decide_broadcast(brought, msgspec.msgpack.encode, what, patience_seconds)
         except AbsentError as error:
             raise self._explain(error) from error
         if self._peers.is_leader:

@@ -176,7 +176,7 @@ class JointAgreement:
         def decide_encoded(records: list[bytes]) -> bytes:
             return msgspec.json.encode(decide([msgspec.json.decode(record, type=_Report) for record in records]))
 
-        answer = self._peers.confer(msgspec.json.encode(report), decide_encoded, "the restore")
+        answer = self._peers.gather_decide_broadcast(msgspec.json.encode(report), decide_encoded, "the restore")
         return msgspec.json.decode(answer, type=_Report)
 
     def _find_seen(self, storage: Storage, name: StepName, patience_seconds: float) -> str:

@@ -147,7 +147,9 @@ class Company:
             return msgspec.json.encode(msgspec.structs.replace(starts[LEADER], names=named))
 
         timeout_seconds = min(self.peers.timeout_seconds, JOIN_SECONDS)
-        answer = self.peers.confer(msgspec.json.encode(start), put_together, "the start of the job", timeout_seconds)
+        answer = self.peers.gather_decide_broadcast(
+            msgspec.json.encode(start), put_together, "the start of the job", timeout_seconds
+        )
         told = msgspec.json.decode(answer, type=_Start)
         self.named = list(map(frozenset, told.names))
         holders = find_holders(self.named)
@@ -162,7 +164,9 @@ class Company:
         except HoldfastError as error:
             problem = error
         record = b"" if problem is None else msgspec.json.encode(self.peers.describe(problem))
-        failed = self.peers.confer(record, lambda records: next(filter(None, records), b""), "the start of the job")
+        failed = self.peers.gather_decide_broadcast(
+            record, lambda records: next(filter(None, records), b""), "the start of the job"
+        )
         if problem is not None:
             raise problem
         if failed:

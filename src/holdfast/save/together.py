@@ -61,7 +61,7 @@ class Together:
         """
         if self._peers is None:
             return objection
-        return self._peers.confer(objection.encode(), _find_first, "the end of the training").decode()
+        return self._peers.gather_decide_broadcast(objection.encode(), _find_first, "the end of the training").decode()
 
     def clear(self, storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
         """**Collective.** **Blocks.** Has the leader remove all checkpoints of a run; see `clear_run`.
@@ -78,7 +78,7 @@ class Together:
         """
         peers = self._peers
         if peers is not None and not peers.is_leader:
-            told = peers.confer(b"", _find_first, _THE_REMOVAL)
+            told = peers.gather_decide_broadcast(b"", _find_first, _THE_REMOVAL)
             if told:
                 raise peers.make_error(msgspec.json.decode(told, type=Failure))
             return Clearing()
@@ -103,7 +103,7 @@ class Together:
             record = b"" if error is None else msgspec.json.encode(self._peers.describe(error))
             # What is removed is removed, whoever dies before having heard of it.
             with suppress(DeadlineError, ClusterError):
-                self._peers.confer(record, _find_first, _THE_REMOVAL)
+                self._peers.gather_decide_broadcast(record, _find_first, _THE_REMOVAL)
 
 
 def _find_first(records: list[bytes]) -> bytes:
