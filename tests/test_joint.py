@@ -384,7 +384,7 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
                 part_is_there.wait(PATIENCE_SECONDS)
                 company = leaders[0].company
                 assert company is not None
-                wait_until(lambda: 1 in company.peers.lost)
+                wait_until(lambda: 1 in company.peers.failures.lost)
 
     engine = MemoryEngine()
 

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.cluster.barrier import LEADER, gather_decide_broadcast, wait_counted
+from holdfast.cluster.barrier import LEADER, gather_decide_broadcast, wait_counted, wait_read
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
 from holdfast.cluster.membership import name_ranks
@@ -437,6 +437,13 @@ class Peers:
             for key in keys:
                 self.cluster.delete(key)
 
+    def wait_heard(self) -> None:
+        """**Blocks** for a moment, if this is the leader: until the others know what it has told all of them last.
+
+        The store may lie in its process. Where that ends at once, they would not hear of it any more.
+        """
+        wait_read(self.cluster, lambda: self.failures.lost)
+
     def leave(self) -> None:
         """Says goodbye without waiting: whoever waits for this worker waits no longer."""
         self.failures.leave()
@@ -453,48 +460,6 @@ class Peers:
             # The heartbeat's thread finds out who has left.
             poll(lambda: others <= self.failures.dead or None, IN_MEMORY, time.monotonic() + after_others_seconds)
         self.failures.close()
-
-    # What callers outside still ask here; it is the feed that knows.
-
-    @property
-    def dead(self) -> frozenset[int]:
-        """See `FailureFeed`."""
-        return self.failures.dead
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """See `FailureFeed`."""
-        return self.failures.lost
-
-    @property
-    def gone(self) -> frozenset[int]:
-        """See `FailureFeed`."""
-        return self.failures.gone
-
-    @property
-    def farewell(self) -> Failure | None:
-        """See `FailureFeed.leader_failure`."""
-        return self.failures.leader_failure
-
-    def describe_loss(self, rank: int) -> Failure:
-        """See `FailureFeed`."""
-        return self.failures.describe_loss(rank)
-
-    def describe(self, error: BaseException) -> Failure:
-        """See `FailureFeed`."""
-        return self.failures.describe(error)
-
-    def make_error(self, failure: Failure) -> PeerError:
-        """See `FailureFeed`."""
-        return self.failures.make_error(failure)
-
-    def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
-        """See `FailureFeed`."""
-        return self.failures.find_explanation(ranks)
-
-    def explain(self, error: BaseException) -> None:
-        """See `FailureFeed`."""
-        self.failures.explain(error)
 
     def _find_delay(self, what: str, end_at: float, waited_seconds: float, *, outlasts_job: bool) -> str:
         """Why there is no more time to wait; an empty string if there is."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.catalog import is_committed
-from holdfast.cluster.barrier import LEADER, wait_read
+from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
@@ -196,12 +196,12 @@ class JointAgreement:
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _describe(self, error: BaseException | None) -> Failure | None:
-        return None if error is None else self._peers.describe(error)
+        return None if error is None else self._peers.failures.describe(error)
 
     def _raise(self, failure: Failure, own: Exception | None) -> None:
         """Raises what this worker has to say itself, or else what another one says."""
-        wait_read(self._peers.cluster, lambda: self._peers.lost)
-        raise self._peers.make_error(failure) if own is None else own
+        self._peers.wait_heard()
+        raise self._peers.failures.make_error(failure) if own is None else own
 
 
 def _decide_names(reports: list[_Report]) -> _Report:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.barrier import LEADER, wait_read
+from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.polling import PLANS
@@ -163,14 +163,14 @@ class Company:
             check_token(storage, told.token, told.url, who, self.peers.timeout_seconds)
         except HoldfastError as error:
             problem = error
-        record = b"" if problem is None else msgspec.json.encode(self.peers.describe(problem))
+        record = b"" if problem is None else msgspec.json.encode(self.peers.failures.describe(problem))
         failed = self.peers.gather_decide_broadcast(
             record, lambda records: next(filter(None, records), b""), "the start of the job"
         )
         if problem is not None:
             raise problem
         if failed:
-            raise self.peers.make_error(msgspec.json.decode(failed, type=Failure))
+            raise self.peers.failures.make_error(msgspec.json.decode(failed, type=Failure))
 
     def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
         """Whether to save at this step, as far as it is not for each worker to decide. It does not block.
@@ -241,13 +241,13 @@ class Company:
 
     def fail(self, error: BaseException) -> None:
         """**Blocks** for a moment. Tells the others why this worker leaves, and does."""
-        self.peers.explain(error)
+        self.peers.failures.explain(error)
         self.close()
 
     def close(self) -> None:
         """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
         self.peers.mailbox.close()
-        wait_read(self.peers.cluster, lambda: self.peers.lost)
+        self.peers.wait_heard()
         self.peers.close()
         if self._closes:
             self.peers.cluster.close()

@@ -121,7 +121,7 @@ class Exchange:
 
         def missing() -> Collection[int]:
             # One that has done its part, and is gone then, is not missed.
-            for rank in self._peers.dead & set(others) - parts.keys():
+            for rank in self._peers.failures.dead & set(others) - parts.keys():
                 data = self._peers.cluster.try_get(self._key(f"part/{rank}"))
                 if data is not None:
                     parts[rank] = msgspec.json.decode(data, type=PartRecord)
@@ -157,7 +157,7 @@ class Exchange:
         self._has_failed = True
         if self._is_over:
             return
-        end = EndRecord(failure=self._peers.describe(error))
+        end = EndRecord(failure=self._peers.failures.describe(error))
         with suppress(HoldfastError):
             if self._decide(end).is_well and self._peers.is_leader:
                 # It was to be committed, and that is what has failed.
@@ -215,7 +215,7 @@ class Exchange:
             # It knows that it lives, and not that it was silent.
             told = f"{failure.text}, so the others gave up the save of step {self.place.step}"
             failure = replace(failure, text=told, hint=_LATE_HINT)
-        error = self._peers.make_error(failure)
+        error = self._peers.failures.make_error(failure)
         if end.failure.kind == FencedError.__name__:
             # That concerns the whole job, whoever has found it out.
             raise FencedError(end.failure.text, hint=end.failure.hint) from error
@@ -295,13 +295,13 @@ class Exchange:
             # The leader comes here no more, to read or to delete what is said.
             self._is_over = self._is_over or rank == LEADER
             text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
-            raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
+            raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
             self._is_over = True
             if position.was_committed and self._has_handed_in:
                 raise _CommittedError
             text = f"came to the save of step {self.place.step} when the others had given it up"
-            raise self._peers.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
+            raise self._peers.failures.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
     def _find_position(self, rank: int) -> Position | None:
         """Where a worker is; None if it has come to no save yet."""
@@ -330,7 +330,7 @@ def try_end(exchange: Exchange, error: BaseException) -> bool:
     Returns:
         Whether it has ended, and will never be committed.
     """
-    return not exchange._decide(EndRecord(failure=exchange._peers.describe(error))).is_well
+    return not exchange._decide(EndRecord(failure=exchange._peers.failures.describe(error))).is_well
 
 
 def heed(exchange: Exchange) -> None:

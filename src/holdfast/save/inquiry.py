@@ -89,7 +89,7 @@ class Inquiry:
             held = {rank: detail[suspect.holders] for rank, detail in details.items() if suspect.holders in detail}
             if not suspect.are_named_alike:
                 rank, text = name_difference(suspect, held)
-                raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, LEAVES_HINT))
+                raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, LEAVES_HINT))
             found += name_divergences(suspect, held)
         return found
 

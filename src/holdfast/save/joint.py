@@ -209,13 +209,13 @@ class JointLine:
         self._check_objects([self._roster, *(part.roster for part in parts)])
         divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
         if not self.has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
-            raise self._peers.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
+            raise self._peers.failures.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
             check_fence(self._storage, name.generation)
-            raise self._peers.make_error(unseen)
+            raise self._peers.failures.make_error(unseen)
         shards = [self._shards, *(part.shards for part in parts)]
         self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])
         # Who has given up by now has said so, and who has not will wait for the result.
@@ -312,14 +312,14 @@ class JointLine:
                     f"it was given check_replicas={part.check_replicas!r}, "
                     f"and rank 0 check_replicas={self._check_replicas!r}"
                 )
-                raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
+                raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
 
     def _check_objects(self, rosters: Sequence[Roster]) -> None:
         """Makes sure that none of the workers lacks an object that those like it have."""
         unlike = find_unlike(rosters)
         if unlike is not None:
             rank, text = unlike
-            raise self._peers.make_error(Failure.of(rank, UsageError.__name__, text, OBJECTS_HINT))
+            raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, OBJECTS_HINT))
 
     def _tell_apart(self, name: StepName, positions: list[list[PositionRecord]]) -> None:
         """Warns once if workers part in the data that they divide. The same number of them can still go on from it."""
@@ -339,7 +339,7 @@ class JointLine:
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""
-        dead = self._peers.dead
+        dead = self._peers.failures.dead
         ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.exchange.has_left(rank)}
         return bool(ending.ranks)
 

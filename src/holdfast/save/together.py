@@ -80,7 +80,7 @@ class Together:
         if peers is not None and not peers.is_leader:
             told = peers.gather_decide_broadcast(b"", _find_first, _THE_REMOVAL)
             if told:
-                raise peers.make_error(msgspec.json.decode(told, type=Failure))
+                raise peers.failures.make_error(msgspec.json.decode(told, type=Failure))
             return Clearing()
         try:
             clearing = clear_run(storage, known_generation, keeps_files=keeps_files)
@@ -100,7 +100,7 @@ class Together:
     def _tell(self, error: HoldfastError | None) -> None:
         """Tells the others how the removal ended."""
         if self._peers is not None:
-            record = b"" if error is None else msgspec.json.encode(self._peers.describe(error))
+            record = b"" if error is None else msgspec.json.encode(self._peers.failures.describe(error))
             # What is removed is removed, whoever dies before having heard of it.
             with suppress(DeadlineError, ClusterError):
                 self._peers.gather_decide_broadcast(record, _find_first, _THE_REMOVAL)

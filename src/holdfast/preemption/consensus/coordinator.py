@@ -183,7 +183,7 @@ class StopCoordinator:
         """**Blocks.** Tells the result of the last save here, and gives that on all workers."""
         if outcome.is_cause:
             mistake = Failure.of(self._peers.rank, *outcome.error.split(": ", 1))
-            outcome = replace_fields(outcome, error=self._peers.make_error(mistake).message)
+            outcome = replace_fields(outcome, error=self._peers.failures.make_error(mistake).message)
         outcome = replace_fields(outcome, error=make_brief(outcome.error))
         with self._lock:
             self._outcome = outcome
@@ -208,7 +208,9 @@ class StopCoordinator:
         if self._peers.is_leader and self.stop is not None:
             # The store may lie in this process.
             others = set(range(self._peers.world_size)) - {*self.stop.absent, *self.stop.done}
-            self._thread.wait_counted(lambda: self._store.count(HEARD, number), lambda: len(others - self._peers.dead))
+            self._thread.wait_counted(
+                lambda: self._store.count(HEARD, number), lambda: len(others - self._peers.failures.dead)
+            )
         return verdict
 
     def end_round(self, provisional: int | None) -> int | None:
@@ -360,7 +362,7 @@ class StopCoordinator:
 
         The lowest one that is neither looks at what the others write. The result is the same, whichever looks.
         """
-        dead = self._peers.dead
+        dead = self._peers.failures.dead
         before = (rank for rank in range(self._peers.rank) if rank not in dead)
         return all(self.failures.find_end(rank) is not None for rank in before)
 
@@ -371,7 +373,7 @@ class StopCoordinator:
             self._hear_stop(stop)
         elif self._is_collector():
             # Before the look at what they have written.
-            dead = self._peers.dead
+            dead = self._peers.failures.dead
             for rank in self._agreement.unheard:
                 pledge = self._store.read(PLEDGE, number, rank)
                 end = None if pledge is not None else self.failures.find_end(rank)
@@ -386,7 +388,7 @@ class StopCoordinator:
         number = self._agreement.round
         verdict = self._store.read(VERDICT, number)
         if verdict is None and self._is_collector():
-            dead = self._peers.dead
+            dead = self._peers.failures.dead
             outcomes = self._outcomes
             outcomes[self._peers.rank] = own
             missing = set(range(self._peers.world_size)) - {*stop.absent, *stop.done, *outcomes}

@@ -144,7 +144,7 @@ class PeerFailures:
 
     def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
         """What is known of workers that are lost."""
-        return [self._peers.make_error(self._peers.describe_loss(rank)) for rank in ranks]
+        return [self._peers.failures.make_error(self._peers.failures.describe_loss(rank)) for rank in ranks]
 
     def finish(self, step: int) -> None:
         """**Blocks** for a moment. Training has ended here for good, as it should."""
@@ -159,7 +159,7 @@ class PeerFailures:
 
         first = self._thread.ask(write) or end
         if first.step != step:
-            raise self._peers.make_error(_fail_early(first, step))
+            raise self._peers.failures.make_error(_fail_early(first, step))
 
     # What the coordinator asks, in the thread that speaks with the others.
 
@@ -184,9 +184,9 @@ class PeerFailures:
             self._look_for_vain_wait(self._end)
         self._look_for_explanation()
         if self.error is None and (self._is_holding or not is_settling):
-            for rank in sorted(self._peers.lost - self._done):
+            for rank in sorted(self._peers.failures.lost - self._done):
                 if self.find_end(rank) is None:
-                    self._err(self._peers.describe_loss(rank))
+                    self._err(self._peers.failures.describe_loss(rank))
         return self.error is not before
 
     def note_silence(self, seconds: float, what: str) -> None:
@@ -195,9 +195,9 @@ class PeerFailures:
         Whether it is the machine of the store that is gone or the way to it, no worker can be heard any more. So it
         counts as the loss of a worker does, and after the same time.
         """
-        if self._peers.farewell is not None:
+        if self._peers.failures.leader_failure is not None:
             # The store has gone with the leader.
-            self._err(self._peers.farewell)
+            self._err(self._peers.failures.leader_failure)
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
             self._erred_at = time.monotonic()
             self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
@@ -249,7 +249,7 @@ class PeerFailures:
             others = set(range(1, self._peers.world_size))
             # One that has ended counts, too: it waits for the last save of all, and hears why that does not come.
             self._thread.wait_counted(
-                lambda: self._store.count(FAILURE_HEARD), lambda: len(others - self._peers.dead), end_at
+                lambda: self._store.count(FAILURE_HEARD), lambda: len(others - self._peers.failures.dead), end_at
             )
         if found is None and cause is None and error is not self.error:
             trouble = self._thread.trouble or "the store of the job is slow"
@@ -257,7 +257,7 @@ class PeerFailures:
         # The others may have found this worker gone from the loop before it came to its end.
         if found is None or found == failure or (found.rank == self._peers.rank and not self._is_over):
             return cause
-        first = self._peers.make_error(found)
+        first = self._peers.failures.make_error(found)
         if may_follow(error, first.kind):
             return first
         _note(error, f"Another worker has failed, too: {first.message}")
@@ -269,7 +269,7 @@ class PeerFailures:
             return
         self._is_logged = True
         failure = self._blamed or _describe(error, self._peers)
-        text = " ".join(self._peers.make_error(failure).message.split())
+        text = " ".join(self._peers.failures.make_error(failure).message.split())
         step = self.step if failure.step is None else failure.step
         self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
 
@@ -326,8 +326,8 @@ class PeerFailures:
         """Reads the failure left by a worker that died before it began."""
         if self.error is not None or self._is_over:
             return
-        for rank in sorted(self._peers.gone - self._asked - self._done):
-            failure = self._peers.find_explanation((rank,))
+        for rank in sorted(self._peers.failures.gone - self._asked - self._done):
+            failure = self._peers.failures.find_explanation((rank,))
             # It comes before the goodbye, or never.
             self._asked.add(rank)
             if failure is not None:
@@ -349,7 +349,7 @@ class PeerFailures:
                 failure = self._failure = self._store.set_once(FAILURE, failure)
                 self._note_heard()
                 self._store.announce()
-        error = self._peers.make_error(failure)
+        error = self._peers.failures.make_error(failure)
         self._erred_at = since or time.monotonic()
         self._blamed, self.error = failure, error
 
@@ -357,7 +357,7 @@ class PeerFailures:
 def _describe(error: BaseException, peers: Peers) -> Failure:
     """What to tell the others of an error, whatever it is."""
     if isinstance(error, PeerError):
-        return peers.describe(error)
+        return peers.failures.describe(error)
     text = _try(lambda: error.message if isinstance(error, HoldfastError) else str(error), "")
     hint = error.hint if isinstance(error, HoldfastError) else ""
     trace = _try(lambda: "".join(traceback.format_exception(error)), "")

@@ -189,7 +189,7 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
         positions: Those of each worker, in order of rank.
     """
     # Not needed by a program of one worker.
-    from holdfast.cluster.joining import name_ranks
+    from holdfast.cluster.membership import name_ranks
 
     orders: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
     for rank, own in enumerate(positions):
