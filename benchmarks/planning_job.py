@@ -25,13 +25,13 @@ from holdfast.save.exchange import Exchange
 from holdfast.save.handoffs import Receipts
 from holdfast.save.joint import JointLine
 from holdfast.save.line import Line
-from holdfast.save.order import Origin
+from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.places import PartRecord, Place, Position
 from holdfast.save.stage import Stager
 from holdfast.save.write import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
-from holdfast.storage.crew import Crew
+from holdfast.storage.worker_pool import WorkerPool
 
 ROWS = 4
 COLUMNS = 8
@@ -116,16 +116,16 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
     """
     worker = Worker(workers // 2, workers)
     objects = make_state(worker.rank, workers, tensors, sharded=sharded)
-    captures, stager, crew = CaptureCache(), Stager(HostBuffer()), Crew(1, "planning")
+    captures, stager, pool = CaptureCache(), Stager(HostBuffer()), WorkerPool(1, "planning")
     times = []
     for step in range(1, rounds + 2):
         begun_at = time.perf_counter()
         captured = capture_objects(objects, captures, worker=worker)
         staging = stager.stage(captured, step)
         times.append(time.perf_counter() - begun_at)
-    staging.copy_now(crew)
+    pool.run(staging.copies_now())
     begun_at = time.perf_counter()
-    spans = take_digests(staging.snapshot, crew)
+    spans = take_digests(staging.snapshot, pool)
     index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
     return {
         "training_seconds": median(times[1:]),
@@ -149,14 +149,15 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     company = Company(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
     peers = company.peers
     joint = JointLine(Line(storage, All(), reuse_space=False), storage, company, lambda event: None)
-    crew = Crew(1, "planning")
+    pool = WorkerPool(1, "planning")
     reading = workers // 2
     found: dict[str, list[float]] = {}
     for step in range(1, rounds + 1):
         place = Place(0, step, 1)
         store.calls = 0
         begun_at = time.perf_counter()
-        joint.begin(Exchange(peers, Position(step, place)))
+        exchange = Exchange(peers, Position(step, place))
+        joint.begin(SaveOrder(step, {}, {}, Origin(), begun_at, exchange=exchange))
         joint.open(Origin())
         name = joint.name(step)
         seconds = time.perf_counter() - begun_at
@@ -190,7 +191,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
             "reader_bytes": manifest_bytes + opened.manifest.workers[reading].index_bytes,
         }.items():
             found.setdefault(key, []).append(value)
-    crew.close()
+    pool.close()
     company.close()
     return {key: median(values) for key, values in found.items()}
 
@@ -204,9 +205,9 @@ def _make_files(
     if is_real:
         objects = make_state(worker.rank, worker.world_size, tensors, sharded=True)
         staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
-        crew = Crew(1, "planning")
-        staging.copy_now(crew)
-        spans = take_digests(staging.snapshot, crew)
+        pool = WorkerPool(1, "planning")
+        pool.run(staging.copies_now())
+        spans = take_digests(staging.snapshot, pool)
         index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, name, spans))
         data_bytes, index_bytes, index_digest = staging.snapshot.layout.size_bytes, len(index), digest(index)
         (directory / name.directory / index_name(worker.rank, worker.world_size)).write_bytes(index)

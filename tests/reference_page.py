@@ -84,7 +84,7 @@ _SESSION: Final = {
     *("share", "try_replace"),
 }
 _INTERNAL: Final = {
-    "SaveHandle": {"begun", "called_off", "is_beginning", "placed", "stands", "try_begin", "try_cancel"},
+    "SaveHandle": {"placed", "stands"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},

@@ -16,18 +16,18 @@ from holdfast.save.buffer import HostBuffer
 from holdfast.save.commit import commit
 from holdfast.save.handoffs import Receipts
 from holdfast.save.stage import Stager
-from holdfast.save.write import write
+from holdfast.save.write import WholeWriting
 from holdfast.state import capture_objects
-from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
+from holdfast.storage.worker_pool import WorkerPool
 
 
 def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, worker: Worker) -> Receipts:
     """What one worker does."""
-    crew = Crew(1, "save")
+    pool = WorkerPool(1, "save")
     staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
-    staging.copy_now(crew)
-    return write(staging.snapshot, storage, name, crew)
+    pool.run(staging.copies_now())
+    return WholeWriting(staging.snapshot, storage, name).finish(pool)
 
 
 def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName) -> Manifest:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.stage import Stager
 from holdfast.state import CaptureCache, Captured, capture_objects
-from holdfast.storage.crew import Crew
+from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 
 COUNT = 40
@@ -126,22 +126,22 @@ def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataOb
     }
     captures = CaptureCache()
     stager = Stager(HostBuffer())
-    crew = Crew(2, "stage")
-    crew.start()
+    pool = WorkerPool(2, "stage")
+    pool.start()
     try:
         for step in range(data.draw(st.integers(2, 6))):
             found = capture_objects(objects, captures)
             expected = capture_objects(objects)
             assert_same_capture(found, expected)
             staging = stager.stage(found, 10**step)
-            staging.copy_now(crew)
+            pool.run(staging.copies_now())
             anew = Stager(HostBuffer()).stage(expected, 10**step)
-            anew.copy_now(crew)
+            pool.run(anew.copies_now())
             assert staging.snapshot.layout == anew.snapshot.layout
             assert bytes(staging.snapshot.image) == bytes(anew.snapshot.image)
             change(data.draw, objects, kind)
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_the_image_holds_what_each_array_says_of_itself() -> None:
@@ -149,11 +149,11 @@ def test_the_image_holds_what_each_array_says_of_itself() -> None:
     arrays = {f"t{n}": torch.randn(n * 7000 + 1) for n in range(8)} | {"big": torch.randn(6_000_000)}
     arrays |= {"strided": torch.randn(40, 50).t(), "half": torch.randn(9).to(torch.bfloat16), "none": torch.empty(0, 3)}
     captured = capture_objects({"x": arrays})
-    crew = Crew(3, "stage")
-    crew.start()
+    pool = WorkerPool(3, "stage")
+    pool.start()
     staging = Stager(HostBuffer()).stage(captured, 1)
-    staging.copy_now(crew)
-    crew.close()
+    pool.run(staging.copies_now())
+    pool.close()
     image = staging.snapshot.image
     for place in staging.snapshot.layout.places:
         array = arrays[place.name.removeprefix("x/")]
@@ -176,13 +176,13 @@ def test_runs_of_any_length_of_arrays_of_any_size(parts: list[tuple[int, int, st
             array = memory[: 2 * size_bytes : 2] if kind == "strided" and size_bytes < 2 << 20 else memory[:size_bytes]
             arrays[f"{number}-{one}"] = array.copy() if kind == "plain" else array[: max(0, len(array) - one)]
     captured = capture_objects({"x": arrays})
-    crew = Crew(2, "stage")
-    crew.start()
+    pool = WorkerPool(2, "stage")
+    pool.start()
     try:
         staging = Stager(HostBuffer()).stage(captured, 1)
-        staging.copy_now(crew)
+        pool.run(staging.copies_now())
     finally:
-        crew.close()
+        pool.close()
     places = staging.snapshot.layout.places
     by_name = dict(zip(captured.names, captured.arrays, strict=True))
     for place in places:
@@ -195,8 +195,8 @@ def test_nothing_is_kept_alive(kind: str) -> None:
     gone = weakref.ref(arrays["a0"])
     captures = CaptureCache()
     stager = Stager(HostBuffer())
-    crew = Crew(1, "stage")
-    stager.stage(capture_objects({"x": arrays}, captures), 1).copy_now(crew)
+    pool = WorkerPool(1, "stage")
+    pool.run(stager.stage(capture_objects({"x": arrays}, captures), 1).copies_now())
     assert captures.containers
     del arrays
     gc.collect()

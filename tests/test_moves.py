@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import holdfast
 from command_line import run_python
 from holdfast.save.moves import NATIVE, Move, plan_copies
-from holdfast.storage.crew import Crew
+from holdfast.storage.worker_pool import WorkerPool
 
 PACKAGE = Path(holdfast.__file__).parent
 
@@ -78,12 +78,12 @@ def test_several_threads_share_out_pieces_of_all_sizes(native: bool) -> None:
         begin += size
     copies = plan_copies(moves, native=native)
     assert len(copies) > 6
-    crew = Crew(3, "test-moves")
-    crew.start()
+    pool = WorkerPool(3, "test-moves")
+    pool.start()
     try:
-        crew.run(copy.run for copy in copies)
+        pool.run(copy.run for copy in copies)
     finally:
-        crew.close()
+        pool.close()
     # As bytes: what has another type is compared one by one, in seconds.
     is_right = memoryview(target).cast("B") == memoryview(source).cast("B")
     assert is_right

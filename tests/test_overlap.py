@@ -6,14 +6,11 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,25 +21,23 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.optim.adam import adam
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast as hf
 import preloaded
 from command_line import run_python
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
-from holdfast.events import Committed, Event, Failed, Held, Staged, Warned
+from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
 from holdfast.gate import Gate
 from holdfast.integrations.torch import optimizers
 from holdfast.save.buffer import HostBuffer
 from holdfast.save.overlap import StepHold
-from holdfast.save.progress import Sign
 from holdfast.save.stage import Stager
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage
-from holdfast.storage.crew import Crew
 from holdfast.storage.memory import MemoryWriter
-from patience import PATIENCE_SECONDS
+from holdfast.storage.worker_pool import WorkerPool
+from interrupts import save_struck
 
 
 class Net(nn.Module):
@@ -122,28 +117,20 @@ def test_both_ways_of_copying_store_the_same(tmp_path: Path, overlap: bool) -> N
     assert_same(restored(tmp_path, 1), job.values())
 
 
-def test_the_step_behind_a_save_that_interrupts_cut_off_waits_for_nobody(tmp_path: Path) -> None:
-    """The first comes when steps wait already, the second in what the first one has begun."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_step_after_a_save_that_was_interrupted_waits_for_nothing(tmp_path: Path) -> None:
     job = Job()
     job.train()
-    struck: list[str] = []
-
-    def strike(point: str, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == point:
-            struck.append(point)
-            raise KeyboardInterrupt  # Which takes the hook away, so there are two.
-
+    step, calls, struck = 1, 0, 1
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, timeout_seconds=30) as manager:
         manager.save(1).wait_committed(60)
-        sys.settrace(partial(strike, "_hand_over"))
-        sys.setprofile(partial(strike, "_call_off"))
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(2)
-        assert struck == ["_hand_over", "_call_off"]
-        job.train()  # Were the copy waited for, which nobody makes, this would be an error.
+        while struck:
+            step, calls = step + 1, calls + 50
+            struck = save_struck(manager, step, calls, 1)
+            job.train()  # Were a copy waited for which nothing makes, this would be an error.
         expected = job.values()
-        manager.save(3).wait_committed(60)
-    assert_same(restored(tmp_path, 3), expected)
+        manager.save(step + 1).wait_committed(60)
+    assert_same(restored(tmp_path, step + 1), expected)
 
 
 class BlockedStorage(MemoryStorage):
@@ -180,17 +167,30 @@ def test_the_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path) -> No
     assert_same(fresh.values(), expected)
 
 
+def make_hold(
+    timeout_seconds: float = 60,
+    report: Callable[[int, float], None] = lambda step, seconds: None,
+    check_caller: Callable[[], None] = lambda: None,
+) -> StepHold:
+    return StepHold(timeout_seconds, report, check_caller)
+
+
+def begin(hold: StepHold, step: int = 7, check: Callable[[], None] = lambda: None) -> None:
+    """Begins a copy that the calling thread has asked for."""
+    hold.begin(step, threading.get_ident(), check)
+
+
 def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends() -> None:
     """The hold by itself, with the copy in the test's hand."""
     seen: list[tuple[int, float]] = []
-    hold = StepHold(60.0, lambda step, seconds: seen.append((step, seconds)))
+    hold = make_hold(report=lambda step, seconds: seen.append((step, seconds)))
     job = Job()
     job.forward_and_backward()
     adapter = adapter_of(job.optimizer)
     assert adapter is not None
     assert hold.try_hold(job.optimizer, adapter)
     before = job.values()
-    hold.begin(7, lambda: None, lambda: False)
+    begin(hold)
     at_the_step = threading.Event()
     job.optimizer.register_step_pre_hook(lambda *_: at_the_step.set())  # Comes behind the one that waits.
     trainer = threading.Thread(target=job.optimizer.step)
@@ -206,13 +206,13 @@ def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends(
 
 
 def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() -> None:
-    hold = StepHold(0.01, lambda step, seconds: None)
+    hold = make_hold(0.01)
     job = Job()
     job.forward_and_backward()
     adapter = adapter_of(job.optimizer)
     assert adapter is not None
     hold.try_hold(job.optimizer, adapter)
-    hold.begin(7, lambda: None, lambda: False)
+    begin(hold)
     before = job.values()
     with pytest.raises(DeadlineError, match="step 7"):
         job.optimizer.step()
@@ -321,59 +321,78 @@ def test_after_one_change_everything_is_copied_at_once_since_others_may_go_unsee
     assert "everything is copied before save() returns" in warning
 
 
-class OneCall:
-    """A thread within a single call that ends when the test says so, and counts its change only then."""
+class Call:
+    """A call of another thread, which has asked for the copy, that ends when the test says so: its change counts then.
 
-    SIZE_BYTES = 8 << 20  # More than a socket takes before somebody reads.
+    After it the thread comes by, in the way that is given.
+    """
 
-    def __init__(self, hold: StepHold) -> None:
+    def __init__(self, hold: StepHold, come_by: Callable[[], object], *, changes: bool = True) -> None:
         self.changes = 0
-        self.harmless = False
-        self.near, self.far = socket.socketpair()
-        self.thread = threading.Thread(target=self.run, args=(hold,))
+        self.may_end = threading.Event()
+        self.has_begun = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(hold, come_by, changes))
         self.thread.start()
-        assert self.far.recv(1)  # From here on it is in the call.
+        assert self.has_begun.wait(60)
 
-    def run(self, hold: StepHold) -> None:
-        hold.begin(7, self.check, lambda: False)
-        self.near.sendall(bytes(self.SIZE_BYTES))
-        self.changes += 1
+    def run(self, hold: StepHold, come_by: Callable[[], object], changes: bool) -> None:
+        begin(hold, check=self.check)
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        self.changes += changes
+        come_by()
 
     def check(self) -> None:
-        if self.changes and not self.harmless:
+        if self.changes:
             raise ChangedError("it changed", leaves=("w",))
 
     def end(self) -> None:
-        left_bytes = self.SIZE_BYTES - 1
-        while left_bytes:
-            left_bytes -= len(self.far.recv(1 << 20))
+        self.may_end.set()
         self.thread.join(60)
-        self.near.close()
-        self.far.close()
+        assert not self.thread.is_alive()
 
 
-def test_nothing_is_certain_while_training_is_in_the_call_that_it_was_in_when_the_copy_ended() -> None:
-    hold = StepHold(0.05, lambda step, seconds: None)
-    call = OneCall(hold)
+WAYS: dict[str, Callable[[StepHold], object]] = {
+    "asks": lambda hold: hold.note_call(),
+    "steps": lambda hold: hold.wait(),
+    "waits": lambda hold: hold.wait_for(Gate(), 0.0),
+    "ends": lambda hold: None,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("changes", [True, False])
+def test_nothing_is_certain_before_the_training_thread_comes_by(way: str, changes: bool) -> None:
+    hold = make_hold()
+    call = Call(hold, lambda: WAYS[way](hold), changes=changes)
     hold.copy(lambda: hold.release([]))
-    with pytest.raises(DeadlineError, match="in one call"):
-        hold.make_sure()
+    # What another thread does says nothing of the call that training is in.
+    hold.note_call()
+    hold.wait()
+    hold.wait_for(Gate(), 0.0)
+    newest = hold._newest
+    assert newest is not None
+    assert not newest.settled.is_open
     call.end()
-    with pytest.raises(ChangedError):
+    hold.note_call()  # The thread is gone: so this one speaks for it, as at the end of the program.
+    with pytest.raises(ChangedError) if changes else nullcontext():
         hold.make_sure()
-    assert hold.gives_up
+    assert hold.gives_up is changes
 
 
-def test_a_step_in_another_thread_makes_nothing_certain() -> None:
-    hold = StepHold(0.05, lambda step, seconds: None)
-    call = OneCall(hold)
-    hold.copy(lambda: hold.release([]))
-    hold.wait()  # Of any optimizer: the hook is that of all.
-    with pytest.raises(DeadlineError, match="in one call"):
+def test_a_wait_that_has_begun_before_the_copy_ended_makes_it_certain() -> None:
+    hold, may_go = make_hold(), Gate()
+    begin(hold)
+
+    def copy() -> None:
+        hold.copy(lambda: hold.release([]))
         hold.make_sure()
-    call.end()
-    with pytest.raises(ChangedError):
-        hold.make_sure()
+        may_go.open()
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    assert hold.wait_for(may_go, 60)
+    copying.join(60)
 
 
 def test_an_optimizer_of_the_checkpoint_may_step_in_another_thread_while_training_waits_for_it(tmp_path: Path) -> None:
@@ -416,8 +435,8 @@ class OnDevice:
 
 
 def test_each_step_waits_for_what_a_device_still_copies_since_each_thread_has_its_stream() -> None:
-    hold, transfer = StepHold(60, lambda step, seconds: None), OnDevice()
-    hold.begin(7, lambda: None, lambda: False)
+    hold, transfer = make_hold(), OnDevice()
+    begin(hold)
     hold.release([transfer])
     hold.wait()
     other = threading.Thread(target=hold.wait)
@@ -431,22 +450,22 @@ def test_each_step_waits_for_what_a_device_still_copies_since_each_thread_has_it
 
 
 def test_a_step_waits_as_well_for_a_save_that_a_signal_handler_makes_while_it_waits() -> None:
-    hold = StepHold(60, lambda step, seconds: None)
-    has_saved = threading.Event()
+    at_the_step, has_saved = threading.Event(), threading.Event()
+    hold = make_hold(check_caller=at_the_step.set)
 
     def save(number: int, frame: FrameType | None) -> None:
-        hold.release([])
-        hold.begin(8, lambda: None, lambda: False)
-        has_saved.set()
+        if not has_saved.is_set():
+            hold.release([])
+            begin(hold, 8)
+            has_saved.set()
 
     def copy() -> None:
-        while sys._current_frames()[threading.main_thread().ident or 0].f_code is not Gate.wait.__code__:
-            time.sleep(0.001)  # Until the step waits.
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert has_saved.wait(60)
+        assert at_the_step.wait(60)
+        while not has_saved.wait(0.05):
+            os.kill(os.getpid(), signal.SIGUSR1)  # One that comes right before the step sleeps does not wake it.
         hold.release([])
 
-    hold.begin(7, lambda: None, lambda: False)
+    begin(hold)
     before = signal.signal(signal.SIGUSR1, save)
     copying = threading.Thread(target=copy)
     try:
@@ -461,11 +480,30 @@ def test_a_step_waits_as_well_for_a_save_that_a_signal_handler_makes_while_it_wa
     assert newest.settled.is_open, "it was waited for"
 
 
-def test_a_step_from_within_the_save_that_it_would_wait_for_is_told_so() -> None:
-    hold = StepHold(60, lambda step, seconds: None)
-    hold.begin(7, lambda: None, lambda: True)
-    with pytest.raises(UsageError, match="from within it"):
-        hold.wait()
+def test_a_step_from_within_the_save_that_it_would_wait_for_is_told_so(tmp_path: Path) -> None:
+    """As from a signal handler, while the state is looked at."""
+    job, told = Job(), list[str]()
+    job.train()
+
+    class Stepping:
+        def state_dict(self) -> dict[str, Any]:
+            if first.ended:
+                with pytest.raises(UsageError, match="from within it"):
+                    job.optimizer.step()
+                told.append("refused")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    checkpoint = job.checkpoint()
+    with hf.CheckpointManager(tmp_path, checkpoint, overlap_copy=True) as manager:
+        first = manager.save(1)
+        first.wait_ended(60)
+        job.forward_and_backward()
+        checkpoint["stepping"] = Stepping()
+        manager.save(2).wait_committed(60)
+    assert told == ["refused"]
 
 
 def test_a_program_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
@@ -484,76 +522,6 @@ def test_a_program_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with hf.CheckpointManager(tmp_path, hf.Checkpoint()) as manager:
         assert manager.latest_step() == 1
-
-
-class PythonWithin(TorchDispatchMode):
-    """Python code within one call of torch's, which counts its change when this has returned."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensor = torch.zeros(3)
-        self.hold = StepHold(0.05, lambda step, seconds: None)
-        self.near, self.far = socket.socketpair()
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-        assert self.far.recv(1)
-
-    def run(self) -> None:
-        with self:
-            self.hold.begin(7, self.check, lambda: False)
-            self.tensor.add_(1.0)
-            self.near.recv(1)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        self.within()
-        self.near.recv(1)
-        self.near.sendall(b"c")
-        self.near.recv(1)
-        return made
-
-    def within(self) -> None:
-        self.near.sendall(b"a")
-        self.near.recv(1)
-        self.near.sendall(b"b")
-
-    def check(self) -> None:
-        if self.tensor._version:
-            raise ChangedError("it changed", leaves=("w",))
-
-    def go_on(self) -> None:
-        self.far.sendall(b"x")
-        assert self.far.recv(1)
-
-
-@pytest.mark.parametrize("turns", [0, 1])
-def test_python_code_within_a_call_of_torch_says_nothing_by_its_progress(turns: int) -> None:
-    call = PythonWithin()
-    for _ in range(turns):
-        call.go_on()
-    call.hold.copy(lambda: call.hold.release([]))
-    for _ in range(turns, 2):
-        call.go_on()
-        with pytest.raises(DeadlineError, match="in one call"):
-            call.hold.make_sure()
-    call.far.sendall(b"xx")
-    call.thread.join(60)
-    with pytest.raises(ChangedError):
-        call.hold.make_sure()
-    call.near.close()
-    call.far.close()
-
-
-def test_a_call_that_changes_nothing_holds_the_save_up_until_it_ends() -> None:
-    hold = StepHold(60.0, lambda step, seconds: None)
-    call = OneCall(hold)
-    call.harmless = True
-    hold.copy(lambda: hold.release([]))
-    sure = threading.Thread(target=hold.make_sure)
-    sure.start()
-    call.end()
-    sure.join(60)
-    assert not sure.is_alive()
 
 
 def test_a_wait_for_the_save_is_no_call_that_could_change_anything(tmp_path: Path) -> None:
@@ -583,47 +551,25 @@ def test_a_loop_that_asks_whether_a_save_is_committed_sees_it_committed(tmp_path
     far.close()
 
 
-def test_only_the_training_thread_gives_a_sign_and_only_where_torch_runs_none_of_its_code() -> None:
-    sign = Sign()
-    sign.give()
-    assert not sign.given  # Nobody expects it yet.
-    sign.expect()
-    other = threading.Thread(target=sign.give)
-    other.start()
-    other.join(60)
-    assert not sign.given
-
-    class Asking(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            sign.give()
-            return function(*args, **(kwargs or {}))
-
-    with Asking():  # type: ignore[no-untyped-call]
-        torch.zeros(3).add_(1.0)
-    assert not sign.given
-    sign.give()
-    assert sign.given
-
-
-def test_a_save_is_committed_while_the_program_evaluates_right_after_it(tmp_path: Path) -> None:
-    job = Job()
-    committed = threading.Event()
+def test_a_save_before_an_evaluation_is_committed_when_the_program_comes_by(tmp_path: Path) -> None:
+    job, written, committed = Job(), threading.Event(), threading.Event()
 
     def note(event: Event) -> None:
+        if isinstance(event, Written):
+            written.set()
         if isinstance(event, Committed):
             committed.set()
 
-    def evaluate() -> None:
-        end_at = time.monotonic() + PATIENCE_SECONDS
-        with torch.no_grad():
-            while not committed.is_set() and time.monotonic() < end_at:
-                job.model(torch.randn(8, 64))
-
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, sinks=[note]) as manager:
         job.train()
-        # In one line, so that this function itself does not go on before the evaluation is over.
-        _ = [call() for call in (lambda: manager.save(1), evaluate)]
-        assert committed.is_set()
+        handle = manager.save(1)
+        with torch.no_grad():
+            while not written.is_set():
+                job.model(torch.randn(8, 64))
+        assert not committed.is_set()
+        assert manager.save_if_due(1) is None
+        assert committed.wait(60)
+        assert handle.committed
 
 
 def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(tmp_path: Path) -> None:
@@ -647,6 +593,7 @@ def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(t
             live.rows(everywhere)
             handle.wait_ended()
             manager.save(2)  # So that a failure of the first one is forgiven.
+        assert handle.committed is not handle.failed
         if handle.committed:
             again = Rows()
             with hf.CheckpointManager(directory, hf.Checkpoint(model=again)) as manager:
@@ -663,9 +610,9 @@ def test_arrays_that_are_given_other_memory_are_copied_from_the_one_that_they_ha
     staging = Stager(HostBuffer()).stage(captured, 1)
     tensor.data = torch.zeros(3)
     del first
-    crew = Crew(1, "copy")
-    staging.copy_now(crew)
-    staging.copy_later(crew, lambda transfers: None)
+    pool = WorkerPool(1, "copy")
+    pool.run(staging.copies_now())
+    staging.copy_later(pool, lambda transfers: None)
     place = staging.snapshot.layout.places[0]
     stored = torch.frombuffer(bytearray(staging.snapshot.image[place.begin : place.end]), dtype=torch.float32)
     assert torch.equal(stored.reshape(expected.shape), expected)
@@ -806,8 +753,8 @@ def test_an_optimizer_may_be_collected_wherever_the_collector_of_garbage_comes()
 
 
 def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
-    hold = StepHold(0.01, lambda step, seconds: None)
-    hold.begin(1, lambda: None, lambda: False)
+    hold = make_hold(0.01)
+    begin(hold)
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # The end of a child that waits all the same.

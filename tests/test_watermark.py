@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.save.watermark import CalledOffError, Watermark
-from holdfast.storage.crew import Crew
+from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 
 
@@ -56,8 +56,9 @@ def test_a_part_is_waited_for_until_all_that_it_holds_is_copied_and_no_longer(
         assert {number for number, begin in enumerate(begins) if begin < writer.end} <= writer.seen
 
 
-def test_all_of_it_is_there_when_that_is_said() -> None:
+def test_all_of_it_is_there_when_the_last_copy_is_made() -> None:
     copied = Watermark([0, 8])
+    copied.begin()
     seen: list[str] = []
 
     def write() -> None:
@@ -66,55 +67,60 @@ def test_all_of_it_is_there_when_that_is_said() -> None:
 
     thread = threading.Thread(target=write)
     thread.start()
-    copied.make(0, list)
     copied.make(1, list)
-    # Copies of devices may have begun and not ended.
-    seen.append("finished")
-    copied.finish()
+    copied.make(0, lambda: seen.append("copied"))
     thread.join(60)
-    assert seen == ["finished", "written"]
+    assert seen == ["copied", "written"]
+    assert copied.ended.is_open
+    assert copied.error is None
 
 
-def test_a_copy_that_is_called_off_is_waited_for_by_nobody() -> None:
+def test_where_nothing_is_to_be_copied_it_has_ended_when_it_begins() -> None:
+    copied = Watermark()
+    assert not copied.ended.wait(0)
+    copied.begin()
+    assert copied.ended.wait(0)
+    copied.wait()
+
+
+@pytest.mark.parametrize("is_called_off", [True, False])
+def test_a_copy_that_never_will_be_complete_is_waited_for_by_nobody(is_called_off: bool) -> None:
     copied = Watermark([0, 8])
     ended: list[int] = []
+    expected = CalledOffError if is_called_off else ZeroDivisionError
 
     def write(end: int) -> None:
-        with pytest.raises(CalledOffError):
+        with pytest.raises(expected):
             copied.wait(end)
         ended.append(end)
 
     threads = [threading.Thread(target=write, args=(end,)) for end in (1, 9, 20)]
     for thread in threads:
         thread.start()
-    copied.call_off()
+    if is_called_off:
+        copied.call_off()
+    with pytest.raises(expected):
+        copied.make(0, lambda: 1 // 0)
     for thread in threads:
         thread.join(60)
     assert sorted(ended) == [1, 9, 20]
+    assert copied.ended.is_open
 
 
 def test_what_is_complete_can_no_longer_be_called_off() -> None:
     copied = Watermark([0])
-    copied.finish()
+    copied.make(0, list)
     copied.call_off()
+    copied.fail(ZeroDivisionError())
     copied.wait()
+    assert copied.error is None
 
 
 def test_what_is_not_taken_before_all_is_copied_is_left() -> None:
     copied = Watermark([0])
     done: list[str] = []
-    jobs = iter([lambda: done.append("first"), copied.finish, lambda: done.append("last")])
-    Crew(1, "one").run(copied.while_copied(jobs))
+    jobs = iter([lambda: done.append("first"), lambda: copied.make(0, list), lambda: done.append("last")])
+    WorkerPool(1, "one").run(copied.while_copied(jobs))
     assert done == ["first"]
-    Crew(1, "one").run(jobs)
+    WorkerPool(1, "one").run(jobs)
     assert done == ["first", "last"]
-
-
-def test_the_duty_is_done_once_and_when_all_is_there() -> None:
-    copied = Watermark([0])
-    done: list[str] = []
-    copied.set_duty(lambda: done.append("duty"))
-    copied.finish()
-    copied.wait_complete()
-    copied.wait_complete()
-    assert done == ["duty"]

@@ -19,10 +19,13 @@ class Gate:
         self._barred.acquire()
 
     def open(self) -> None:
-        """Lets all through that wait or will come; harmless twice in one thread."""
+        """Lets all through that wait or will come; harmless twice, from any thread."""
         if not self.is_open:
             self.is_open = True
-            self._barred.release()
+            try:  # noqa: SIM105  A `with` could be interrupted before the release.
+                self._barred.release()
+            except RuntimeError:
+                pass  # Another thread has opened it at this very moment.
 
     def wait(self, timeout_seconds: float) -> bool:
         """**Blocks.** Waits until the gate is open; False if it was not within that time."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from msgspec.structs import replace as replace_fields
 
@@ -26,19 +26,22 @@ from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.audience import open_audience
 from holdfast.save.companies import open_company, try_plan_save
-from holdfast.save.driver import Saver
-from holdfast.save.handle import SaveHandle, name_state
+from holdfast.save.handle import SaveHandle, SaveProgress
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_metrics, check_notes
 from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.pace import Pace
 from holdfast.save.prepare import Readiness
 from holdfast.save.reports import SaveReports, raise_newest
+from holdfast.save.request import SaveRequest
+from holdfast.save.saver import Saver
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import KeptEpoch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
+
+_PARTING_SECONDS: Final = 2.0
 
 
 @short_traceback
@@ -157,7 +160,7 @@ class CheckpointManager:
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), Pace()
-        self._in_flight: SaveHandle | None = None
+        self._in_flight: SaveRequest | None = None
         # Called when this is closed, unless by an error: saves that a loop has still to make.
         self.closing: list[Callable[[], object]] = []
         self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
@@ -244,7 +247,7 @@ class CheckpointManager:
         Raises:
             SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
         """
-        self._saver.give_sign()
+        self._saver.note_call()
         step, metrics = arguments.check_step(step), check_metrics(metrics)
         if self.save_every is None:
             return None
@@ -284,7 +287,7 @@ class CheckpointManager:
             NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
             StorageError: If the place fails.
         """
-        arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
+        self._check_usable()
         self._settle(None)
         check_objects(self.checkpoint.objects)
         script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
@@ -329,13 +332,13 @@ class CheckpointManager:
             SaveFailedError: If a save failed and nobody has been told yet.
             DeadlineError: If it takes longer; the save goes on.
         """
-        arguments.check_apart(self.url, self._begin)
+        self._saver.check_apart()
         self._settle(timeout_seconds)
         raise_newest(self._reports.take(last=False), None)
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** The steps that are committed on the living line, oldest first."""
-        self._saver.give_sign()
+        self._saver.note_call()
         return tuple(name.step for name in read_catalog(self._storage).living)
 
     def latest_step(self) -> int | None:
@@ -354,14 +357,14 @@ class CheckpointManager:
     def _close(self, timeout_seconds: float | None, *, has_ended_well: bool = False) -> None:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
-        arguments.check_apart(self.url, self._begin)
+        self._saver.check_apart()
         while self.closing:
             self.closing.pop()()
         self._settle(timeout_seconds, self._reports.wait_closed)
         self._closed = True
         if has_ended_well:
-            self._saver.tidy()
-        self._saver.join(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._saver.engine.tidy()
+        self._saver.close(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         if self.company is not None:
             self.company.close()
         raise_newest(self._reports.take(last=True), None)
@@ -378,7 +381,8 @@ class CheckpointManager:
         own, busy = self._saver.newest, self._in_flight
         steps = [*tuple(self._living), *([] if own is None else [own.step])]
         notes = [f"newest step {max(steps)}" if steps else "nothing saved yet"]
-        notes += [f"step {busy.step} {name_state(busy)}"] if busy is not None and busy.step not in steps else []
+        if busy is not None and busy.order.step not in steps:
+            notes.append(f"step {busy.order.step} {busy.progress}")
         notes += ["closed"] if self._closed else []
         return f"<CheckpointManager of {self.url}: {', '.join(notes)}>"
 
@@ -407,55 +411,84 @@ class CheckpointManager:
         captured: Captured | None = None,
     ) -> SaveHandle:
         asked_at = time.monotonic()
-        arguments.check_usable(self.url, self._process, is_closed=self._closed, begin=self._begin)
-        clean_metrics, clean_metadata = check_notes(metrics, metadata)
-        step = arguments.check_step(step)
-        told = self._reports.mark_told
-        handle = SaveHandle(step, self.url, self.timeout_seconds, told, self.worker, replaces=replace)
-        exchange = None if self.company is None else self.company.begin(step)
-        if self.company is not None and exchange is not None:
-            handle.try_end_jointly = partial(self.company.try_end, exchange)
-        order = SaveOrder(step, clean_metrics, clean_metadata, self._origin, asked_at, reason=reason, exchange=exchange)
+        self._check_usable()
+        self._saver.caller = threading.get_ident()
         try:
-            return self._begin(order, handle, captured, replace=replace)
-        except BaseException as error:
-            if self.company is not None and exchange is not None and not handle.begun:
-                self.company.tell(exchange, error)
-                # The others take this step for tried; what is due next must be the same here.
-                self._pace.saved(step)
-            raise
+            clean_metrics, clean_metadata = check_notes(metrics, metadata)
+            step = arguments.check_step(step)
+            exchange = None if self.company is None else self.company.begin(step)
+            origin = self._origin
+            order = SaveOrder(step, clean_metrics, clean_metadata, origin, asked_at, reason=reason, exchange=exchange)
+            request = self._make_request(order, replace=replace)
+            try:
+                return self._begin(request, captured)
+            except BaseException as error:
+                if self.company is not None and exchange is not None and not request.goes_on:
+                    self.company.tell(exchange, error)
+                    # The others take this step for tried; what is due next must be the same here.
+                    self._pace.saved(step)
+                raise
+        finally:
+            self._saver.caller = None
 
-    def _begin(self, order: SaveOrder, handle: SaveHandle, captured: Captured | None, *, replace: bool) -> SaveHandle:
-        step, busy = order.step, self._in_flight
-        if busy is not None and not busy.ended and self._when_busy == "skip":
-            reason = f"the save of step {busy.step} is still in flight"
-            handle.mark_skipped(reason)
-            self._saver.emit_soon(Skipped(step=step, reason=reason))
-            if self.company is not None and order.exchange is not None:
-                self.company.leave_out(order.exchange, reason)
-                self._pace.saved(step)
+    def _make_request(self, order: SaveOrder, *, replace: bool) -> SaveRequest:
+        progress = SaveProgress()
+        handle = SaveHandle(
+            order.step,
+            self.url,
+            progress,
+            self.timeout_seconds,
+            self._reports.mark_told,
+            self.worker,
+            replaces=replace,
+            hold=self._saver.hold,
+        )
+        if self.company is not None and order.exchange is not None:
+            handle.try_end_jointly = partial(self.company.try_end, order.exchange)
+        return SaveRequest(order, progress, handle)
+
+    def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
+        order, handle, busy = request.order, request.handle, self._in_flight
+        step = order.step
+        if self._when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
+            self._skip(request, f"the save of step {busy.order.step} is still in flight")
             return handle
         self._settle(None)
-        order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
-        arguments.check_place(step, self.url, self._living, self.newest_asked, replace=replace)
+        request.order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
+        arguments.check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
         if text := self._kept_epoch.look(self.checkpoint.objects):
             self._saver.emit_soon(Warned(text=text, step=step))
         untold = self._reports.take(last=False)
-        handle.end_if_left = partial(self._saver.end_if_left, handle, self._begin)
-        self._in_flight = handle
         try:
-            self._saver.begin(captured, order, handle)
+            self._in_flight = request
+            self._saver.save(request, captured)
             self.newest_asked = max(step, self.newest_asked)
             self._pace.saved(step)
         except BaseException:
-            # Also Ctrl-C ends up here: whoever has the save by now keeps it, and what was to be told is not lost.
-            if not handle.begun and not handle.is_beginning:
-                self._in_flight = None
+            # Also Ctrl-C ends up here: a save that was confirmed goes on, and what was to be told is not lost.
+            request.drop()
             self._reports.put_back(untold)
+            # The storage may hold up what was written of it; the next save waits for that.
+            if not request.goes_on and request.progress.ended.wait(_PARTING_SECONDS):
+                self._in_flight = None
             raise
         raise_newest(untold, handle)
         return handle
+
+    def _skip(self, request: SaveRequest, reason: str) -> None:
+        """The save is left out, since the one before is still in flight."""
+        step = request.order.step
+        request.progress.mark_left_out(step, reason)
+        request.progress.mark_ended()
+        self._saver.emit_soon(Skipped(step=step, reason=reason))
+        if self.company is not None and request.order.exchange is not None:
+            self.company.leave_out(request.order.exchange, reason)
+            self._pace.saved(step)
+
+    def _check_usable(self) -> None:
+        arguments.check_usable(self.url, self._process, is_closed=self._closed)
+        self._saver.check_apart()
 
     def _settle(
         self,
@@ -465,11 +498,12 @@ class CheckpointManager:
         """Waits for the save in flight, and takes note of what came of it."""
         if timeout_seconds is not None:
             arguments.check_wait(timeout_seconds)
-        if (handle := self._in_flight) is None:
+        if (request := self._in_flight) is None:
             return
-        wait(handle, timeout_seconds)
+        request.drop_if_left()
+        wait(request.handle, timeout_seconds)
         with self._settling:
-            if handle.committed and self._in_flight is handle:
-                self._living.add(handle.step)
-            if self._in_flight is handle:  # A signal handler may have waited, and saved, since.
+            if request.progress.is_committed and self._in_flight is request:
+                self._living.add(request.order.step)
+            if self._in_flight is request:  # A signal handler may have waited, and saved, since.
                 self._in_flight = None

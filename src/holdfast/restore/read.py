@@ -13,9 +13,9 @@ from holdfast.format.index import Index
 from holdfast.restore.records import Parts, Piece
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.storage.addresses import Extent, memory_between
-from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileReader
 from holdfast.storage.scratch import Scratch, take_pages
+from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20
 """What one thread reads before it asks for more, if no span is longer: large enough that threads seldom wait for each
@@ -240,12 +240,12 @@ def read_pieces(
         parts = parts_of(piece)
         receive(piece, parts, reader.read_digested(piece.begin, parts))
 
-    crew = Crew(max(1, min(threads, reader.size_bytes // PIECE_BYTES)), "holdfast-read")
+    pool = WorkerPool(max(1, min(threads, reader.size_bytes // PIECE_BYTES)), "holdfast-read")
     try:
-        crew.start()
-        crew.run(partial(read, piece) for piece in pieces)
+        pool.start()
+        pool.run(partial(read, piece) for piece in pieces)
     finally:
-        crew.close()
+        pool.close()
 
 
 class ScratchParts:

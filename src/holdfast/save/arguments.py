@@ -14,7 +14,6 @@ from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.save.within import is_within
 from holdfast.storage import LocalStorage, Storage
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
@@ -23,18 +22,17 @@ _NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_fo
 """What other libraries call the metric by which the best checkpoint is kept."""
 
 
-def check_usable(url: str, process: int, *, is_closed: bool, begin: object) -> None:
+def check_usable(url: str, process: int, *, is_closed: bool) -> None:
     """Whether a manager may be used now, by this process.
 
     Args:
         url: Where the run lies, for the error.
         process: The process that made the manager.
         is_closed: Whether it was closed.
-        begin: Its method that begins a save.
 
     Raises:
         ClosedError: If it was closed.
-        UsageError: If it belongs to another process, or is at the beginning of a save in this thread.
+        UsageError: If it belongs to another process.
     """
     if is_closed:
         raise ClosedError(f"the manager of {url} is closed", hint="Make a new one.")
@@ -42,26 +40,6 @@ def check_usable(url: str, process: int, *, is_closed: bool, begin: object) -> N
         raise UsageError(
             f"the manager of {url} belongs to process {process}, and this is a child of it",
             hint="Save in the process that made the manager, or make one of its own in the child.",
-        )
-    check_apart(url, begin)
-
-
-def check_apart(url: str, begin: object) -> None:
-    """Whether this thread does something else than to begin a save.
-
-    Args:
-        url: Where the run lies, for the error.
-        begin: The manager's method that begins a save.
-
-    Raises:
-        UsageError: If it was called from there.
-    """
-    if is_within(begin):
-        # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what it
-        # waits for, and a manager that is closed does not hold up the step for a copy.
-        raise UsageError(
-            f"a save into {url} has just begun, and this was called from within it",
-            hint="In a signal handler only set a flag, and do the rest when the step has ended.",
         )
 
 

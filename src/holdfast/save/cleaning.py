@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from holdfast.catalog import describe_lost
 from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
-from holdfast.save.line import Line
+from holdfast.save.line import Writer
 from holdfast.save.order import Origin
 from holdfast.save.reports import SaveReports
-
-if TYPE_CHECKING:
-    from holdfast.save.joint import JointLine
 
 
 class Cleaner:
     """Removes what is not kept. Its failure is told, but the checkpoint stands. Not thread-safe."""
 
-    def __init__(self, line: Line | JointLine, reports: SaveReports, emit: Sink) -> None:
-        self._line = line
+    def __init__(self, writer: Writer, reports: SaveReports, emit: Sink) -> None:
+        self._writer = writer
         self._reports = reports
         self._emit = emit
         self._told_problems: set[str] = set()
@@ -40,7 +36,9 @@ class Cleaner:
             protected[origin.base] = "the run goes on from it"
         protected[name] = "just committed"
         try:
-            cleaning = self._line.clean(name, protected)
+            cleaning = self._writer.clean(name, protected)
+            if cleaning is None:
+                return
             problems: tuple[BaseException, ...] = cleaning.problems
         except FencedError:
             return  # The newer job cleans; the next save here says that this one is fenced.

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 
 from holdfast.format.layout import ALIGNMENT_BYTES, Layout
-from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import FileWriter
+from holdfast.storage.worker_pool import WorkerPool
 
 _PIECE_BYTES: Final = 8 << 20
 """One write."""
@@ -56,7 +56,7 @@ def plan_moves(layout: Layout, image_begins: Mapping[str, int]) -> list[Move]:
     return moves
 
 
-def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer: FileWriter, crew: Crew) -> None:
+def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer: FileWriter, pool: WorkerPool) -> None:
     """**Blocks.** Writes the file that a layout describes, all but its last sync.
 
     A piece that lies in the image as it lies in the file, page for page, is written from there; any other one is
@@ -67,7 +67,7 @@ def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer:
         layout: The file.
         moves: Where its arrays come from.
         writer: The open file.
-        crew: The threads that write.
+        pool: The threads that write.
 
     Raises:
         StorageError: If the place fails.
@@ -75,7 +75,7 @@ def write_gathered(image: memoryview, layout: Layout, moves: list[Move], writer:
     lies_alike = len(moves) == 1 and (moves[0].image_begin - moves[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
     piece_bytes = _PIECE_BYTES if lies_alike else _GATHERED_BYTES
-    crew.run(_pieces(_Gathering(image, layout, writer, piece_bytes), moves, piece_bytes))
+    pool.run(_pieces(_Gathering(image, layout, writer, piece_bytes), moves, piece_bytes))
 
 
 def _pieces(gathering: _Gathering, moves: list[Move], piece_bytes: int) -> Iterator[Callable[[], None]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import DeadlineError, HoldfastError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE, Worker
 from holdfast.gate import Gate
 from holdfast.save.arguments import check_wait
-from holdfast.save.progress import Sign
 from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
+
+if TYPE_CHECKING:
+    from holdfast.save.overlap import StepHold
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
@@ -37,15 +38,73 @@ def find_limit(timeout_seconds: float, worker: Worker) -> float:
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
+class SaveProgress:
+    """What has become of one save: whoever makes it sets this, and its handle reads it.
+
+    Each field is set once, before its gate is opened; a failure opens them all but the last.
+
+    Attributes:
+        staged, named, settled, ended: The gates.
+        is_copied: Whether the state has been copied.
+        name: Where the checkpoint lies, or will.
+        is_committed: Whether the checkpoint exists.
+        skipped: Why the save was left out, or empty.
+        error: Why it has failed, or None.
+    """
+
+    def __init__(self) -> None:
+        self.staged, self.named, self.settled, self.ended = Gate(), Gate(), Gate(), Gate()
+        self.is_copied = False
+        self.name: StepName | None = None
+        self.is_committed = False
+        self.skipped = ""
+        self.error: HoldfastError | None = None
+
+    def mark_staged(self) -> None:
+        """The state has been copied, and may be changed again."""
+        self.is_copied = True
+        self.staged.open()
+
+    def mark_named(self, name: StepName) -> None:
+        """Its place is known."""
+        self.name = name
+        self.named.open()
+
+    def mark_committed(self) -> None:
+        """The checkpoint exists."""
+        self.is_committed = True
+        self.settled.open()
+
+    def mark_failed(self, error: HoldfastError) -> None:
+        """It has failed."""
+        self.error = error
+        for gate in (self.staged, self.named, self.settled):
+            gate.open()
+
+    def mark_left_out(self, step: int, reason: str) -> None:
+        """It is left out."""
+        self.skipped = reason
+        self.mark_failed(UsageError(f"step {step} was not saved: {reason}"))
+
+    def mark_ended(self) -> None:
+        """Nothing of it goes on any more."""
+        self.ended.open()
+
+    def __str__(self) -> str:
+        states = (
+            (bool(self.skipped), "left out"),
+            (self.error is not None, "failed"),
+            (self.is_committed, "committed"),
+        )
+        return next((state for holds, state in states if holds), "in flight")
+
+
 class SaveHandle:
     """One save, from the moment of the call until it is committed or has failed.
 
     Attributes:
         step: The step that is being saved.
         replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
-        is_handed: Whether the background has been given it, or is to find it at once.
-        sign: Given whenever something is asked of this; None if nobody waits for it.
-        end_if_left: Ends it if the call that begins it was interrupted; None once that has begun it.
         try_end_jointly: Ends it on all workers, with an error, unless they have agreed to commit it; says if it will
             never be committed. It asks the store of the job. None if there are no other workers.
     """
@@ -54,52 +113,41 @@ class SaveHandle:
         self,
         step: int,
         url: str,
+        progress: SaveProgress,
         timeout_seconds: float,
         delivered: Callable[[HoldfastError], None],
         worker: Worker = ALONE,
         *,
         replaces: bool = False,
+        hold: StepHold | None = None,
     ) -> None:
         """Made by the manager.
 
         Args:
             step: The step.
             url: Where the run lies.
+            progress: What becomes of it.
             timeout_seconds: How long a wait may take when it names no time of its own; see `find_limit`.
             delivered: Told of an error when a wait on this handle has raised it.
             worker: Which worker saves.
             replaces: Whether it may take the place of a checkpoint of that step.
+            hold: Told of each call, and of each wait, since training changes nothing meanwhile; None for nobody.
         """
         self.step = step
         self.replaces = replaces
-        self.is_handed = False
-        self.sign: Sign | None = None
-        self.end_if_left: Callable[[], None] | None = None
         self.try_end_jointly: Callable[[HoldfastError], bool] | None = None
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._process = os.getpid()
         self._url = url
         self._is_alone = worker.is_alone
         # For how long it was waited for in vain.
         self._waited_seconds = 0.0
         self._timeout_seconds = find_limit(timeout_seconds, worker)
         self._delivered = delivered
-        # Guards whether the save goes on or is called off, whichever comes first, and the gate that two threads open.
-        self._lock = threading.Lock()
-        self._begun = self._taken = False
-        self._cancelled = False
-        # Each of these is set once, before its gate is opened; a failure opens them all but the last.
-        self._skipped = ""
-        self._copied = False
-        self._name: StepName | None = None
-        self._is_committed = False
-        self._error: HoldfastError | None = None
-        self._staged = Gate()
-        self._named = Gate()
-        self._settled = Gate()
-        self._ended = Gate()
+        self._progress = progress
+        self._hold = hold
 
     def __repr__(self) -> str:
-        return f"<SaveHandle of step {self.step} of {self._url}: {name_state(self)}>"
+        return f"<SaveHandle of step {self.step} of {self._url}: {self._progress}>"
 
     @property
     def path(self) -> str:
@@ -111,38 +159,23 @@ class SaveHandle:
             DeadlineError: If that takes longer than the manager's `timeout_seconds`.
             SaveFailedError: If the save failed before it had a place.
         """
-        self._wait_for(self._named, None, "was not given a place")
-        if self._name is None:
+        self._wait_for(self._progress.named, None, "was not given a place")
+        if self._progress.name is None:
             self._raise_failure()
-        assert self._name is not None  # What opens the gate else is a failure.
-        return f"{self._url}/{self._name.directory}"
+        assert self._progress.name is not None  # What opens the gate else is a failure.
+        return f"{self._url}/{self._progress.name.directory}"
 
     @property
     def skipped(self) -> bool:
         """True if this save was left out because the one before was still in flight."""
-        self._give_sign()
-        return bool(self._skipped)
-
-    @property
-    def begun(self) -> bool:
-        """True once the background has the save, which ends one way or the other; False again if it was called off."""
-        return self.is_handed and (not self._cancelled or (self._taken and not self._ended.is_open))
-
-    @property
-    def is_beginning(self) -> bool:
-        """True until the call that begins it has done so or ended it, which an interrupt may cut off."""
-        return self.end_if_left is not None
-
-    @property
-    def called_off(self) -> bool:
-        """True if the save will never be, since the call that asked for it was interrupted."""
-        return self._cancelled
+        self._note_call()
+        return bool(self._progress.skipped)
 
     @property
     def failed(self) -> bool:
         """True once the save has failed or was left out."""
-        self._give_sign()
-        return self._error is not None
+        self._note_call()
+        return self._progress.error is not None
 
     @property
     def stands(self) -> bool:
@@ -152,19 +185,19 @@ class SaveHandle:
     @property
     def ended(self) -> bool:
         """True once the save has failed, or is committed and what it replaces has been removed."""
-        self._give_sign()
-        return self._ended.is_open
+        self._note_call()
+        return self._progress.ended.is_open
 
     @property
     def placed(self) -> bool:
         """True once it is known where the checkpoint will lie, in a generation of this job."""
-        return self._name is not None
+        return self._progress.name is not None
 
     @property
     def committed(self) -> bool:
         """True once the checkpoint exists."""
-        self._give_sign()
-        return self._is_committed
+        self._note_call()
+        return self._progress.is_committed
 
     @short_traceback
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
@@ -174,8 +207,8 @@ class SaveHandle:
             DeadlineError: If it takes longer.
             SaveFailedError: If the save failed before.
         """
-        self._wait_for(self._staged, timeout_seconds, "was not staged")
-        if not self._copied:
+        self._wait_for(self._progress.staged, timeout_seconds, "was not staged")
+        if not self._progress.is_copied:
             self._raise_failure()
 
     @short_traceback
@@ -193,7 +226,7 @@ class SaveHandle:
             DeadlineError: If it takes longer; the save goes on.
             SaveFailedError: If the save failed. The manager does not raise it again.
         """
-        self._wait_for(self._settled, timeout_seconds, "was not committed")
+        self._wait_for(self._progress.settled, timeout_seconds, "was not committed")
         self._raise_failure()
         return self.path
 
@@ -210,94 +243,32 @@ class SaveHandle:
             DeadlineError: If it takes longer.
         """
         if not at_exit:
-            self._wait_for(self._ended, timeout_seconds, "did not end")
+            self._wait_for(self._progress.ended, timeout_seconds, "did not end")
             return
-        self._give_sign()
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         left_seconds = max(limit_seconds - (self._waited_seconds if timeout_seconds is None else 0.0), 0.0)
-        if left_seconds > SILENT_SECONDS and not self._ended.wait(SILENT_SECONDS):
+        if left_seconds > SILENT_SECONDS and not self._wait(self._progress.ended, SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
                 f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being written"
                 f"{describe_limit(left_seconds)}; Ctrl-C ends the wait."
             )
-        self._wait_for(self._ended, left_seconds, "did not end", limit_seconds)
+        self._wait_for(self._progress.ended, left_seconds, "did not end", limit_seconds)
 
-    def try_begin(self, *, ahead: bool = False) -> bool:
-        """Called by the background: True if the save is now its own, False if it was called off.
-
-        Args:
-            ahead: Whether only to write what is still being copied, so that it may still be called off.
-        """
-        with self._lock:
-            if self._cancelled:
-                return False
-            self._taken, self._begun = True, not ahead
-            return True
-
-    def try_cancel(self) -> bool:
-        """Called by `save` when it is interrupted: True if the save will never begin, False if it goes on."""
-        with self._lock:
-            self._cancelled = not self._begun
-            if self._cancelled and not self._taken:
-                self._ended.open()
-            return self._cancelled
-
-    def mark_staged(self) -> None:
-        """Called by the save when the copy is complete."""
-        with self._lock:
-            self._copied = True
-            self._staged.open()
-
-    def mark_named(self, name: StepName) -> None:
-        """Called by the save when its place is known."""
-        self._name = name
-        self._named.open()
-
-    def mark_committed(self) -> None:
-        """Called by the save when the checkpoint exists."""
-        self._is_committed = True
-        self._settled.open()
-
-    def mark_failed(self, error: HoldfastError) -> None:
-        """Called by the save when it has failed."""
-        self._error = error
-        with self._lock:
-            for gate in (self._staged, self._named, self._settled):
-                gate.open()
-
-    def mark_ended(self) -> None:
-        """Called by the save as its last act."""
-        self._ended.open()
-
-    def mark_skipped(self, reason: str) -> None:
-        """Called by the manager in place of everything else."""
-        self.mark_left_out(reason)
-        self._ended.open()
-
-    def mark_left_out(self, reason: str) -> None:
-        """Called by the save when all workers leave it out."""
-        self._skipped = reason
-        self.mark_failed(UsageError(f"step {self.step} was not saved: {reason}"))
-
-    def _give_sign(self) -> None:
-        if self.end_if_left is not None and self._thread == threading.get_ident():
-            # The thread that began it asks for something else: an interrupt has cut off even what ends it.
-            self.end_if_left()
-        if self.sign is not None:
-            self.sign.give()
+    def _note_call(self) -> None:
+        if self._hold is not None:
+            self._hold.note_call()
 
     def _raise_failure(self) -> None:
         """Raises the failure if there is one; who sees it here need not be told again."""
-        error = self._error
-        if error is not None and not self._is_committed:
+        error = self._progress.error
+        if error is not None and not self._progress.is_committed:
             self._delivered(error)
             raise error
 
     def _wait_for(
         self, gate: Gate, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
     ) -> None:
-        self._give_sign()
         limit_seconds = self._timeout_seconds
         if timeout_seconds is not None:
             limit_seconds = check_wait(timeout_seconds)
@@ -307,7 +278,7 @@ class SaveHandle:
                 "child of it, which would not hear of its end",
                 hint="Wait in the process that saves.",
             )
-        if not gate.wait(limit_seconds):
+        if not self._wait(gate, limit_seconds):
             self._waited_seconds += limit_seconds
             told_seconds = limit_seconds if told_seconds is None else told_seconds
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
@@ -316,13 +287,12 @@ class SaveHandle:
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
 
+    def _wait(self, gate: Gate, timeout_seconds: float) -> bool:
+        if self._hold is None:
+            return gate.wait(timeout_seconds)
+        return self._hold.wait_for(gate, timeout_seconds)
+
 
 def name_state(handle: SaveHandle) -> str:
-    """What has become of a save, in words. Unlike the properties, this is no sign of the program's."""
-    states = (
-        (handle._cancelled, "called off"),
-        (bool(handle._skipped), "left out"),
-        (handle._error is not None, "failed"),
-        (handle._is_committed, "committed"),
-    )
-    return next((state for holds, state in states if holds), "in flight")
+    """What has become of a save, in words. Unlike the properties, this is no call of the program's."""
+    return str(handle._progress)

@@ -18,8 +18,8 @@ from holdfast.save.handoffs import Receipts, Snapshot
 from holdfast.save.ledger import Ledger
 from holdfast.save.references import Held, Offer, choose_sources, find_unchanged, list_held, make_references
 from holdfast.save.write import conclude, make_index, take_digests
-from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
+from holdfast.storage.worker_pool import WorkerPool
 
 
 class Incremental:
@@ -49,24 +49,22 @@ class Incremental:
         """
         return () if self._newest is None else {self._newest, *self._ledger.references(self._newest)}
 
-    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, wanted: Collection[StepName]) -> Receipts:
+    def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it last.
 
         A crash anywhere in here leaves a directory without a manifest, as with any save.
 
         Args:
-            snapshot: All of the state.
+            snapshot: All of the state, copied.
             name: The place of the new step.
-            crew: The threads that work.
+            pool: The threads that work.
             wanted: The steps that the retention policy will keep anyway.
 
         Raises:
             StorageError: If the place fails; what was written stays as debris.
         """
-        # What has changed is not known before.
-        snapshot.copied.wait_complete()
         places = snapshot.layout.places
-        spans = dict(zip((place.name for place in places), take_digests(snapshot, crew), strict=True))
+        spans = dict(zip((place.name for place in places), take_digests(snapshot, pool), strict=True))
         unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.worker))
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
@@ -76,7 +74,7 @@ class Incremental:
         path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
         writer = self._storage.open_writer(path, layout.size_bytes)
         try:
-            write_gathered(snapshot.image, layout, moves, writer, crew)
+            write_gathered(snapshot.image, layout, moves, writer, pool)
             writer.finish()
         finally:
             writer.abandon()
@@ -128,6 +126,25 @@ class Incremental:
         """**Blocks.** Whether a file still lies where it should: people remove directories by hand."""
         entries = {entry.name: entry.size_bytes for entry in self._storage.list(source.name.directory)}
         return MANIFEST_NAME in entries and entries.get(source.file_name) == source.data_bytes
+
+
+class IncrementalWriting:
+    """One step in the making of which only what has changed is written; that is not known before all is copied."""
+
+    def __init__(
+        self, incremental: Incremental, snapshot: Snapshot, name: StepName, wanted: Collection[StepName]
+    ) -> None:
+        self._incremental, self._snapshot, self._name, self._wanted = incremental, snapshot, name, wanted
+
+    def write_behind_copy(self, pool: WorkerPool) -> None:
+        """Nothing is written before all is copied."""
+
+    def finish(self, pool: WorkerPool) -> Receipts:
+        """**Blocks.** As `Incremental.write`."""
+        return self._incremental.write(self._snapshot, self._name, pool, self._wanted)
+
+    def abandon(self) -> None:
+        """Nothing is open."""
 
 
 def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, Held]) -> tuple[Layout, list[Move]]:

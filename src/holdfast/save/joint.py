@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
+from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
@@ -26,9 +25,9 @@ from holdfast.save.commit import check_fence
 from holdfast.save.company import Company
 from holdfast.save.coverage import Coverage, digest_shards
 from holdfast.save.exchange import Exchange, heed
-from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.save.line import Cleaning, Line
-from holdfast.save.order import Origin
+from holdfast.save.handoffs import LeftOutError, Receipts, Snapshot
+from holdfast.save.line import Cleaning, Line, Writer, Writing, make_debris_warning
+from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.places import NameRecord, PartRecord
 from holdfast.save.replicas import (
     VALUES_HINT,
@@ -41,10 +40,10 @@ from holdfast.save.replicas import (
 )
 from holdfast.save.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
+from holdfast.save.stage import Staging
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
-from holdfast.state.leaves import Captured
-from holdfast.storage.crew import Crew
 from holdfast.storage.protocol import Storage
+from holdfast.storage.worker_pool import WorkerPool
 
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
@@ -72,8 +71,8 @@ class _Ending(msgspec.Struct):
     debris: StepName | None
 
 
-class JointLine:
-    """One worker's hold on the line of all. Not thread-safe: one save uses it at a time.
+class JointLine(Writer):
+    """One worker's hold on the line of all: a `Writer` for several. Not thread-safe: one save uses it at a time.
 
     Attributes:
         has_compared: Whether what workers hold alike was compared since the line began, and that save committed.
@@ -81,6 +80,8 @@ class JointLine:
     Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
     answer, beside what `Line` raises.
     """
+
+    writes_behind_copy = False
 
     def __init__(
         self,
@@ -125,13 +126,13 @@ class JointLine:
         self._line.leave()
         self.has_compared = False
 
-    def digest(self, captured: Captured, crew: Crew) -> Captured:
-        """**Blocks.** What was captured, with what tells the values that are to be compared from others."""
-        return replace(captured, compared=(), digests=digest_values(captured, crew))
-
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, order: SaveOrder) -> None:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
-        self._exchange, self._debris, self._is_cut_off = exchange, None, False
+        self._exchange, self._debris, self._is_cut_off = order.exchange, None, False
+
+    def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
+        """**Blocks.** What tells the values that are to be compared from others."""
+        return digest_values(staging.captured, staging.moments, pool)
 
     def open(self, origin: Origin) -> Base | None:
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
@@ -164,20 +165,14 @@ class JointLine:
         assert self._name is not None, "open() comes first"
         return self._name
 
-    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
-        """**Blocks.** Writes what is this worker's, and makes it last."""
-        try:
-            receipts = self._line.write(snapshot, name, crew, metrics)
-        except NotFoundError:
-            # Where it writes is gone: others may have taken this worker for dead, and swept the save away.
-            heed(self._now)
-            raise
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
+        """**Blocks.** Makes the files that this worker writes, and notes what the others are told of them."""
         self._holding = make_holding(snapshot, self._holding)
         self._compares = bool(snapshot.digests)
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.objects)
         self._roster = make_roster(snapshot)
-        return receipts
+        return self._line.open_files(snapshot, name, metrics)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -230,16 +225,24 @@ class JointLine:
             self._tell_divergences(name, divergences)
         self.has_compared = self.has_compared or self._compares
 
-    def note_debris(self, name: StepName) -> None:
-        """The attempt has failed; the others may still be writing there."""
+    def check_standing(self) -> None:
+        """**Blocks.** Where it writes is gone: others may have taken this worker for dead, and swept the save away."""
+        self._line.check_standing()
+        heed(self._now)
+
+    def give_up(self, name: StepName) -> None:
+        """The attempt has failed; the others may still be writing there, so that it is removed later."""
         self._debris = name
 
-    def tell(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """**Blocks.** Tells the others of a failure here, unless they know how the save ends.
 
         It does not block if it is the store that has failed: then they are told when it answers again, if it does.
         """
         if self._exchange is None:
+            return
+        if isinstance(error, LeftOutError):
+            self._company.note_left_out(self._exchange)
             return
         self._is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
         if self._is_cut_off:
@@ -247,33 +250,29 @@ class JointLine:
         else:
             self._exchange.tell(error)
 
-    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning:
+    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
         """**Blocks.** What `Line.clean` does, but for directories that others may be writing to. The leader does it."""
-        return self._line.clean(newest, protected, self._list_busy())
+        return self._line.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
 
     def _list_busy(self) -> list[StepName]:
         """The directories of failed attempts that other workers may still be writing to."""
         return [ending.debris for ending in self._endings if ending.debris is not None]
 
-    def give_up(self, name: StepName) -> None:
-        """**Blocks.** Removes what a failed attempt left, which `finish` gave."""
-        self._line.give_up(name)
-
-    def finish(self) -> list[StepName]:
+    def finish(self) -> None:
         """**Blocks.** The last act of a save; the leader waits a little until all others have done with it.
 
-        Returns:
-            The directories of failed attempts that nobody writes to any more. The others come at the end of later ones.
+        Then it removes what failed attempts have left where nothing writes any more: of the others, at the end of later
+        saves.
         """
         exchange, self._exchange = self._exchange, None
         if exchange is None:
-            return []
+            return
         if not self._peers.is_leader:
             if self._is_cut_off:
                 self._company.send(exchange.leave)
             else:
                 exchange.leave()
-            return []
+            return
         others = range(1, self._peers.world_size)
         while not self._company.left_behind.empty():
             self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
@@ -297,7 +296,12 @@ class JointLine:
         self._endings = [ending for ending in self._endings if ending.ranks]
         for ending in ended:
             ending.exchange.forget(is_newest=ending is newest)
-        return [ending.debris for ending in ended if ending.debris is not None]
+        for ending in ended:
+            if ending.debris is not None:
+                try:
+                    self._line.give_up(ending.debris)
+                except HoldfastError as error:
+                    self._emit(make_debris_warning(ending.debris, error))
 
     @property
     def _now(self) -> Exchange:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
 
 import msgspec
 
 from holdfast.catalog import Catalog, exists, find_lost, open_generation, read_catalog, record_base
 from holdfast.errors import HoldfastError, NotFoundError
+from holdfast.events import Warned
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest, encode_manifest
 from holdfast.format.names import StepName
@@ -25,13 +26,14 @@ from holdfast.save.discard import (
     withdraw,
 )
 from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.save.incremental import Incremental
+from holdfast.save.incremental import Incremental, IncrementalWriting
 from holdfast.save.ledger import Ledger
-from holdfast.save.order import Origin
+from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.space import Space
-from holdfast.save.write import write
-from holdfast.storage.crew import Crew
+from holdfast.save.stage import Staging
+from holdfast.save.write import WholeWriting
 from holdfast.storage.protocol import Storage
+from holdfast.storage.worker_pool import WorkerPool
 
 
 class Cleaning(msgspec.Struct, frozen=True):
@@ -54,8 +56,94 @@ class Cleaning(msgspec.Struct, frozen=True):
     lost: tuple[StepName, ...] = ()
 
 
-class Line:
-    """Writes checkpoints of one generation, one after the other. Not thread-safe: one save uses it at a time."""
+class Writing(Protocol):
+    """One worker's files of one step in the making. Not thread-safe."""
+
+    def write_behind_copy(self, pool: WorkerPool) -> None:
+        """**Blocks.** Writes what has been copied, until all is; nothing where that cannot be."""
+        ...
+
+    def finish(self, pool: WorkerPool) -> Receipts:
+        """**Blocks.** Writes the rest, and makes all of it last."""
+        ...
+
+    def abandon(self) -> None:
+        """Lets go of what is open; harmless twice, and when it is finished."""
+        ...
+
+
+class Writer(Protocol):
+    """How the checkpoints of a run are written: by one worker alone, or by several together. Not thread-safe.
+
+    A save calls `digest` before training goes on, and then the others in the order in which they stand here; `give_up`
+    and `fail` where something goes wrong, and `finish` in any case. Where `writes_behind_copy` says so, files may be
+    opened before it is confirmed. Each method may raise what the storage or the other workers raise.
+
+    Attributes:
+        writes_behind_copy: Whether writing may begin while the state is still being copied.
+    """
+
+    writes_behind_copy: bool
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that is written, or None before the first save."""
+        ...
+
+    def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
+        """**Blocks.** What tells the values from others that are to be compared with those of other workers."""
+        return ()
+
+    def begin(self, order: SaveOrder) -> None:
+        """Training has confirmed the save."""
+        return
+
+    def open(self, origin: Origin) -> Base | None:
+        """**Blocks.** Makes sure that there is a generation, and that it is the newest; gives the base of a new one."""
+        ...
+
+    def name(self, step: int) -> StepName:
+        """**Blocks.** The place of the next attempt at a step."""
+        ...
+
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
+        """**Blocks.** Makes the files that this worker writes of a step."""
+        ...
+
+    def commit(
+        self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> object:
+        """**Blocks.** Commits what was written."""
+        ...
+
+    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
+        """**Blocks.** Removes what is not kept any more; None where that is another worker's to do."""
+        ...
+
+    def check_standing(self) -> None:
+        """**Blocks.** Raises if another job has taken over, or the other workers have ended the save."""
+        ...
+
+    def give_up(self, name: StepName) -> None:
+        """**Blocks.** An attempt has failed: removes what it left, as soon as nothing writes there any more."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """**Blocks.** The save has failed here, or is left out."""
+        return
+
+    def finish(self) -> None:
+        """**Blocks.** The last act of a save, whatever has become of it."""
+        return
+
+
+class Line(Writer):
+    """Writes checkpoints of one generation, one after the other: a `Writer` for one worker alone.
+
+    Not thread-safe: one save uses it at a time.
+    """
+
+    writes_behind_copy = True
 
     def __init__(
         self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
@@ -158,37 +246,38 @@ class Line:
         known = self._incremental.list_known() if self._incremental is not None else ()
         return next_attempt(self._storage, step, self._generation, known)
 
-    def write(self, snapshot: Snapshot, name: StepName, crew: Crew, metrics: Mapping[str, float]) -> Receipts:
-        """**Blocks.** Writes a snapshot and makes it last, without committing it."""
-        with self._telling_why():
-            if self._incremental is None:
-                return write(snapshot, self._storage, name, crew)
-            return self._incremental.write(snapshot, name, crew, self._find_wanted(name, metrics))
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
+        """**Blocks.** Makes the files that are written of a step; see `Writer`."""
+        if self._incremental is None:
+            return WholeWriting(snapshot, self._storage, name)
+        return IncrementalWriting(self._incremental, snapshot, name, self._find_wanted(name, metrics))
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """**Blocks.** Commits what was written."""
-        with self._telling_why():
+        try:
             manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
+        except NotFoundError:
+            self.check_standing()
+            raise
         self._ledger.add(manifest)
         self.note_committed()
         return manifest
-
-    @contextmanager
-    def _telling_why(self) -> Iterator[None]:
-        """Where something of this job's is gone, another one may have taken over, and swept it away."""
-        try:
-            yield
-        except NotFoundError:
-            if self._generation is not None:
-                check_fence(self._storage, self._generation)
-            raise
 
     def note_committed(self) -> None:
         """What was written last is committed."""
         if self._incremental is not None:
             self._incremental.mark_committed()
+
+    def check_standing(self) -> None:
+        """**Blocks.** Where something of this job's is gone, another one may have taken over, and swept it away.
+
+        Raises:
+            FencedError: If one has.
+        """
+        if self._generation is not None:
+            check_fence(self._storage, self._generation)
 
     def give_up(self, name: StepName) -> None:
         """**Blocks.** Removes what a failed attempt left.
@@ -321,3 +410,8 @@ class Line:
         except HoldfastError as error:
             problems.append(error)
         return swept
+
+
+def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:
+    """**Pure.** That what a failed attempt has left could not be removed: the next save sweeps it away."""
+    return Warned(text=f"what an unfinished save left in {name.directory} is still there: {error}")

@@ -23,8 +23,8 @@ from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.save.handoffs import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
-from holdfast.storage.crew import Crew
 from holdfast.storage.parts import batches
+from holdfast.storage.worker_pool import WorkerPool
 
 _DIGEST_CHARACTERS: Final = 16
 """How much of a digest is sent: enough to tell values apart that nobody has made equal on purpose."""
@@ -195,19 +195,15 @@ class _Piece(NamedTuple):
     address: int | None
 
 
-def digest_values(captured: Captured, crew: Crew) -> tuple[str, ...]:
+def digest_values(captured: Captured, moments: Mapping[str, object], pool: WorkerPool) -> tuple[str, ...]:
     """**Blocks.** What tells the values of each replica from others, as they are now; nothing if none are compared.
 
     Args:
         captured: The arrays.
-        crew: The threads that work.
+        moments: By library, what reading them has to wait for.
+        pool: The threads that work.
     """
     pieces = list(_cut(captured))
-    moments = {
-        backend.name: backend.devices.moment([piece.array for piece in pieces if piece.backend is backend])
-        for backend in {id(piece.backend): piece.backend for piece in pieces}.values()
-        if backend.devices is not None
-    }
     found = [""] * len(pieces)
 
     def take(batch: Sequence[tuple[int, _Piece]]) -> None:
@@ -223,7 +219,7 @@ def digest_values(captured: Captured, crew: Crew) -> tuple[str, ...]:
                 transfer.wait()
             found[place] = digest(image)
 
-    crew.run(partial(take, batch) for batch in batches(enumerate(pieces), lambda one: one[1].size_bytes, _PIECE_BYTES))
+    pool.run(partial(take, batch) for batch in batches(enumerate(pieces), lambda one: one[1].size_bytes, _PIECE_BYTES))
     values: list[list[str]] = [[] for _ in captured.compared]
     for piece, value in zip(pieces, found, strict=True):
         values[piece.number].append(value)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.save.exit import hold, release
 from holdfast.save.handle import SaveHandle
+from holdfast.save.request import SaveRequest
 
 
 class SaveReports:
@@ -28,21 +29,15 @@ class SaveReports:
         self._untold: list[HoldfastError] = []
         self._failures_in_a_row = 0
         self._changes_in_a_row = 0
-        self._in_flight: SaveHandle | None = None
+        self._in_flight: SaveRequest | None = None
         # Whether closing has not waited for that until its end, and has said so; or a person has ended that wait.
         self._is_given_up = self._is_interrupted = False
 
-    def mark_begun(self, handle: SaveHandle) -> None:
+    def mark_begun(self, request: SaveRequest) -> None:
         """A save has begun; from now on the exit of the program waits for it."""
         with self._lock:
-            self._in_flight, self._is_given_up, self._is_interrupted = handle, False, False
+            self._in_flight, self._is_given_up, self._is_interrupted = request, False, False
         hold(self)
-
-    def mark_cancelled(self, handle: SaveHandle) -> None:
-        """A save was called off, and will never be."""
-        with self._lock:
-            self._in_flight = None
-            self._release_if_done()
 
     def mark_committed(self) -> None:
         """A save was committed: failures that were tolerated until now are forgiven."""
@@ -51,12 +46,12 @@ class SaveReports:
                 self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
             self._failures_in_a_row = self._changes_in_a_row = 0
 
-    def mark_ended(self, handle: SaveHandle) -> None:
+    def mark_ended(self, request: SaveRequest) -> None:
         """Nothing of the save goes on any more."""
         with self._lock:
             self._in_flight = None
             self._release_if_done()
-        handle.mark_ended()
+        request.progress.mark_ended()
 
     def add(self, error: HoldfastError) -> None:
         """Notes a failure that the user has to be told of."""
@@ -134,8 +129,10 @@ class SaveReports:
             KeyboardInterrupt: If a person does not want to wait; it says what is lost.
         """
         with self._lock:
-            handle = self._in_flight
-        if handle is not None:
+            request = self._in_flight
+        if request is not None:
+            request.drop_if_left()
+            handle = request.handle
             try:
                 handle.wait_ended(0.0 if self._is_given_up else None, at_exit=True)
             except DeadlineError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -17,9 +16,9 @@ from holdfast.save.buffer import HostBuffer
 from holdfast.save.handoffs import Snapshot
 from holdfast.save.moves import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.watermark import Watermark
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Transfer, alias_of
-from holdfast.storage.crew import Crew
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
 from holdfast.storage.parts import batches
+from holdfast.storage.worker_pool import WorkerPool
 
 _SMALL_BYTES: Final = 256 << 10
 
@@ -60,20 +59,26 @@ class Stager:
             captured.own,
             captured.strides,
             captured.quantizers,
-            Watermark(
-                [*(copy.begin - base for copy in moves.now), *(plan.begins[number] for number in moves.others_now)]
-            ),
         )
-        staging = Staging(snapshot, captured, moves.now, [copy.run for copy in moves.later])
+        staging = Staging(snapshot, captured, [copy.run for copy in moves.now], [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
         staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
-        self._add_others(staging, moves, plan, captured)
+        staging.moments = _record_moments(captured.compared)
+        begins = [copy.begin - base for copy in moves.now]
+        begins += self._add_others(staging, moves, plan, captured)
+        staging.snapshot = msgspec.structs.replace(snapshot, copied=Watermark(begins))
         return staging
 
-    def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> None:
-        """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library."""
-        for places, jobs in ((moves.others_now, staging.others_now), (moves.others_later, staging.later)):
+    def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> list[int]:
+        """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library.
+
+        Returns:
+            For each of those that are made before training goes on, the lowest byte that it fills.
+        """
+        begins: list[int] = []
+        for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
+            copy = staging.copy_across if jobs is staging.now else staging.transfer
             by_backend: dict[str, list[int]] = {}
             for place in places:
                 by_backend.setdefault(captured.backends[plan.order[place]].name, []).append(place)
@@ -87,7 +92,9 @@ class Stager:
                     leaves = [plan.order[place] for place in batch]
                     arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
                     offsets = [plan.begins[place] for place in batch]
-                    jobs.append(partial(staging.transfer, backend, arrays, offsets, moment))
+                    jobs.append(partial(copy, backend, arrays, offsets, moment))
+                    begins += [min(offsets)] if jobs is staging.now else []
+        return begins
 
 
 @dataclass(slots=True)
@@ -97,63 +104,64 @@ class Staging:
     Attributes:
         snapshot: What it becomes.
         captured: What is copied, kept until it is.
-        now: Copies that have to be made before anything goes on.
+        now: Copies that have to be made before training goes on.
         later: Copies of what is held: what nothing but a step changes, which waits for them.
-        others_now: As `now`, of what is no plain memory of the host.
         kept: What is held, by its place: another array of the same memory, which lasts as long as this.
         versions: How often each of these had been changed when it was captured.
+        moments: By library, what reading the arrays has to wait for that are compared with other workers'.
     """
 
     snapshot: Snapshot
     captured: Captured
-    now: Sequence[Copy] = ()
+    now: list[Job] = field(default_factory=list)
     later: list[Job] = field(default_factory=list)
-    others_now: list[Job] = field(default_factory=list)
     kept: dict[int, Any] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
+    moments: dict[str, object] = field(default_factory=dict)
     _transfers: list[Transfer] = field(default_factory=list)
 
-    def copy_now(self, crew: Crew, hand_over: Job | None = None) -> None:
-        """**Blocks.** Makes the copies that training waits for.
+    def take_digests(self, digests: tuple[str, ...]) -> None:
+        """Notes what tells the values that are compared from others; the arrays are not needed for that any more."""
+        self.snapshot = msgspec.structs.replace(self.snapshot, digests=digests)
+        self.captured = msgspec.structs.replace(self.captured, compared=())
 
-        Args:
-            crew: The threads that copy.
-            hand_over: Called as soon as they do, on some thread: lets those begin who write behind the copies, with the
-                threads that would be no help to these.
-        """
-        copied = self.snapshot.copied
-        jobs: list[Job] = [partial(copied.make, number, copy.run) for number, copy in enumerate(self.now)]
-        jobs += self.others_now
-        if hand_over is None:
-            crew.run(jobs)
-        else:
-            crew.run([hand_over, *jobs], most_helpers=_count_processors() - 1)
-        self._finish_transfers()
-        copied.finish()
+    def copies_now(self) -> list[Job]:
+        """The copies that training waits for, until `snapshot.copied` has ended; they may be made in any order."""
+        self.snapshot.copied.begin()
+        return [partial(self.snapshot.copied.make, number, copy) for number, copy in enumerate(self.now)]
 
-    def copy_later(self, crew: Crew, started: Callable[[list[Transfer]], None]) -> None:
+    def copy_later(self, pool: WorkerPool, started: Callable[[list[Transfer]], None]) -> None:
         """**Blocks.** Makes the other copies.
 
         Args:
-            crew: The threads that copy.
+            pool: The threads that copy.
             started: Called when all copies are made, or made by devices that can be told to wait for them.
 
         Raises:
             ChangedError: If something is seen to have changed under them.
         """
-        crew.run(self.later)
+        pool.run(self.later)
         self.check_unchanged()
         started(list(self._transfers))
-        self._finish_transfers()
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
 
     def forget(self) -> None:
         """Lets go of the arrays: the save has ended."""
         # New ones, since another thread may be looking through the old.
         self.captured = msgspec.structs.replace(self.captured, arrays=[])
-        self.later, self.others_now, self.kept = [], [], {}
+        self.now, self.later, self.kept = [], [], {}
+
+    def copy_across(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
+        """**Thread-safe.** **Blocks.** Copies arrays by means of their library; waits for a device here, not later."""
+        if backend.devices is None:
+            backend.copy_out(arrays, self.snapshot.image, offsets)
+        elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
+            transfer.wait()
 
     def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
-        """**Thread-safe.** Copies arrays by means of their library."""
+        """**Thread-safe.** As `copy_across`, but `copy_later` waits for the device."""
         if backend.devices is None:
             backend.copy_out(arrays, self.snapshot.image, offsets)
         elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
@@ -161,17 +169,9 @@ class Staging:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether most of it are large arrays.
-
-        To write and copy many small ones at a time is to wait for the interpreter's lock, over and over.
-        """
+        """Whether most of it are large arrays."""
         layout = self.snapshot.layout
         return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
-
-    def _finish_transfers(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Looks whether what is held has been changed since it was captured, or has lost its memory.
@@ -195,9 +195,15 @@ class Staging:
             )
 
 
-def _count_processors() -> int:
-    # Some systems have no such call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _record_moments(compared: Iterable[tuple[ArrayBackend, Any] | None]) -> dict[str, object]:
+    """What the calling thread has asked of devices by now: copies that other threads make come after that."""
+    arrays: dict[str, list[Any]] = {}
+    copiers: dict[str, DeviceCopier] = {}
+    for backend, array in filter(None, compared):
+        if backend.devices is not None:
+            arrays.setdefault(backend.name, []).append(array)
+            copiers[backend.name] = backend.devices
+    return {name: copiers[name].moment(own) for name, own in arrays.items()}
 
 
 class _Plan(msgspec.Struct):

@@ -13,29 +13,61 @@ from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.coverage import digest_values
 from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.storage.crew import Crew
 from holdfast.storage.digesting import digest_parts
 from holdfast.storage.protocol import FileWriter, Storage
+from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20
 """One write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
-def write(snapshot: Snapshot, storage: Storage, name: StepName, crew: Crew) -> Receipts:
-    """**Blocks.** Writes the snapshot of one worker into a step's directory and makes it last.
+class WholeWriting:
+    """One worker's data file in the making, with all arrays of a snapshot. Not thread-safe.
 
     A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
     save of the run sweeps away.
-
-    Raises:
-        StorageError: If the place fails; what was written stays as debris.
     """
-    storage.make_directory(name.directory)
-    worker = snapshot.worker
-    data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
-    digests = _write_data(snapshot, storage.open_writer(data_path, snapshot.layout.size_bytes), crew)
-    leaves = ("".join(spans) for spans in digests)
-    return conclude(make_index(snapshot, snapshot.layout, name, leaves), storage, snapshot.loose)
+
+    def __init__(self, snapshot: Snapshot, storage: Storage, name: StepName) -> None:
+        """**Blocks.** Makes the step's directory, and the file.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        self._snapshot, self._storage, self._name = snapshot, storage, name
+        storage.make_directory(name.directory)
+        worker = snapshot.worker
+        data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
+        self._writer = storage.open_writer(data_path, snapshot.layout.size_bytes)
+        # For each array, in the order of the file, the digests of its spans.
+        self._digests = _room_for_digests(snapshot)
+        self._pieces = _pieces(snapshot, self._writer, self._digests)
+
+    def write_behind_copy(self, pool: WorkerPool) -> None:
+        """**Blocks.** Writes what has been copied, until all is.
+
+        Raises:
+            StorageError: If the place fails.
+        """
+        # While training waits for the copy, more than this one thread would take the processors away from that.
+        pool.run(self._snapshot.copied.while_copied(self._pieces), most_helpers=0)
+
+    def finish(self, pool: WorkerPool) -> Receipts:
+        """**Blocks.** Writes the rest, and makes all of it last.
+
+        Raises:
+            StorageError: If the place fails; what was written stays as debris.
+        """
+        pool.run(self._pieces)
+        self._writer.finish()
+        self._writer.abandon()
+        leaves = ("".join(spans) for spans in self._digests)
+        index = make_index(self._snapshot, self._snapshot.layout, self._name, leaves)
+        return conclude(index, self._storage, self._snapshot.loose)
+
+    def abandon(self) -> None:
+        """Lets go of the file; harmless twice, and when it is finished."""
+        self._writer.abandon()
 
 
 def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Receipts:
@@ -63,10 +95,10 @@ def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Rec
     )
 
 
-def take_digests(snapshot: Snapshot, crew: Crew) -> list[str]:
+def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
     """**Blocks.** For each array, in the order of the image, the digests of its spans one behind the other."""
     digests = _room_for_digests(snapshot)
-    crew.run(_digest_jobs(snapshot, digests))
+    pool.run(_digest_jobs(snapshot, digests))
     return ["".join(spans) for spans in digests]
 
 
@@ -84,21 +116,6 @@ def _digest_jobs(snapshot: Snapshot, digests: list[list[str]]) -> Iterator[Calla
 
 def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
     return [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in snapshot.layout.places]
-
-
-def _write_data(snapshot: Snapshot, writer: FileWriter, crew: Crew) -> list[list[str]]:
-    """Writes the data file; gives for each array, in the order of the file, the digests of its spans."""
-    digests = _room_for_digests(snapshot)
-    try:
-        pieces = _pieces(snapshot, writer, digests)
-        # While training waits for the copy, more than this one thread would take the processors away from that.
-        crew.run(snapshot.copied.while_copied(pieces), most_helpers=0)
-        snapshot.copied.wait_complete()
-        crew.run(pieces)
-        writer.finish()
-    finally:
-        writer.abandon()
-    return digests
 
 
 def _pieces(snapshot: Snapshot, writer: FileWriter, digests: list[list[str]]) -> Iterator[Callable[[], None]]:

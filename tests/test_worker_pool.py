@@ -10,61 +10,84 @@ from functools import partial
 import pytest
 
 from command_line import run_python
-from holdfast.storage.crew import Crew
+from holdfast.storage.worker_pool import WorkerPool
+from patience import PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_does_each_job_once(size: int) -> None:
     done: list[int] = []
-    crew = Crew(size, "crew")
-    crew.start()
+    pool = WorkerPool(size, "pool")
+    pool.start()
     try:
         for _ in range(3):
             done.clear()
-            crew.run(partial(done.append, number) for number in range(100))
+            pool.run(partial(done.append, number) for number in range(100))
             assert sorted(done) == list(range(100))
     finally:
-        crew.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crew")]
+        pool.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool")]
 
 
 @pytest.mark.parametrize("most_helpers", [0, 1])
 def test_no_more_threads_help_than_may(most_helpers: int) -> None:
-    crew = Crew(4, "crew")
-    crew.start()
+    pool = WorkerPool(4, "pool")
+    pool.start()
     seen: set[int] = set()
     try:
         for _ in range(50):
-            crew.run((lambda: seen.add(threading.get_ident()) for _ in range(50)), most_helpers)
+            pool.run((lambda: seen.add(threading.get_ident()) for _ in range(50)), most_helpers)
             assert len(seen) <= 1 + most_helpers
             seen.clear()
     finally:
-        crew.close()
+        pool.close()
 
 
-def test_the_first_error_ends_the_round_and_not_the_crew() -> None:
-    crew = Crew(3, "crew")
-    crew.start()
+def test_the_first_error_ends_the_round_and_not_the_pool() -> None:
+    pool = WorkerPool(3, "pool")
+    pool.start()
     try:
         with pytest.raises(ZeroDivisionError):
-            crew.run(partial(divmod, 1, number - 50) for number in range(100))
+            pool.run(partial(divmod, 1, number - 50) for number in range(100))
         done: list[int] = []
-        crew.run([lambda: done.append(1)])
+        pool.run([lambda: done.append(1)])
         assert done == [1]
     finally:
-        crew.close()
+        pool.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_died_at_what_it_was_given() -> None:
-    crew = Crew(3, "crew")
-    crew.start()
+def test_a_thread_survives_what_it_was_given() -> None:
+    pool = WorkerPool(3, "pool")
+    assert pool.start()
     for _ in range(3):
-        assert crew.try_hand_over(partial(divmod, 1, 0))
+        pool.put(partial(divmod, 1, 0))
+    seen: set[int] = set()
+    gathered = threading.Barrier(3)
+
+    def meet() -> None:
+        gathered.wait(PATIENCE_SECONDS)
+        seen.add(threading.get_ident())
+
+    pool.begin([meet] * 3).wait()
+    assert len(seen) == 3
+    pool.close()
+
+
+def test_the_threads_do_jobs_by_themselves_while_their_owner_goes_on() -> None:
+    pool = WorkerPool(2, "pool")
+    assert pool.start()
+    assert pool.start(), "harmless twice"
+    go_on = threading.Event()
     done: list[int] = []
-    crew.run(partial(done.append, number) for number in range(100))
-    assert sorted(done) == list(range(100))
-    crew.close()
+    round = pool.begin([lambda: go_on.wait(PATIENCE_SECONDS), *(partial(done.append, number) for number in range(9))])
+    go_on.set()
+    round.wait()
+    assert sorted(done) == list(range(9))
+    with pytest.raises(ZeroDivisionError):
+        pool.begin([partial(divmod, 1, 0)]).wait()
+    pool.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool")]
 
 
 def test_an_error_of_what_gives_the_jobs_is_the_callers_whoever_asked_for_the_job() -> None:
@@ -76,21 +99,21 @@ def test_an_error_of_what_gives_the_jobs_is_the_callers_whoever_asked_for_the_jo
         yield gathered.wait
         raise ZeroDivisionError
 
-    crew = Crew(2, "crew")
-    crew.start()
+    pool = WorkerPool(2, "pool")
+    pool.start()
     try:
         for _ in range(20):
             with pytest.raises(ZeroDivisionError):
-                crew.run(jobs())
+                pool.run(jobs())
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_an_interrupt_at_any_point_leaves_nothing_to_hang_on() -> None:
     run = run_python(
         """
         import random, signal, threading
-        from holdfast.storage.crew import Crew
+        from holdfast.storage.worker_pool import WorkerPool
 
         class Interrupted(BaseException):
             pass
@@ -106,18 +129,18 @@ def test_an_interrupt_at_any_point_leaves_nothing_to_hang_on() -> None:
         dice = random.Random(1)
         interrupted = 0
         for _ in range(2000):
-            crew = Crew(4, "crew")
+            pool = WorkerPool(4, "pool")
             try:
                 is_awaited = True
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
-                crew.start()
+                pool.start()
                 for _ in range(4):
-                    crew.run([int] * 50)
+                    pool.run([int] * 50)
                 is_awaited = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 interrupted += 1
-            crew.close()
+            pool.close()
         for thread in threading.enumerate():
             if thread is not threading.main_thread():
                 thread.join(30)
@@ -136,16 +159,16 @@ def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
         """
         import os, resource, signal
         from pathlib import Path
-        from holdfast.storage.crew import Crew
+        from holdfast.storage.worker_pool import WorkerPool
 
         def work(spare_bytes):
             taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + spare_bytes, -1))
             signal.alarm(60)  # Whoever still waits then dies of it.
-            crew, done = Crew(3, "crew"), []
-            crew.start()
-            crew.run([lambda: done.append(1)])
-            crew.close()
+            pool, done = WorkerPool(3, "pool"), []
+            pool.start()
+            pool.run([lambda: done.append(1)])
+            pool.close()
             return done == [1]
 
         # A thread's stack takes 8 MiB, as a rule, and what is left then may be too little for its first call.
@@ -167,6 +190,10 @@ def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
 
 def test_one_that_lives_until_the_interpreters_end_says_nothing_there() -> None:
     """Its module's names are gone by then."""
-    keep = "import threading\nfrom holdfast.storage import crew\nthreading.kept = [crew, crew.Crew(2, 'kept')]"
+    keep = """
+    import threading
+    from holdfast.storage import worker_pool
+    threading.kept = [worker_pool, worker_pool.WorkerPool(2, 'kept')]
+    """
     done = run_python(keep, preload=None)
     assert (done.returncode, done.stderr) == (0, "")

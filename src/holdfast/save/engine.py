@@ -1,0 +1,430 @@
+"""The engine: one thread that makes the saves of a manager, from the copy to what is removed after the commit.
+
+It is one for as long as the manager lives, and has a pool of helpers. No signal handler runs in it, so that no
+exception strikes amid what it does; the thread that trains asks it for a save, and waits for the copy alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from holdfast.errors import ChangedError, HoldfastError, NotFoundError, OutOfMemoryError, SaveFailedError
+from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Sink, Skipped, Staged, Warned, Written
+from holdfast.format.names import StepName
+from holdfast.format.workers import Worker
+from holdfast.gate import Gate
+from holdfast.save.buffer import HostBuffer
+from holdfast.save.cleaning import Cleaner
+from holdfast.save.handoffs import LeftOutError, Receipts
+from holdfast.save.line import Writer, Writing, make_debris_warning
+from holdfast.save.order import Origin
+from holdfast.save.overlap import GIVING_UP, StepHold
+from holdfast.save.reports import SaveReports
+from holdfast.save.request import SaveRequest
+from holdfast.save.stage import Staging
+from holdfast.save.watermark import CalledOffError
+from holdfast.storage.worker_pool import Round, WorkerPool
+
+_RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of the code of functions that give way and are resumed."""
+
+
+class Engine:
+    """Makes saves, one at a time.
+
+    The public methods belong to the training thread, all else to the thread that the first save starts.
+
+    Attributes:
+        hold: Holds up the steps of optimizers, or None.
+        newest: The newest checkpoint that was committed here, or None.
+        durable_seconds: How long that took from the end of the copy, or None.
+        blocked_seconds: For how long it held training up, or None.
+        protected_since_at: From when on training is lost if the save in flight is.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        worker: Worker,
+        url: str,
+        reports: SaveReports,
+        emit: Sink,
+        *,
+        threads: int,
+        hold_seconds: float | None,
+        check_caller: Callable[[], None],
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            writer: Writes the checkpoints.
+            worker: Which worker this is.
+            url: Where the run lies.
+            reports: Keeps the failures.
+            emit: Told of what happens.
+            threads: How many threads copy and write.
+            hold_seconds: How long a step of an optimizer may be held up; None if none ever is.
+            check_caller: As for `StepHold`.
+        """
+        self._writer = writer
+        self._worker = worker
+        self._url = url
+        self._reports = reports
+        self._emit = emit
+        self._thread = WorkerPool(1, "holdfast-engine")
+        self._pool = WorkerPool(threads, "holdfast-worker")
+        self._cleaner = Cleaner(writer, reports, emit)
+        self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.hold = None if hold_seconds is None else StepHold(hold_seconds, self._note_held, check_caller)
+        self.newest: StepName | None = None
+        # Where the run went on from when that was saved.
+        self._origin = Origin()
+        self.durable_seconds: float | None = None
+        self.blocked_seconds: float | None = None
+        self.protected_since_at = time.monotonic()
+        # Of the save in flight: the copies that the pool makes, the generation that was opened and not told of yet, and
+        # for how long it has held up a step of the optimizer.
+        self._copying: Round | None = None
+        self._opened: GenerationOpened | None = None
+        self._held_seconds = 0.0
+        # Of memory made ready before: opens when that has ended.
+        self._touched: Gate | None = None
+        self._is_touching = False
+
+    def submit(self, request: SaveRequest) -> None:
+        """Has a save made. It **blocks** where no thread can be had any more, as while the interpreter shuts down."""
+        work = partial(self._serve, request)
+        if self._thread.start():
+            # In one go: no signal handler comes between the two.
+            request.is_submitted = True
+            self._thread.put(work)
+        else:
+            request.decide(confirmed=True)
+            request.is_submitted = True
+            work()
+
+    def touch(self, buffer: HostBuffer) -> None:
+        """Gives the pages of a buffer memory of their own, behind the calling thread, until `end_touching`."""
+        if self._thread.start():
+            self._touched, self._is_touching = Gate(), True
+            self._thread.put(partial(self._touch, buffer, self._touched))
+
+    def end_touching(self) -> None:
+        """**Blocks** for some milliseconds. What has not been touched by now is left as it is."""
+        self._is_touching = False
+        if self._touched is not None:
+            self._touched.wait(threading.TIMEOUT_MAX)
+            self._touched = None
+
+    def emit_soon(self, event: Event) -> None:
+        """**Thread-safe.** Tells of an event after the save in flight, so that sinks do no work on this thread."""
+        self._pending_events.put(event)
+
+    def tidy(self) -> None:
+        """**Blocks.** The run has ended well: the step that it went on from need not stay any more."""
+        if self.newest is not None and self._origin.base not in (None, *self._origin.sources):
+            self._cleaner.clean(self.newest, self._origin, at_end=True)
+
+    def close(self, timeout_seconds: float) -> None:
+        """**Blocks.** Ends the threads; no save is in flight."""
+        self.end_touching()
+        self._thread.end()
+        self._pool.end()
+        self._thread.join(timeout_seconds)
+        self._pool.join(timeout_seconds)
+        if self.hold is not None:
+            self.hold.end()
+        self._flush_events()
+
+    def _serve(self, request: SaveRequest) -> None:
+        """Makes one save, whatever becomes of it; raises nothing but what a sink of the user's may."""
+        self._reports.mark_begun(request)
+        try:
+            try:
+                name = self._save(request)
+            except BaseException as error:
+                self._give_up(request, error)
+                raise
+        except CalledOffError:
+            pass  # Whoever asked for it knows.
+        except LeftOutError as left:
+            self._leave_out(request, left)
+        except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
+            self._fail(request, error)
+        else:
+            self._cleaner.clean(name, request.order.origin)
+        finally:
+            self._end(request)
+
+    def _save(self, request: SaveRequest) -> StepName:
+        """The way of a save: copy, write, confirmed?, commit."""
+        order, staging = request.order, request.staging
+        assert staging is not None, "it is set before"
+        if isinstance(staging, OutOfMemoryError):
+            self._check_confirmed(request)
+            self._writer.begin(order)
+            raise staging
+        writing: Writing | None = None
+        try:
+            if self._copy(request, staging):
+                writing = self._open(request, staging)
+                writing.write_behind_copy(self._pool)
+        finally:
+            # Also what has failed by now is told when training has its copy, and not before.
+            self._confirm(request, staging)
+        # From here on the other workers are spoken to, if there are any.
+        self._writer.begin(order)
+        is_held = self.hold is not None and staging.captured.has_held
+        if is_held:
+            self._copy_held(request, staging)
+        if writing is None:
+            try:
+                writing = self._open(request, staging)
+            finally:
+                self._tell_opened()
+        try:
+            receipts = writing.finish(self._pool)
+        finally:
+            writing.abandon()
+        name = request.progress.name
+        assert name is not None, "it was opened"
+        self._tell_written(request, name, receipts)
+        if self.hold is not None and is_held:
+            self.hold.make_sure()
+        self._writer.commit(receipts, name, order.metrics, order.metadata)
+        self._note_committed(request, name, receipts)
+        return name
+
+    def _copy(self, request: SaveRequest, staging: Staging) -> bool:
+        """**Blocks** while the copies are made that training waits for, unless the pool makes them by itself.
+
+        Returns:
+            True if it does, so that what it has copied can be written meanwhile.
+        """
+        self._held_seconds = 0.0
+        is_held = self.hold is not None and staging.captured.has_held
+        try:
+            self._pool.start()
+            if staging.captured.compared:
+                staging.take_digests(self._writer.digest(staging, self._pool))
+            if self.hold is not None and is_held:
+                self.hold.begin(request.order.step, request.thread, staging.check_unchanged)
+            copies = staging.copies_now()
+            # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
+            is_behind = self._pool.is_running and staging.is_coarse and not is_held and self._writer.writes_behind_copy
+            if is_behind:
+                self._copying = self._pool.begin(copies, _count_processors())
+            else:
+                self._pool.run(copies, _count_processors() - 1)
+        except BaseException as error:
+            request.copied.fail(error)
+            raise
+        return is_behind
+
+    def _open(self, request: SaveRequest, staging: Staging) -> Writing:
+        """**Blocks.** Makes sure of the generation, and makes the files of the step."""
+        order = request.order
+        base = self._writer.open(order.origin)
+        if base is not None:
+            self._opened = GenerationOpened(generation=base.generation, base_step=base.step)
+        name = self._writer.name(order.step)
+        request.progress.mark_named(name)
+        return self._writer.open_files(staging.snapshot, name, order.metrics)
+
+    def _confirm(self, request: SaveRequest, staging: Staging) -> None:
+        """**Blocks** until training has its copy, and says that it goes on with it.
+
+        Here the interpreter's lock is training's: a save of many small arrays does not hold up the step after it.
+
+        Raises:
+            CalledOffError: If it was interrupted instead, or the copy has failed, which it knows as well.
+        """
+        copied = request.copied
+        copied.ended.wait(threading.TIMEOUT_MAX)
+        self._check_confirmed(request)
+        if copied.error is not None:
+            raise CalledOffError
+        if not staging.captured.has_held:
+            request.progress.mark_staged()
+        self._emit(
+            Staged(
+                step=request.order.step,
+                generation=self._writer.generation or 0,
+                blocked_seconds=copied.completed_at - request.order.asked_at,
+                size_bytes=staging.snapshot.layout.size_bytes,
+                reason=request.order.reason,
+            )
+        )
+        self._tell_opened()
+
+    def _check_confirmed(self, request: SaveRequest) -> None:
+        if not request.wait_decided():
+            raise CalledOffError
+
+    def _copy_held(self, request: SaveRequest, staging: Staging) -> None:
+        """**Blocks.** Copies what nothing but a step changes, and lets go of it."""
+        assert self.hold is not None
+        try:
+            self.hold.copy(partial(staging.copy_later, self._pool, self.hold.release))
+        finally:
+            self.hold.release([])
+        request.progress.mark_staged()
+
+    def _note_held(self, step: int, seconds: float) -> None:
+        """Called on the training thread when a step has been held up."""
+        self._held_seconds = seconds
+        self.emit_soon(Held(step=step, blocked_seconds=seconds))
+
+    def _tell_opened(self) -> None:
+        """Tells of the generation that was opened, if it has not been told."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._emit(opened)
+
+    def _tell_written(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
+        self._emit(
+            Written(
+                step=name.step,
+                generation=name.generation,
+                background_seconds=time.monotonic() - request.copied.completed_at,
+                size_bytes=receipts.size_bytes,
+            )
+        )
+
+    def _note_committed(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
+        order, copied_at = request.order, request.copied.completed_at
+        training_saved_seconds = max(order.asked_at - self.protected_since_at, 0.0)
+        self.newest, self._origin = name, order.origin
+        self.durable_seconds = time.monotonic() - copied_at
+        self.blocked_seconds = copied_at - order.asked_at - order.waited_seconds + self._held_seconds
+        self.protected_since_at = order.asked_at
+        self._reports.mark_committed()
+        request.progress.mark_committed()
+        self._emit(
+            Committed(
+                step=order.step,
+                generation=name.generation,
+                blocked_seconds=copied_at - order.asked_at,
+                background_seconds=self.durable_seconds,
+                size_bytes=receipts.size_bytes,
+                referred_bytes=receipts.referred_bytes,
+                training_saved_seconds=training_saved_seconds,
+            )
+        )
+
+    def _give_up(self, request: SaveRequest, error: BaseException) -> None:
+        """**Blocks.** The attempt has failed.
+
+        Raises:
+            FencedError: If another job has taken over, and swept away what was not found.
+            PeerError: If the other workers have.
+        """
+        try:
+            if isinstance(error, NotFoundError):
+                self._writer.check_standing()
+        finally:
+            if (name := request.progress.name) is not None:
+                try:
+                    self._writer.give_up(name)
+                except HoldfastError as left:
+                    self._emit(make_debris_warning(name, left))
+
+    def _leave_out(self, request: SaveRequest, left: LeftOutError) -> None:
+        """A save that not all workers could take part in is no failure."""
+        self._writer.fail(left)
+        request.progress.mark_left_out(request.order.step, left.reason)
+        self._emit(Skipped(step=request.order.step, reason=left.reason))
+
+    def _fail(self, request: SaveRequest, error: BaseException) -> None:
+        step = request.order.step
+        message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        hint = error.hint if isinstance(error, HoldfastError) else ""
+        failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
+        failure.__cause__ = error
+        try:
+            # Before anybody here hears of it, who may end the process at once.
+            self._writer.fail(error)
+        finally:
+            self._reports.add(failure)
+            request.progress.mark_failed(failure)
+        self._emit(
+            Failed(
+                stage="save",
+                error=message,
+                step=step,
+                generation=self._writer.generation,
+                save_lost=True,
+                background_seconds=time.monotonic() - request.copied.completed_at,
+                rank=None if self._worker.is_alone else getattr(error, "rank", self._worker.rank),
+                path="" if self._worker.is_alone else self._url,
+            )
+        )
+        if isinstance(error, ChangedError):
+            self._emit(Warned(text=GIVING_UP))
+        _empty_frames(error)
+
+    def _end(self, request: SaveRequest) -> None:
+        """**Blocks.** The last acts of a save, whatever has become of it."""
+        try:
+            self._tell_opened()
+            self._writer.finish()
+        finally:
+            if self._copying is not None:
+                with suppress(BaseException):  # It has been raised where it was waited for.
+                    self._copying.wait()
+            self._copying = None
+            if self.hold is not None:
+                self.hold.forget()
+            # Tensors that go when the program has begun to end abort it: torch takes the interpreter's lock for that,
+            # which this thread does not get any more.
+            request.forget()
+            self._flush_events()
+            # Not before: from here on the program may end, or the next save begin.
+            self._reports.mark_ended(request)
+
+    def _flush_events(self) -> None:
+        while not self._pending_events.empty():
+            self._emit(self._pending_events.get())
+
+    def _touch(self, buffer: HostBuffer, touched: Gate) -> None:
+        try:
+            self._pool.start()
+            self._pool.run(self._while_touching(buffer.touch()), most_helpers=1)
+        finally:
+            touched.open()
+
+    def _while_touching(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+        for job in jobs:
+            if not self._is_touching:
+                return
+            yield job
+
+
+def _count_processors() -> int:
+    # Some systems have no such call.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Lets go of what the functions that have failed were about, which is large, and the error may be kept for long.
+
+    Where they failed stays to be seen.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if not frame.f_code.co_flags & _RESUMED:  # Clearing one that may go on ends it.
+                with suppress(RuntimeError):  # It has not ended.
+                    frame.clear()
+        one = one.__cause__ or one.__context__

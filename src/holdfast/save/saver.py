@@ -1,0 +1,226 @@
+"""What the training thread does of a save: takes the state, asks the engine, waits for the copy, and confirms."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
+from holdfast.events import Event, Sink, Warned
+from holdfast.format.names import StepName
+from holdfast.format.workers import ALONE
+from holdfast.policies import RetentionPolicy
+from holdfast.save.buffer import HostBuffer
+from holdfast.save.companies import join_line
+from holdfast.save.engine import Engine
+from holdfast.save.line import Line
+from holdfast.save.overlap import keep_steady
+from holdfast.save.prepare import reckon_bytes
+from holdfast.save.reports import SaveReports
+from holdfast.save.request import SaveRequest
+from holdfast.save.stage import Stager, Staging
+from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
+from holdfast.state.immutable_arrays import ImmutableArrays
+from holdfast.state.oversights import LossWatch, find_oversights
+from holdfast.storage import Storage
+from holdfast.storage.digesting import find_native
+
+if TYPE_CHECKING:
+    from holdfast.save.company import Company
+
+
+class Saver:
+    """Makes saves, one at a time. All of it belongs to the training thread; the engine's threads do the rest.
+
+    Attributes:
+        engine: That engine.
+        hold: Holds up the steps of optimizers, or None.
+        caller: The thread that is in the call that makes a save, if one is.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        keep: RetentionPolicy,
+        emit: Sink,
+        reports: SaveReports,
+        objects: Mapping[str, object],
+        *,
+        threads: int,
+        overlap_copy: bool,
+        timeout_seconds: float,
+        incremental: bool,
+        reuse_space: bool,
+        check_replicas: bool | Literal["first"] = "first",
+        company: Company | None = None,
+    ) -> None:
+        # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
+        line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
+        self._company = company
+        if company is not None:
+            company.peers.warn = lambda text: emit(Warned(text=text))
+        joint = self._joint = join_line(line, storage, company, emit, check_replicas=check_replicas)
+        self._worker = ALONE if company is None else company.worker
+        self._url = storage.url
+        self.caller: int | None = None
+        self._request: SaveRequest | None = None
+        self.engine = Engine(
+            joint or line,
+            self._worker,
+            storage.url,
+            reports,
+            emit,
+            threads=threads,
+            hold_seconds=timeout_seconds if overlap_copy else None,
+            check_caller=self.check_apart,
+        )
+        self.hold = self.engine.hold
+        self._line = joint or line
+        self._own_line = line
+        self._check_replicas = check_replicas
+        self._emit = emit
+        self._buffer = HostBuffer()
+        self._stager = Stager(self._buffer)
+        self._captures = CaptureCache()
+        self._objects = objects
+        self._fixed = ImmutableArrays()
+        self._loss_watch = LossWatch()
+        self._is_looked_over = False
+        # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
+        find_native()
+
+    @property
+    def newest(self) -> StepName | None:
+        """The newest checkpoint that this saver has committed, or None."""
+        return self.engine.newest
+
+    @property
+    def costs(self) -> tuple[float | None, float | None]:
+        """What the newest committed save cost: seconds of training held up, and seconds until it was durable."""
+        return self.engine.blocked_seconds, self.engine.durable_seconds
+
+    def prepare(self, size_bytes: int | Literal["auto"]) -> None:
+        """Makes memory for a state of that size ready, behind the calling thread, or warns that it cannot.
+
+        Then the first save takes what memory it needs. The objects need not be such as can be saved yet, like a module
+        without its shapes.
+
+        Args:
+            size_bytes: For how large a state; "auto" for that of the objects.
+        """
+        try:
+            self._buffer.take(reckon_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
+            self.engine.touch(self._buffer)
+        except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
+            reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+            self._emit(Warned(text=f"memory could not be made ready beforehand: {reason}"))
+
+    def note_call(self) -> None:
+        """Called when the program asks something of the manager: then training changes nothing."""
+        if self.hold is not None:
+            self.hold.note_call()
+
+    def check_apart(self) -> None:
+        """Makes sure that this thread is not in the call that makes a save, as a signal handler may be.
+
+        A save that was neither confirmed nor dropped, since a second exception has cut off that, is dropped here.
+
+        Raises:
+            UsageError: If it is.
+        """
+        if self.caller == threading.get_ident():
+            # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what
+            # it waits for, and a manager that is closed does not hold up the step for a copy.
+            raise UsageError(
+                f"a save into {self._url} has just begun, and this was called from within it",
+                hint="In a signal handler only set a flag, and do the rest when the step has ended.",
+            )
+        if self._request is not None:
+            self._request.drop_if_left()
+
+    def capture(self, objects: Mapping[str, object]) -> Captured:
+        """Takes the state of the live objects, all but the arrays' values; see `capture_objects`.
+
+        Raises:
+            UnsupportedValueError: If something cannot be stored.
+        """
+        hold = None if self.hold is None else self.hold.try_hold
+        is_first = self._joint is not None and not self._joint.has_compared
+        check_replicas = is_first if self._check_replicas == "first" else self._check_replicas
+        captured = capture_objects(objects, self._captures, hold, self._worker, check_replicas, self._holders)
+        return captured if self.hold is None else keep_steady(captured, self.hold)
+
+    def check_capture(self, objects: Mapping[str, object]) -> None:
+        """Makes sure, without a change to them, that the state of the live objects can be taken.
+
+        Raises:
+            UnsupportedValueError: If something cannot be stored.
+        """
+        check_capture(objects, self._captures, self._worker, self._holders)
+
+    @property
+    def _holders(self) -> Mapping[str, Sequence[int]]:
+        return {} if self._company is None else self._company.holders
+
+    def save(self, request: SaveRequest, captured: Captured) -> None:
+        """**Blocks** while the state is copied, but for what is held. The save before must have ended.
+
+        What it raises (Ctrl-C, say) may come before it has confirmed: then the request is to be dropped.
+
+        Raises:
+            UsageError: If the state cannot be laid out as a file.
+        """
+        self._request = request
+        self._look_over(request.order.step)
+        self.engine.end_touching()
+        request.take(self._try_stage(captured, request.order.step))
+        self.engine.submit(request)
+        request.wait_copied()
+        request.decide(confirmed=True)
+
+    def _look_over(self, step: int) -> None:
+        """Warns of what users forget."""
+        warnings = [self._fixed.look(self._objects, step), self._loss_watch.look(self._objects)]
+        warnings += [] if self._is_looked_over else find_oversights(self._objects)
+        self._is_looked_over = True
+        for text in filter(None, warnings):
+            self.emit_soon(Warned(text=text))
+
+    def _try_stage(self, captured: Captured, step: int) -> Staging | OutOfMemoryError:
+        """Lays the state out here, where the streams of a device and the device in use are those of training."""
+        try:
+            return self._stager.stage(captured, step)
+        except OutOfMemoryError as error:
+            return error
+
+    def start_from(self, step: int) -> None:
+        """Counts training time from now on, since what came before that step cannot be lost (a restore, say)."""
+        self.engine.protected_since_at = time.monotonic()
+        self._fixed.begin(self._objects, step)
+        self._loss_watch.begin(self._objects)
+
+    def leave_line(self) -> None:
+        """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
+        self._line.leave()
+        if self._company is not None:
+            self._company.begin_epoch()
+
+    def emit_soon(self, event: Event) -> None:
+        """Tells of an event after the save in flight, so that sinks do no work on this thread."""
+        self.engine.emit_soon(event)
+
+    def close(self, timeout_seconds: float) -> None:
+        """**Blocks.** Ends all threads, and lets go of buffer and disk; no save is in flight."""
+        self.engine.close(timeout_seconds)
+        try:
+            self._own_line.close()
+        except HoldfastError as error:
+            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
+        self._buffer.release()
+
+    def abandon(self) -> None:
+        """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
+        self._own_line.abandon()
