@@ -19,16 +19,16 @@ from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.format.workers import Worker
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.company import Company
-from holdfast.save.exchange import Exchange
-from holdfast.save.handoffs import Receipts
-from holdfast.save.joint import JointLine
-from holdfast.save.line import Line
+from holdfast.save.commit.run_writer import Line
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.image import Stager
+from holdfast.save.joint.participant import Company
+from holdfast.save.joint.places import PartRecord, Place, Position
+from holdfast.save.joint.protocol import Exchange
+from holdfast.save.joint.run_writer import JointLine
 from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.places import PartRecord, Place, Position
-from holdfast.save.stage import Stager
-from holdfast.save.write import make_index, take_digests
+from holdfast.save.records import Receipts
+from holdfast.save.write.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.storage.worker_pool import WorkerPool

@@ -39,7 +39,7 @@ HOLDFAST: Final = (
     "holdfast.preemption.guard",
     "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",
-    "holdfast.save.joint",
+    "holdfast.save.joint.run_writer",
     "holdfast.state.numpy_arrays",
     "holdfast.state.numpy_random",
     "file_engine",

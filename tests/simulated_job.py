@@ -12,11 +12,11 @@ from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.commit import commit
-from holdfast.save.handoffs import Receipts
-from holdfast.save.stage import Stager
-from holdfast.save.write import WholeWriting
+from holdfast.save.commit.publish import commit
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.image import Stager
+from holdfast.save.records import Receipts
+from holdfast.save.write.writer import WholeWriting
 from holdfast.state import capture_objects
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool

@@ -36,7 +36,7 @@ from holdfast.cli.verbs.doctor_trial import PREFIX, Examination, find_mount
 from holdfast.cli.wording import parse_seconds, parse_size, rough_text
 from holdfast.policies import Auto, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
-from holdfast.save import moves
+from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting
 from mounts import fill, mounted
 
@@ -91,7 +91,7 @@ def test_json_holds_every_finding_and_figure(document: dict[str, Any]) -> None:
         assert (finding["status"] == "ok") == (finding["hint"] == "")
     assert set(document["figures"]) == FIGURES
     assert all(figure > 0 for name, figure in document["figures"].items() if name != "clock_ahead_seconds")
-    compiled = moves.NATIVE is not None and digesting.find_native() is not None
+    compiled = copy_plan.NATIVE is not None and digesting.find_native() is not None
     assert statuses(document)["compiled code"] == ("ok" if compiled else "note")
 
 

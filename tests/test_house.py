@@ -84,7 +84,7 @@ IMPORT_BY_NAME = {
     "cluster/discover.py",
     "preemption/__init__.py",
     "preemption/consensus/collectives.py",
-    "save/moves.py",
+    "save/copy/plan.py",
     "state/match/compare.py",
     "state/registry.py",
     "storage/digesting.py",
@@ -102,8 +102,8 @@ SEVERAL = {
     "holdfast.cluster.peers",
     "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",
-    "holdfast.save.company",
-    "holdfast.save.joint",
+    "holdfast.save.joint.participant",
+    "holdfast.save.joint.run_writer",
 }
 """What a worker without others does without."""
 

@@ -29,9 +29,9 @@ from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, Storag
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
 from holdfast.gate import Gate
 from holdfast.integrations.torch import optimizers
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.overlap import StepHold
-from holdfast.save.stage import Stager
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.image import Stager
+from holdfast.save.copy.overlap import StepHold
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage

@@ -24,17 +24,17 @@ from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
-from holdfast.save.audience import open_audience
-from holdfast.save.companies import open_company, try_plan_save
+from holdfast.save.event_sinks import open_audience
+from holdfast.save.failures import SaveReports, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress
+from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.notes import check_metrics, check_notes
 from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.pace import Pace
 from holdfast.save.prepare import Readiness
-from holdfast.save.reports import SaveReports, raise_newest
 from holdfast.save.request import SaveRequest
 from holdfast.save.saver import Saver
+from holdfast.save.timing import Pace
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import KeptEpoch

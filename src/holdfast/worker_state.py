@@ -28,8 +28,8 @@ from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle, name_state
+from holdfast.save.joint.delete_run import Together
 from holdfast.save.notes import check_metrics
-from holdfast.save.together import Together
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import EpochWatch
 from holdfast.storage import Storage, open_storage

@@ -12,8 +12,8 @@ from holdfast.cli.verdicts import Outcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
-from holdfast.save.discard import discard_trash, discard_unfinished, remove_own_files, withdraw
-from holdfast.save.ledger import Ledger
+from holdfast.save.commit.delete_step import discard_trash, discard_unfinished, remove_own_files, withdraw
+from holdfast.save.write.manifest_cache import Ledger
 from holdfast.storage import Storage
 
 

@@ -38,9 +38,9 @@ from holdfast.format.strides import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
-from holdfast.save.line import Line
+from holdfast.save.commit.run_writer import Line
 from holdfast.save.order import Origin
-from holdfast.save.write import PIECE_BYTES, conclude
+from holdfast.save.write.writer import PIECE_BYTES, conclude
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.scratch import take_pages
 from holdfast.tracebacks import short_traceback

@@ -39,7 +39,7 @@ from holdfast.jobs.session import Session
 from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
 from holdfast.save.arguments import check_policies, check_step, check_switches, check_timeout
-from holdfast.save.line import Line
+from holdfast.save.commit.run_writer import Line
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
 

@@ -23,8 +23,8 @@ from holdfast.numbers import check_whole
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.save.arguments import check_step
-from holdfast.save.company import Company
 from holdfast.save.handle import SaveHandle
+from holdfast.save.joint.participant import Company
 from holdfast.save.mark import Mark
 
 _STOPPED: Final = "stopped"

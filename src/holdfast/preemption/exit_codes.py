@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from holdfast.save.exit import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
+from holdfast.save.drain import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 
 EXIT_RESTART: Final = 42
 """What was trained is in a committed checkpoint; the same command, started again, goes on from there."""

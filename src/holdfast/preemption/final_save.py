@@ -17,13 +17,13 @@ from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.pause import ATTEMPTS
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import LeavingExit, end_process, is_interactive, leave_with_thread
+from holdfast.save.drain import LeavingExit, end_process, is_interactive, leave_with_thread
 from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
 
 if TYPE_CHECKING:
-    from holdfast.save.company import Company
+    from holdfast.save.joint.participant import Company
 
 _LOOK_SECONDS: Final = 0.25
 

@@ -22,7 +22,7 @@ from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_load
 from holdfast.preemption.termination import TerminationConfig
 from holdfast.preemption.tolerance import Tolerance
 from holdfast.save.arguments import check_switches
-from holdfast.save.exit import end_interrupted, end_process
+from holdfast.save.drain import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.notes import check_metrics, check_notes
 from holdfast.state.data.position import step_break

@@ -16,7 +16,7 @@ from holdfast.preemption.sources.protocol import Demand, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.exit import is_interactive
+from holdfast.save.drain import is_interactive
 from holdfast.save.say import say_amid
 
 _MOST_SIGNALS: Final = 2

@@ -22,16 +22,16 @@ from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Si
 from holdfast.format.names import StepName
 from holdfast.format.workers import Worker
 from holdfast.gate import Gate
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.cleaning import Cleaner
-from holdfast.save.handoffs import LeftOutError, Receipts
-from holdfast.save.line import Writer, Writing, make_debris_warning
+from holdfast.save.commit.retention import Cleaner
+from holdfast.save.commit.run_writer import Writer, Writing, make_debris_warning
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.image import Staging
+from holdfast.save.copy.overlap import GIVING_UP, StepHold
+from holdfast.save.copy_progress import CalledOffError
+from holdfast.save.failures import SaveReports
 from holdfast.save.order import Origin
-from holdfast.save.overlap import GIVING_UP, StepHold
-from holdfast.save.reports import SaveReports
+from holdfast.save.records import LeftOutError, Receipts
 from holdfast.save.request import SaveRequest
-from holdfast.save.stage import Staging
-from holdfast.save.watermark import CalledOffError
 from holdfast.storage.worker_pool import Round, WorkerPool
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

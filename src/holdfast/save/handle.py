@@ -15,7 +15,7 @@ from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
-    from holdfast.save.overlap import StepHold
+    from holdfast.save.copy.overlap import StepHold
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1

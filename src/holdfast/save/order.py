@@ -10,7 +10,7 @@ import msgspec
 from holdfast.format.names import StepName
 
 if TYPE_CHECKING:
-    from holdfast.save.exchange import Exchange
+    from holdfast.save.joint.protocol import Exchange
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -7,10 +7,10 @@ import threading
 
 from holdfast.errors import OutOfMemoryError
 from holdfast.gate import Gate
+from holdfast.save.copy.image import Staging
+from holdfast.save.copy_progress import Watermark
 from holdfast.save.handle import SaveHandle, SaveProgress
 from holdfast.save.order import SaveOrder
-from holdfast.save.stage import Staging
-from holdfast.save.watermark import Watermark
 
 
 class SaveRequest:

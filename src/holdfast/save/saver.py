@@ -13,15 +13,15 @@ from holdfast.events import Event, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.companies import join_line
+from holdfast.save.commit.run_writer import Line
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.image import Stager, Staging
+from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
-from holdfast.save.line import Line
-from holdfast.save.overlap import keep_steady
+from holdfast.save.failures import SaveReports
+from holdfast.save.joint.setup import join_line
 from holdfast.save.prepare import reckon_bytes
-from holdfast.save.reports import SaveReports
 from holdfast.save.request import SaveRequest
-from holdfast.save.stage import Stager, Staging
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.immutable_arrays import ImmutableArrays
 from holdfast.state.oversights import LossWatch, find_oversights
@@ -29,7 +29,7 @@ from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 
 if TYPE_CHECKING:
-    from holdfast.save.company import Company
+    from holdfast.save.joint.participant import Company
 
 
 class Saver:

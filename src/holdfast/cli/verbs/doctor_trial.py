@@ -22,7 +22,7 @@ from holdfast.cli.wording import rough_text, size_text
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.save import moves
+from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting
 from holdfast.storage.failures import as_storage_errors
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
@@ -157,7 +157,7 @@ class Examination:
         self._look_at_direct_writes()
         self._look_at_room(has_checkpoint)
         self._look_at_clock()
-        if moves.NATIVE is not None and digesting.find_native() is not None:
+        if copy_plan.NATIVE is not None and digesting.find_native() is not None:
             self._note("compiled code", "ok", "in use")
         else:
             hint = "without a C compiler, or with an xxhash that hides its functions: saves block longer"

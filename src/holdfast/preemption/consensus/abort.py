@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from holdfast.preemption.background import start_thread
 from holdfast.preemption.consensus.collectives import find_collectives
-from holdfast.save.exit import drain_all
+from holdfast.save.drain import drain_all
 from holdfast.save.say import say
 
 _INTERRUPT_SECONDS: Final = 1.0

@@ -13,11 +13,11 @@ from holdfast.format.index import Index, Source
 from holdfast.format.layout import Layout, plan_layout
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
 from holdfast.format.workers import Worker
-from holdfast.save.gather import Move, plan_moves, write_gathered
-from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.save.ledger import Ledger
-from holdfast.save.references import Held, Offer, choose_sources, find_unchanged, list_held, make_references
-from holdfast.save.write import conclude, make_index, take_digests
+from holdfast.save.records import Receipts, Snapshot
+from holdfast.save.write.gather import Move, plan_moves, write_gathered
+from holdfast.save.write.manifest_cache import Ledger
+from holdfast.save.write.references import Held, Offer, choose_sources, find_unchanged, list_held, make_references
+from holdfast.save.write.writer import conclude, make_index, take_digests
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 

@@ -5,8 +5,8 @@ pipeline have objects under names of their own: then each object is held by the 
 names are but a part of another's has no stage of its own, and lacks what the other has: it counts as one that should
 hold that, so that the save fails, and names it.
 
-Who holds an array is compared leaf by leaf; see `save/replicas.py`. An object without one, such as a counter, has no
-leaf. So those workers are compared that have the same objects with arrays.
+Who holds an array is compared leaf by leaf; see `save/joint/replicas.py`. An object without one, such as a counter, has
+no leaf. So those workers are compared that have the same objects with arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import make_sendable
 from holdfast.format.digests import digest
-from holdfast.save.handoffs import Snapshot
+from holdfast.save.records import Snapshot
 from holdfast.state.leaves import Skeleton
 
 _DIGEST_CHARACTERS: Final = 16

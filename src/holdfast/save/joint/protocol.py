@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
-from holdfast.save.handoffs import LeftOutError
-from holdfast.save.inquiry import Inquiry
-from holdfast.save.places import WELL, EndRecord, NameRecord, PartRecord, Position
-from holdfast.save.replicas import Holding
+from holdfast.save.joint.inquiry import Inquiry
+from holdfast.save.joint.places import WELL, EndRecord, NameRecord, PartRecord, Position
+from holdfast.save.joint.replicas import Holding
+from holdfast.save.records import LeftOutError
 
 _T = TypeVar("_T")
 

@@ -8,9 +8,9 @@ from typing import Final
 
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.format.names import DATA_SUFFIX, is_own_file
-from holdfast.save.commit import check_fence
-from holdfast.save.discard import remove_own_files
-from holdfast.save.exit import hold, release
+from holdfast.save.commit.delete_step import remove_own_files
+from holdfast.save.commit.publish import check_fence
+from holdfast.save.drain import hold, release
 from holdfast.storage.protocol import SparingStorage, Storage
 
 _MAX_SHARE: Final = 2

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
-from holdfast.save.exit import hold, release
+from holdfast.save.drain import hold, release
 from holdfast.save.handle import SaveHandle
 from holdfast.save.request import SaveRequest
 

@@ -17,21 +17,21 @@ from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest, encode_manifest
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
-from holdfast.save.commit import check_fence, check_unpassed, commit
-from holdfast.save.discard import (
+from holdfast.save.commit.delete_step import (
     discard_half_published,
     discard_trash,
     discard_unfinished,
     next_attempt,
     withdraw,
 )
-from holdfast.save.handoffs import Receipts, Snapshot
-from holdfast.save.incremental import Incremental, IncrementalWriting
-from holdfast.save.ledger import Ledger
+from holdfast.save.commit.publish import check_fence, check_unpassed, commit
+from holdfast.save.commit.recycle import Space
+from holdfast.save.copy.image import Staging
 from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.space import Space
-from holdfast.save.stage import Staging
-from holdfast.save.write import WholeWriting
+from holdfast.save.records import Receipts, Snapshot
+from holdfast.save.write.incremental import Incremental, IncrementalWriting
+from holdfast.save.write.manifest_cache import Ledger
+from holdfast.save.write.writer import WholeWriting
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 

@@ -19,10 +19,10 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
-from holdfast.save.exchange import Exchange, try_end
-from holdfast.save.places import Places
-from holdfast.save.roster import find_holders
-from holdfast.save.sight import check_token, remove_token, try_put_token
+from holdfast.save.joint.places import Places
+from holdfast.save.joint.protocol import Exchange, try_end
+from holdfast.save.joint.roster import find_holders
+from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
 
 _NOTICE_LOOKS: Final = 3

@@ -5,7 +5,7 @@ restored, the step, and the how manieth try at that step it is.
 
     save/PLACE/name           the directory, by the leader
     save/PLACE/part/RANK      what a worker has written
-    save/PLACE/question       what the leader asks some workers; see `save/inquiry.py`
+    save/PLACE/question       what the leader asks some workers; see `save/joint/inquiry.py`
     save/PLACE/verdict        whether it is to be committed: written once, by whoever knows first
     save/PLACE/result         how the commit went, by the leader
     save/PLACE/left/RANK      that a worker has done with this save
@@ -24,8 +24,8 @@ import msgspec
 from holdfast.cluster.peers import Failure
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
-from holdfast.save.replicas import Group
-from holdfast.save.roster import Roster
+from holdfast.save.joint.replicas import Group
+from holdfast.save.joint.roster import Roster
 from holdfast.state.data.position import PositionRecord
 
 
@@ -137,7 +137,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         references: The earlier steps that it refers to.
         features: What a reader has to understand to read its index.
         groups: What it says of what it holds together with others.
-        shards: What it says of the boxes of its loose leaves; see `save/coverage.py`.
+        shards: What it says of the boxes of its loose leaves; see `save/joint/coverage.py`.
         values: What it says of their values.
         check_replicas: At which saves it is to compare what workers hold alike.
         positions: How far it has got in its data.

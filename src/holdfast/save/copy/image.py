@@ -12,10 +12,10 @@ import msgspec
 
 from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
-from holdfast.save.buffer import HostBuffer
-from holdfast.save.handoffs import Snapshot
-from holdfast.save.moves import PART_BYTES, Copy, Job, Move, plan_copies
-from holdfast.save.watermark import Watermark
+from holdfast.save.copy.host_buffer import HostBuffer
+from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
+from holdfast.save.copy_progress import Watermark
+from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
 from holdfast.storage.parts import batches
 from holdfast.storage.worker_pool import WorkerPool

@@ -10,7 +10,7 @@ from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import ALONE, Worker
-from holdfast.save.watermark import Watermark
+from holdfast.save.copy_progress import Watermark
 from holdfast.state.leaves import Replica, Skeleton
 
 
@@ -55,7 +55,7 @@ class Receipts(msgspec.Struct, frozen=True):
         workers: What each worker wrote, in order of rank.
         references: The earlier steps whose bytes were not written again, in order.
         features: What a reader has to understand to read the indexes.
-        values: What one worker says of the values of its loose leaves; see `save/coverage.py`.
+        values: What one worker says of the values of its loose leaves; see `save/joint/coverage.py`.
     """
 
     workers: tuple[WorkerRecord, ...]

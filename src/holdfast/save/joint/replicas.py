@@ -21,7 +21,7 @@ from holdfast.cluster.peers import make_sendable
 from holdfast.format.boxes import Box, split_box, whole_box
 from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.save.handoffs import Snapshot
+from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
 from holdfast.storage.parts import batches
 from holdfast.storage.worker_pool import WorkerPool

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES
 from holdfast.errors import DeadlineError, UsageError
-from holdfast.save.replicas import (
+from holdfast.save.joint.replicas import (
     LEAVES_HINT,
     MOST_CAMPS,
     Detail,

@@ -14,8 +14,8 @@ from holdfast.errors import FencedError, HoldfastError, StorageError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
-from holdfast.save.discard import discard_committed
-from holdfast.save.handoffs import Receipts
+from holdfast.save.commit.delete_step import discard_committed
+from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
 _NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")

@@ -21,15 +21,14 @@ from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
-from holdfast.save.commit import check_fence
-from holdfast.save.company import Company
-from holdfast.save.coverage import Coverage, digest_shards
-from holdfast.save.exchange import Exchange, heed
-from holdfast.save.handoffs import LeftOutError, Receipts, Snapshot
-from holdfast.save.line import Cleaning, Line, Writer, Writing, make_debris_warning
-from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.places import NameRecord, PartRecord
-from holdfast.save.replicas import (
+from holdfast.save.commit.publish import check_fence
+from holdfast.save.commit.run_writer import Cleaning, Line, Writer, Writing, make_debris_warning
+from holdfast.save.copy.image import Staging
+from holdfast.save.joint.coverage import Coverage, digest_shards
+from holdfast.save.joint.participant import Company
+from holdfast.save.joint.places import NameRecord, PartRecord
+from holdfast.save.joint.protocol import Exchange, heed
+from holdfast.save.joint.replicas import (
     VALUES_HINT,
     Divergence,
     Holding,
@@ -38,9 +37,10 @@ from holdfast.save.replicas import (
     make_holding,
     tell_apart,
 )
-from holdfast.save.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
-from holdfast.save.sight import check_opening, find_unseen, read_opening_digest
-from holdfast.save.stage import Staging
+from holdfast.save.joint.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
+from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
+from holdfast.save.order import Origin, SaveOrder
+from holdfast.save.records import LeftOutError, Receipts, Snapshot
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool

@@ -13,12 +13,12 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Sink
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
-from holdfast.save.line import Line
+from holdfast.save.commit.run_writer import Line
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:
-    from holdfast.save.company import Company
-    from holdfast.save.joint import JointLine
+    from holdfast.save.joint.participant import Company
+    from holdfast.save.joint.run_writer import JointLine
 
 Seen = TypeVar("Seen")
 
@@ -55,7 +55,7 @@ def open_company(
         raise
     is_own = cluster is not choice
     if cluster.world_size > 1:
-        from holdfast.save.company import Company
+        from holdfast.save.joint.participant import Company
 
         company = Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         if problem is None:
@@ -95,6 +95,6 @@ def join_line(
     """
     if company is None:
         return None
-    from holdfast.save.joint import JointLine
+    from holdfast.save.joint.run_writer import JointLine
 
     return JointLine(line, storage, company, emit, check_replicas=check_replicas)

@@ -8,9 +8,9 @@ from holdfast.catalog import describe_lost
 from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
-from holdfast.save.line import Writer
+from holdfast.save.commit.run_writer import Writer
+from holdfast.save.failures import SaveReports
 from holdfast.save.order import Origin
-from holdfast.save.reports import SaveReports
 
 
 class Cleaner:

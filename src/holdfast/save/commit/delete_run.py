@@ -12,7 +12,7 @@ from holdfast.catalog import Catalog, open_generation, read_catalog, read_genera
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError
 from holdfast.format.generation import make_base
 from holdfast.format.names import StepName, base_path, generation_path
-from holdfast.save.discard import (
+from holdfast.save.commit.delete_step import (
     discard_half_published,
     discard_trash,
     discard_unfinished,

@@ -8,7 +8,7 @@ are durable by then, and looks at them as `verify` does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -19,7 +19,7 @@ from holdfast.format.digests import digest
 from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
 from holdfast.format.names import StepName, index_name, join
 from holdfast.format.shards import find_cover_problem
-from holdfast.save.handoffs import Snapshot
+from holdfast.save.records import Snapshot
 from holdfast.storage.protocol import Storage
 
 _COVER_HINT: Final = (
@@ -53,18 +53,6 @@ def digest_shards(snapshot: Snapshot) -> str:
     return digest(msgspec.msgpack.encode((sorted(snapshot.loose), sorted(shards), others)))
 
 
-def digest_values(index: Index, loose: Collection[str]) -> str:
-    """**Pure.** What lies in the boxes of loose leaves; empty if there are none."""
-    if not loose:
-        return ""
-    values = [
-        (stored.leaf, stored.box.offsets, stored.record.spans)
-        for stored in index.stored_boxes()
-        if stored.leaf in loose and stored.box.elements
-    ]
-    return digest(msgspec.msgpack.encode(sorted(values)))
-
-
 class Coverage:
     """What the leader knows of the loose leaves of all workers. Not thread-safe."""
 
@@ -83,7 +71,7 @@ class Coverage:
             storage: Where the run lies.
             name: The step.
             shards: What `digest_shards` gave on each worker, in order of rank.
-            values: What `digest_values` gave.
+            values: What `save.write.writer.digest_loose` gave.
 
         Raises:
             UsageError: If something is missing, or stands twice with different values; it names the leaf and ranks.

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from holdfast.format.digests import SPAN_BYTES, digest, span_count
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
-from holdfast.save.coverage import digest_values
-from holdfast.save.handoffs import Receipts, Snapshot
+from holdfast.save.records import Receipts, Snapshot
 from holdfast.storage.digesting import digest_parts
 from holdfast.storage.protocol import FileWriter, Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -89,10 +90,22 @@ def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Rec
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
     )
-    values = digest_values(index, loose)
+    values = digest_loose(index, loose)
     return Receipts(
         (WorkerRecord(len(data), digest(data), index.data_bytes),), references, list_features(index), values
     )
+
+
+def digest_loose(index: Index, loose: Collection[str]) -> str:
+    """**Pure.** What lies in the boxes of loose leaves; empty if there are none."""
+    if not loose:
+        return ""
+    values = [
+        (stored.leaf, stored.box.offsets, stored.record.spans)
+        for stored in index.stored_boxes()
+        if stored.leaf in loose and stored.box.elements
+    ]
+    return digest(msgspec.msgpack.encode(sorted(values)))
 
 
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:

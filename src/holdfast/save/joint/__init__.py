@@ -1,0 +1,1 @@
+"""Saves that several workers make together."""

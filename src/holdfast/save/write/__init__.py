@@ -1,0 +1,1 @@
+"""A snapshot's files: all of it, or what has changed."""
