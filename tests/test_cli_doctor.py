@@ -206,7 +206,7 @@ def test_within_a_job_it_is_alone(tmp_path: Path) -> None:
 
 def test_what_a_killed_one_leaves_nobody_takes_for_a_run_and_the_next_one_removes(run: Path) -> None:
     before, listed = names(run), call("list", run, "--all").stdout
-    doctor = Terminal("doctor", run, "--size", "500MB", "--trial", "500MB")
+    doctor = Terminal("doctor", run, "--size", "100MB", "--trial", "100MB")
     doctor.read_until("restoring, 1 of 5")
     doctor.process.kill()
     doctor.finish()
@@ -246,7 +246,7 @@ def test_the_directory_of_another_one_is_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal_removes_all_files(tmp_path: Path, number: signal.Signals, code: int, label: str) -> None:
-    doctor = Terminal("doctor", tmp_path, "--size", "300MB", "--trial", "300MB")
+    doctor = Terminal("doctor", tmp_path, "--size", "100MB", "--trial", "100MB")
     doctor.read_until(label)
     doctor.process.send_signal(number)
     shown = doctor.finish()

@@ -311,6 +311,9 @@ class Examination:
     def _choose_trial_bytes(self) -> int:
         """As much as is saved in a short time, and leaves most of the room to others."""
         room_bytes = self._size_bytes if self.free_bytes is None else max(self.free_bytes // _ROOM_TIMES, 1)
+        least, most = _TRIAL_BYTES
+        if self._size_bytes <= least:
+            return min(self._size_bytes, room_bytes)
         pilot_bytes = min(_PILOT_BYTES, room_bytes)
         with mmap.mmap(-1, pilot_bytes) as memory:
             memory.write(np.random.default_rng(0).bytes(pilot_bytes))
@@ -324,7 +327,6 @@ class Examination:
                 writer.abandon()
             rate = pilot_bytes / (time.perf_counter() - begun_at)
         self._storage.remove("first")
-        least, most = _TRIAL_BYTES
         return min(max(int(rate * _SAVE_SECONDS), least), most, room_bytes, self._size_bytes)
 
 
