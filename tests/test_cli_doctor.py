@@ -39,6 +39,7 @@ from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting
 from mounts import fill, mounted
+from test_storage_faults import needs_strace
 
 SMALL: Final = ("--size", "3MB")
 FIGURES: Final = {
@@ -51,6 +52,7 @@ FIGURES: Final = {
     "restore_seconds",
     "write_bytes_per_second",
     "read_bytes_per_second",
+    "mtbf_seconds",
     "young_seconds",
     "interval_seconds",
     "per_failure_seconds",
@@ -98,7 +100,7 @@ def test_json_holds_every_finding_and_figure(document: dict[str, Any]) -> None:
 def test_the_advice_is_what_auto_chooses(document: dict[str, Any]) -> None:
     figures = document["figures"]
     blocked, durable = figures["blocked_seconds"], figures["durable_seconds"]
-    assert document["mtbf_seconds"] == 86400.0
+    assert document["figures"]["mtbf_seconds"] == 86400.0
     assert blocked < durable
     chosen = Auto(mtbf_seconds=86400.0).chosen(
         SaveMoment(step=1, save_blocked_seconds=blocked, save_durable_seconds=durable)
@@ -116,7 +118,7 @@ def test_a_smaller_trial_is_reckoned_up(tmp_path: Path) -> None:
     figures = document["figures"]
     assert (document["size_bytes"], figures["trial_bytes"]) == (300_000_000, 3_000_000)
     assert figures["durable_seconds"] == pytest.approx(3e8 / figures["write_bytes_per_second"])
-    assert document["mtbf_seconds"] == DEFAULT_MTBF_SECONDS
+    assert document["figures"]["mtbf_seconds"] == DEFAULT_MTBF_SECONDS
     assert f"[default: {rough_text(DEFAULT_MTBF_SECONDS).replace(' ', '')}, as for Auto]" in " ".join(
         call("doctor", "--help").stdout.split()
     )
@@ -320,6 +322,20 @@ def test_a_limit_on_room_is_found_where_much_is_free(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.UNFIT
     expected = r"unfit: room: a checkpoint of 80.0 MB does not fit, for all that: .*EFBIG.*ulimit -f"
     assert re.search(expected, done.stderr)
+    assert names(tmp_path) == []
+
+
+@needs_strace
+def test_a_file_system_that_may_replace_files_is_unfit(tmp_path: Path) -> None:
+    refuse = ("-e", "inject=linkat:error=EOPNOTSUPP", "-e", "inject=renameat2:error=EINVAL")
+    tracing = ["strace", "-f", "-o", os.devnull, "-e", "trace=linkat,renameat2", *refuse]
+    command: list[str | Path] = [*tracing, PROGRAM, "doctor", tmp_path]
+    for option in ("--size=1MB", "--json"):
+        done = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == ExitCode.UNFIT, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "neither hard links nor a rename that replaces nothing" in done.stderr + done.stdout
+    assert json.loads(done.stdout)["save_every"] is None
     assert names(tmp_path) == []
 
 

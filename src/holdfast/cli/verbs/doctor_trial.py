@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import re
@@ -21,7 +22,9 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cli.wording import rough_text, size_text
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.manager import CheckpointManager
-from holdfast.policies import Latest
+from holdfast.policies import Auto, Latest, SaveMoment
+from holdfast.policies.expectation import expect_losses
+from holdfast.policies.saving import Bound
 from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting
 from holdfast.storage.failures import as_storage_errors
@@ -127,18 +130,21 @@ class Examination:
     """Looks at an empty directory. Each method may raise `StorageError` where the place itself fails.
 
     Attributes:
+        size_bytes: The size of the state that is to be saved.
         findings: What was looked at.
-        figures: What was measured; the names end with their units.
+        figures: What was measured, and what follows from that; the names end with their units.
         kind: The kind of file system.
         free_bytes: How much may still be written; None where it does not say.
+        bound: What sets the interval between saves, as for `Auto`.
     """
 
     def __init__(self, scratch: Path, size_bytes: int) -> None:
-        """Asks the system about the directory, in which a state of that size is to be saved."""
+        """Asks the system about the directory."""
+        self.size_bytes = size_bytes
+        self.bound: Bound = "unmeasured"
         self.findings: list[Finding] = []
         self.figures: dict[str, float] = {}
         self._storage = LocalStorage(scratch)
-        self._size_bytes = size_bytes
         with as_storage_errors("look at", "", scratch):
             place = scratch.resolve(strict=True)
             status = os.statvfs(place)
@@ -149,6 +155,16 @@ class Examination:
         # Some network file systems say zero for everything, and some know of no limit of files.
         self.free_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
         self._free_files = status.f_favail if status.f_files else None
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether checkpoints are safe there, and fit."""
+        return all(finding.status != "unfit" for finding in self.findings)
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether a save could be committed; where not, there is nothing to measure."""
+        return "publish_seconds" in self.figures
 
     def look(self, *, has_checkpoint: bool) -> None:
         """**Blocks.** Looks at all that a save needs; whether the run has a checkpoint decides how many have to fit."""
@@ -215,14 +231,14 @@ class Examination:
             self._note("room", "note", "unknown", "the file system does not say how much room it has")
             return
         self.figures["free_bytes"] = self.free_bytes
-        free, size = f"{size_text(self.free_bytes)} free", f"a checkpoint of {size_text(self._size_bytes)}"
+        free, size = f"{size_text(self.free_bytes)} free", f"a checkpoint of {size_text(self.size_bytes)}"
         if self._free_files is not None and self._free_files < _FEW_FILES:
             self._note("room", "unfit", free, f"there is room for {self._free_files} files only (inodes): remove some")
-        elif self.free_bytes < self._size_bytes:
+        elif self.free_bytes < self.size_bytes:
             self._note("room", "unfit", free, f"{size} does not fit: remove old ones, or save elsewhere")
         elif error := self._try_room():
             self._note("room", "unfit", free, f"{size} does not fit, for all that: {error.message}; {error.hint}")
-        elif self.free_bytes < 2 * self._size_bytes and not has_checkpoint:
+        elif self.free_bytes < 2 * self.size_bytes and not has_checkpoint:
             hint = f"only {size} fits, and the second is written before the first is removed"
             self._note("room", "note", free, hint)
         else:
@@ -233,7 +249,7 @@ class Examination:
         if self.kind in _IN_MEMORY:
             return None
         try:
-            self._storage.open_writer("room", self._size_bytes).abandon()
+            self._storage.open_writer("room", self.size_bytes).abandon()
         except StorageFullError as error:
             return error
         self._storage.remove("room")
@@ -264,7 +280,7 @@ class Examination:
             SaveFailedError: If the place fails in a save.
         """
         tell("writing a first file")
-        trial_bytes = self._choose_trial_bytes() if trial_bytes is None else min(trial_bytes, self._size_bytes)
+        trial_bytes = self._choose_trial_bytes() if trial_bytes is None else min(trial_bytes, self.size_bytes)
         if self.free_bytes is not None and 2 * trial_bytes > self.free_bytes:
             raise StorageFullError(
                 f"a trial of {trial_bytes} bytes takes twice as much room, and {self.free_bytes} bytes are free",
@@ -296,7 +312,7 @@ class Examination:
         self._note("reuse of space", "ok", how)
         text = "measured from the disk" if is_cold else "measured from the page cache, which does not let go of files"
         self._note("restore", "ok", text)
-        times = self._size_bytes / trial_bytes
+        times = self.size_bytes / trial_bytes
         self.figures |= {
             "trial_bytes": trial_bytes,
             # The first one, which imports and touches fresh memory, is left out: it is no measure for others.
@@ -310,10 +326,10 @@ class Examination:
 
     def _choose_trial_bytes(self) -> int:
         """As much as is saved in a short time, and leaves most of the room to others."""
-        room_bytes = self._size_bytes if self.free_bytes is None else max(self.free_bytes // _ROOM_TIMES, 1)
+        room_bytes = self.size_bytes if self.free_bytes is None else max(self.free_bytes // _ROOM_TIMES, 1)
         least, most = _TRIAL_BYTES
-        if self._size_bytes <= least:
-            return min(self._size_bytes, room_bytes)
+        if self.size_bytes <= least:
+            return min(self.size_bytes, room_bytes)
         pilot_bytes = min(_PILOT_BYTES, room_bytes)
         with mmap.mmap(-1, pilot_bytes) as memory:
             memory.write(np.random.default_rng(0).bytes(pilot_bytes))
@@ -327,7 +343,29 @@ class Examination:
                 writer.abandon()
             rate = pilot_bytes / (time.perf_counter() - begun_at)
         self._storage.remove("first")
-        return min(max(int(rate * _SAVE_SECONDS), least), most, room_bytes, self._size_bytes)
+        return min(max(int(rate * _SAVE_SECONDS), least), most, room_bytes, self.size_bytes)
+
+    def advise(self, mtbf_seconds: float) -> None:
+        """**Pure.** Finds how often to save by what was measured, as `Auto` does, and what is lost with that."""
+        blocked, durable = self.figures["blocked_seconds"], self.figures["durable_seconds"]
+        moment = SaveMoment(step=0, save_blocked_seconds=blocked, save_durable_seconds=durable)
+        chosen = Auto(mtbf_seconds=mtbf_seconds).chosen(moment)
+        self.bound = chosen.bound
+        interval_seconds = math.ceil(chosen.seconds)
+        losses = expect_losses(
+            interval_seconds,
+            stall_seconds=blocked,
+            durable_seconds=durable,
+            restore_seconds=self.figures["restore_seconds"],
+            mtbf_seconds=mtbf_seconds,
+        )
+        self.figures |= {
+            "mtbf_seconds": mtbf_seconds,
+            "young_seconds": math.sqrt(2 * blocked * mtbf_seconds),
+            "interval_seconds": interval_seconds,
+            "per_failure_seconds": losses.per_failure_seconds,
+            "lost_share": losses.lost_share,
+        }
 
 
 def _open_manager(directory: Path, objects: Checkpoint) -> CheckpointManager:
