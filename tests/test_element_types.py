@@ -18,7 +18,8 @@ from torch import nn
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError, UsageError
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, names_in
-from holdfast.format.index import Index, decode_index, encode_index
+from holdfast.format.index import Index, encode_index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import RAW, SHARDS
 from holdfast.format.workers import ALONE, Worker
 from holdfast.storage import MemoryStorage

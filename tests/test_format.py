@@ -15,7 +15,8 @@ from holdfast.format.digests import SPAN_BYTES, digest, span_count
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES, array_bytes, stored_form
 from holdfast.format.envelope import seal
 from holdfast.format.generation import Base, choose_living, decode_base, encode_base, make_base
-from holdfast.format.index import Index, LeafRecord, decode_index, encode_index
+from holdfast.format.index import Index, LeafRecord, encode_index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.layout import ALIGNMENT_BYTES, plan_layout
 from holdfast.format.manifest import Manifest, WorkerRecord, decode_manifest, encode_manifest
 from holdfast.format.names import (

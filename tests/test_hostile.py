@@ -20,7 +20,8 @@ import holdfast as hf
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
 from holdfast.format.digests import digest
 from holdfast.format.envelope import seal
-from holdfast.format.index import Index, LeafRecord, decode_index, encode_index
+from holdfast.format.index import Index, LeafRecord, encode_index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage

@@ -20,7 +20,8 @@ from holdfast.catalog import read_catalog
 from holdfast.cli.survey import survey_run
 from holdfast.errors import FormatError, HoldfastError, NoWholeCheckpointError
 from holdfast.format.digests import SPAN_BYTES, digest
-from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source, decode_index, encode_index
+from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source, encode_index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import (
     REFERENCES,
     Manifest,

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.errors import DamageError, FormatError, HoldfastError, NoWholeCheckpointError
 from holdfast.format.digests import digest
-from holdfast.format.index import Index, decode_index, encode_index
+from holdfast.format.index import BoxRecord, ElsewhereRecord, Index, encode_index
+from holdfast.format.index_checks import decode_index, find_cover_problem
 from holdfast.format.manifest import SHARDS, Manifest, WorkerRecord, decode_manifest, encode_manifest
-from holdfast.format.shards import BoxRecord, ElsewhereRecord, find_cover_problem
 from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage

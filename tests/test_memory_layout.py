@@ -18,7 +18,8 @@ from torch import nn
 import holdfast as hf
 from holdfast.errors import FormatError
 from holdfast.format.digests import digest
-from holdfast.format.index import Index, decode_index, encode_index
+from holdfast.format.index import Index, encode_index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.strides import StridesRecord

@@ -32,7 +32,8 @@ from holdfast.format.generation import (
     encode_base,
     encode_opening,
 )
-from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
+from holdfast.format.index import MAX_INDEX_BYTES, Index
+from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, decode_references
 from holdfast.format.names import (
     COMMITTED_NAME,

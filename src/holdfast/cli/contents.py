@@ -12,11 +12,10 @@ from holdfast.cli.target import MOST_LOOKS, Target, choose_step
 from holdfast.cli.values import count_values, find_nodes
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
 from holdfast.format.dtypes import array_bytes
-from holdfast.format.index import LeafRecord
+from holdfast.format.index import LeafRecord, StoredBox
 from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.scalars import Node
-from holdfast.format.shards import StoredBox
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
 

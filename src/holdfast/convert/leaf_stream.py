@@ -5,7 +5,6 @@ However large the state is, no more of it is in memory than one window, and a fe
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -15,12 +14,12 @@ import msgspec
 from holdfast.errors import DamageError
 from holdfast.format.boxes import Box, intersect, shift, split_range
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
-from holdfast.format.shards import StoredBox
+from holdfast.format.index import StoredBox
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.records import OpenedStep
-from holdfast.restore.reshard import Patchwork, read_shares
+from holdfast.restore.reshard import read_shares
 from holdfast.restore.reshard_plan import Share
-from holdfast.state.leaves import ArrayBackend, Target, spec_of
+from holdfast.state.leaves import Target, spec_of
 from holdfast.storage.protocol import FileReader, Storage
 from holdfast.storage.scratch import take_pages
 
@@ -162,12 +161,16 @@ class LeafReader:
 
     def _fill(self, batch: Sequence[Extent]) -> Iterator[memoryview]:
         """Reads what fits into one window together, and gives it piece by piece."""
+        import numpy as np
+
+        from holdfast.state.numpy_arrays import NumpyBackend
+
         if not batch:
             return
         if self._window is None:
             self._window = take_pages(self._window_bytes)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._window))
-        window = address, address + self._window_bytes
+        library, window = NumpyBackend(), np.frombuffer(self._window, np.uint8)
+        address = library.address(window) or 0
         shares: dict[int, dict[int, list[Share]]] = {}
         ends: list[int] = []
         place = 0
@@ -175,7 +178,8 @@ class LeafReader:
             leaf = self.leaves[extent.leaf]
             for slab in split_range(leaf.shape, extent.begin, extent.end):
                 spec = spec_of(leaf.dtype, slab.shape)
-                target = Target(extent.leaf, spec, window, _NO_LIBRARY, (), address + place)
+                memory = window[place : place + spec.size_bytes]
+                target = Target(extent.leaf, spec, memory, library, (), address + place)
                 for box in self._boxes[extent.leaf]:
                     common = intersect(box.stored.box, slab)
                     if common is not None:
@@ -196,7 +200,7 @@ class LeafReader:
         part = self._parts[number]
         reader = self._open(number, part)
         try:
-            read_shares(reader, part.index, part.path, shares, Patchwork(shares), threads=self._threads)
+            read_shares(reader, part.index, part.path, shares, threads=self._threads)
         except DamageError as damage:
             raise part.explain(damage) from damage
 
@@ -216,16 +220,3 @@ def take_bytes(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memory
         piece = next(pieces)
         size_bytes -= len(piece)
         yield piece
-
-
-class _NoLibrary:
-    """Stands for the library of an array, where memory is filled that no library has: a window, by its two ends."""
-
-    def lend_memory(self, arrays: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        return arrays
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        raise AttributeError(name)
-
-
-_NO_LIBRARY: Final[ArrayBackend] = _NoLibrary()  # type: ignore[assignment]

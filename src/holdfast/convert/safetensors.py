@@ -18,8 +18,8 @@ from holdfast.convert.output_files import OutputFiles, open_output_directory, op
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.boxes import strides_of
 from holdfast.format.dtypes import RAW_TYPES, array_bytes
+from holdfast.format.index import MAX_DIMENSIONS
 from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout
-from holdfast.format.soundness import MAX_DIMENSIONS
 
 SUFFIX: Final = ".safetensors"
 SINGLE_NAME: Final = "model.safetensors"

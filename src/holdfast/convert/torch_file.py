@@ -21,7 +21,7 @@ from holdfast.convert.torch_zip import ArchiveReader, Record, write_archive
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import ELEMENT_TYPES, ITEM_BYTES, QUANTIZED_TYPES, array_bytes, names_in
 from holdfast.format.encoding import escape
-from holdfast.format.soundness import MAX_DIMENSIONS
+from holdfast.format.index import MAX_DIMENSIONS
 from holdfast.format.strides import order_dimensions, row_major
 
 MAX_PICKLE_BYTES: Final = 256 << 20

@@ -128,8 +128,7 @@ def _read_order(reader: FileReader, part: Part, order: Order, threads: int) -> i
         if order.whole:
             size_bytes += read_targets(reader, part.index, part.path, order.whole, threads=threads)
         if order.shares:
-            patchwork = Patchwork(order.shares)
-            size_bytes += read_shares(reader, part.index, part.path, order.shares, patchwork, threads=threads)
+            size_bytes += read_shares(reader, part.index, part.path, order.shares, threads=threads)
     except DamageError as damage:
         raise part.explain(damage) from damage
     return size_bytes
@@ -235,7 +234,6 @@ def read_shares(
     index: Index,
     path: str,
     shares: Mapping[int, Sequence[Share]],
-    patchwork: Patchwork,
     *,
     threads: int,
 ) -> int:
@@ -246,7 +244,6 @@ def read_shares(
         index: What lies in it.
         path: Its path, for errors.
         shares: By the number of an array in the index, what is wanted of it.
-        patchwork: Where it goes.
         threads: How many threads read.
 
     Returns:
@@ -257,6 +254,7 @@ def read_shares(
         MemoryError: If there is no memory for arrays that cannot be filled where they are.
         StorageError: If the place fails.
     """
+    patchwork = Patchwork(shares)
     size_bytes = 0
 
     def pieces() -> Iterator[Piece]:

@@ -9,8 +9,7 @@ import msgspec
 
 from holdfast.errors import DamageError
 from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
-from holdfast.format.index import Index
-from holdfast.format.shards import StoredBox
+from holdfast.format.index import Index, StoredBox
 from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.format.dtypes import QuantizerRecord
+from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord
-from holdfast.format.shards import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import ALONE, Worker
 from holdfast.save.copy_progress import Watermark

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.format.boxes import Box
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, array_bytes
-from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord, fit_layout
 from holdfast.format.workers import ALONE, Worker
 

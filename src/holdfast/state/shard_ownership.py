@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, shift, split_box, whole_box
 from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, QuantizerRecord
-from holdfast.format.shards import BoxRecord, ElsewhereRecord
+from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.strides import StridesRecord
 from holdfast.format.workers import Worker
 from holdfast.state.adapters import Replication

@@ -16,9 +16,9 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.digests import digest
-from holdfast.format.index import MAX_INDEX_BYTES, Index, decode_index
+from holdfast.format.index import MAX_INDEX_BYTES, Index
+from holdfast.format.index_checks import decode_index, find_cover_problem
 from holdfast.format.names import StepName, index_name, join
-from holdfast.format.shards import find_cover_problem
 from holdfast.save.records import Snapshot
 from holdfast.storage.protocol import Storage
 
