@@ -1,4 +1,4 @@
-"""Digests of what is read, and of what lies in memory: the compiled ones and Python's are the same."""
+"""Digests of what is read: the compiled ones and Python's are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import holdfast
 from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
-from holdfast.storage.digesting import NO_PAGES, digest_parts, find_native
+from holdfast.storage.digesting import NO_PAGES, find_native
 from holdfast.storage.local.reader import LocalReader
 
 NATIVE = find_native()
@@ -133,34 +133,6 @@ def test_the_compiled_read_refuses_what_it_cannot_use(tmp_path: Path) -> None:
             NATIVE.read(-1, 0, [memoryview(writable)], NO_PAGES)
 
 
-@COMPILED
-@given(
-    content=st.binary(max_size=3000),
-    ranges=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=12),
-    repeats=st.sampled_from([1, 700]),
-)
-def test_parts_of_a_memory_have_the_digests_that_python_gives_them(
-    content: bytes, ranges: list[tuple[int, int]], repeats: int
-) -> None:
-    memory = memoryview(content * repeats)
-    begins = [min(begin * repeats, len(memory)) for begin, _ in ranges]
-    ends = [max(begin, min(end * repeats, len(memory))) for begin, (_, end) in zip(begins, ranges, strict=True)]
-    expected = [digest(memory[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    assert NATIVE is not None
-    assert NATIVE.digest_each(memory, begins, ends) == expected
-    assert digest_parts(memory, begins, ends) == expected
-
-
-@COMPILED
-@pytest.mark.parametrize(
-    ("begins", "ends"), [([-1], [3]), ([0], [101]), ([5], [4]), ([0, 1], [1]), ([2**62], [2**62 + 1]), ([101], [101])]
-)
-def test_no_digest_is_taken_of_what_is_no_part_of_the_memory(begins: list[int], ends: list[int]) -> None:
-    assert NATIVE is not None
-    with pytest.raises(ValueError, match="parts of the memory"):
-        NATIVE.digest_each(memoryview(bytes(100)), begins, ends)
-
-
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is_foreign: bool) -> None:
     """As where holdfast was installed without a compiler; or where what was compiled is of another version."""
@@ -171,8 +143,6 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
             "import os\n"
             "def read_digested(file, offset, parts, functions, pages):\n"
             "    return offset + os.preadv(file, parts, offset), bytes(16 * len(parts))\n"
-            "def digest_each(memory, begins, ends, functions):\n"
-            "    return bytes(16 * len(begins) // 8)\n"
         )
     done = run_python(
         """

@@ -1,8 +1,7 @@
-/* Takes the digests of many places of memory in one call, which may fill them from a file before.
+/* Fills many places of memory from a file in one call, and takes their digests.
 
    What is read is digested a little at a time, so that it is still in the processor's cache. To come back to the
-   interpreter in between, where threads wait for each other, would take longer than that spares; and behind a save the
-   thread that trains is one of those. The digests are those of the xxHash library that Python's package of that name has
+   interpreter in between, where threads wait for each other, would take longer than that spares. The digests are those of the xxHash library that Python's package of that name has
    within it: this file is given its functions.
 
    A file whose reads pass by the page cache is read into memory that such reads can go to, and copied from there. */
@@ -196,54 +195,6 @@ static PyObject *digest_places(Source *source, int64_t offset, PyObject *sequenc
     return result;
 }
 
-/* The digests of parts of one memory, each given by where it begins and ends; NULL and an error if that cannot be. */
-static PyObject *digest_ranges(const Py_buffer *memory, const Py_buffer *begins, const Py_buffer *ends,
-                               const Py_buffer *functions) {
-    const int64_t *begin = begins->buf, *end = ends->buf;
-    Py_ssize_t count = begins->len / (Py_ssize_t)sizeof(int64_t);
-    int fits = functions->len == (Py_ssize_t)sizeof(Hasher) && begins->len == ends->len
-        && begins->len % (Py_ssize_t)sizeof(int64_t) == 0;
-    for (Py_ssize_t range = 0; fits && range < count; range++)
-        fits = 0 <= begin[range] && begin[range] <= end[range] && end[range] <= memory->len;
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "parts of the memory are expected, and the addresses of five functions");
-        return NULL;
-    }
-    const Hasher *hasher = functions->buf;
-    unsigned char *digests = PyMem_Malloc((size_t)count * DIGEST + 1);
-    void *state = hasher->create();
-    PyObject *result = NULL;
-    if (digests != NULL && state != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t range = 0; range < count; range++) {
-            hasher->reset(state);
-            hasher->update(state, (const char *)memory->buf + begin[range], (size_t)(end[range] - begin[range]));
-            write_digest(digests + range * DIGEST, hasher->result(state));
-        }
-        Py_END_ALLOW_THREADS
-        result = PyBytes_FromStringAndSize((char *)digests, count * DIGEST);
-    } else {
-        PyErr_NoMemory();
-    }
-    if (state != NULL)
-        hasher->release(state);
-    PyMem_Free(digests);
-    return result;
-}
-
-static PyObject *digest_each(PyObject *module, PyObject *arguments) {
-    (void)module;
-    Py_buffer memory, begins, ends, functions;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*y*:digest_each", &memory, &begins, &ends, &functions))
-        return NULL;
-    PyObject *result = digest_ranges(&memory, &begins, &ends, &functions);
-    PyBuffer_Release(&memory);
-    PyBuffer_Release(&begins);
-    PyBuffer_Release(&ends);
-    PyBuffer_Release(&functions);
-    return result;
-}
-
 static PyObject *read_digested(PyObject *module, PyObject *arguments) {
     (void)module;
     int file;
@@ -265,14 +216,13 @@ static PyObject *read_digested(PyObject *module, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
-    {"digest_each", digest_each, METH_VARARGS, "Gives the digests of parts of a memory."},
     {"read_digested", read_digested, METH_VARARGS,
      "Fills places of memory from a file, and gives where that ended and the digests of those that are full."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_digesting", "Digests many places of memory in one call.", 0, methods, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_digesting", "Fills many places of memory from a file, and takes their digests.", 0, methods, NULL, NULL,
     NULL, NULL,
 };
 

@@ -1,4 +1,4 @@
-"""Digests of many places of memory, as they are or as a read fills them: in one compiled call, where there is one."""
+"""Digests of many places of memory, as a read fills them: in one compiled call, where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
 
 
 class NativeDigests:
-    """**Thread-safe.** The compiled functions (`_digesting.c`). They run without the interpreter's lock."""
+    """**Thread-safe.** The compiled read (`_digesting.c`). It runs without the interpreter's lock."""
 
     def __init__(self, compiled: Any, functions: array[int]) -> None:
         """Takes the compiled module, and the addresses of what it calls."""
@@ -56,10 +55,6 @@ class NativeDigests:
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
         return end_bytes, _as_texts(found)
 
-    def digest_each(self, memory: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[str]:
-        """The digest of each of some parts of a memory."""
-        return _as_texts(self._compiled.digest_each(memory, array("q", begins), array("q", ends), self._functions))
-
 
 @cache
 def find_native() -> NativeDigests | None:
@@ -77,14 +72,6 @@ def find_native() -> NativeDigests | None:
         return native if _works(native, path) else None
     except (ImportError, AttributeError, OSError, TypeError, ValueError):
         return None  # There is none, or it is of another version.
-
-
-def digest_parts(memory: memoryview, begins: Sequence[int], ends: Sequence[int]) -> list[str]:
-    """**Thread-safe.** The digest of each of some parts of a memory; other threads may run meanwhile."""
-    native = find_native()
-    if native is not None:
-        return native.digest_each(memory, begins, ends)
-    return digest_each(memory[begin:end] for begin, end in zip(begins, ends, strict=True))
 
 
 def _as_texts(found: bytes) -> list[str]:
@@ -112,7 +99,5 @@ def _works(native: NativeDigests, path: Path) -> bool:
                 size_bytes += length
         end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
     expected = digest_each(parts)
-    ends = list(accumulate(map(len, parts)))
-    again = native.digest_each(memoryview(content), [0, *ends[:-1]], ends)
     is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
-    return is_read and found == again == expected
+    return is_read and found == expected

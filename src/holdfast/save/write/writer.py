@@ -8,13 +8,12 @@ from typing import Final
 
 import msgspec
 
-from holdfast.format.digests import SPAN_BYTES, digest, span_count
+from holdfast.format.digests import SPAN_BYTES, digest, digest_each, span_count
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.layout import Layout
 from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.records import Receipts, Snapshot
-from holdfast.storage.digesting import digest_parts
 from holdfast.storage.protocol import FileWriter, Storage
 from holdfast.storage.worker_pool import WorkerPool
 
@@ -170,7 +169,7 @@ def _write_piece(
 
 
 def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], digests: list[list[str]]) -> None:
-    found = digest_parts(image, [begin for _, _, begin, _ in spans], [end for _, _, _, end in spans])
+    found = digest_each(image[begin:end] for _, _, begin, end in spans)
     for (number, span, _, _), text in zip(spans, found, strict=True):
         digests[number][span] = text
 

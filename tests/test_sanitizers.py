@@ -1,0 +1,119 @@
+"""The compiled parts under sanitizers, and for other processors than this one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import holdfast
+
+ROOT: Final = Path(__file__).parent.parent
+PACKAGE: Final = Path(holdfast.__file__).parent
+INCLUDE: Final = sysconfig.get_path("include")
+SANITIZERS: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+STRICT: Final = ("-Wall", "-Wextra", "-Werror", "-std=c11")
+CROSS: Final = "aarch64-linux-gnu-gcc"
+
+COMPILER = pytest.mark.skipif(
+    shutil.which("cc") is None or not Path(INCLUDE, "Python.h").exists(),
+    reason="this machine has no compiler, or not Python's header",
+)
+
+RUN: Final = """
+import sys
+from importlib import import_module
+import pytest
+
+place, modules, *arguments = sys.argv[1:]
+for name in modules.split(","):
+    assert import_module(name).__file__.startswith(place), name
+sys.exit(pytest.main(arguments))
+"""
+
+
+def list_extensions() -> dict[str, Path]:
+    """The compiled modules, each with its source."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    modules = project["tool"]["setuptools"]["ext-modules"]
+    return {module["name"]: ROOT / module["sources"][0] for module in modules}
+
+
+def compile_extension(source: Path, target: Path, *options: str, compiler: str = "cc") -> None:
+    command = [compiler, "-shared", "-fPIC", "-g", "-O1", *STRICT, *options, f"-I{INCLUDE}", str(source)]
+    done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def find_runtime(name: str) -> str:
+    """The path of a sanitizer's library; empty if the compiler has none."""
+    command = ["cc", f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return found if Path(found).is_absolute() and Path(found).exists() else ""
+
+
+@COMPILER
+@pytest.mark.slow
+def test_compiled_modules_pass_their_property_tests_under_sanitizers(tmp_path: Path) -> None:
+    runtimes = [find_runtime("libasan.so"), find_runtime("libubsan.so")]
+    if not all(runtimes):
+        pytest.skip("the compiler has no sanitizers")
+    shutil.copytree(PACKAGE, tmp_path / "holdfast", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name, source in list_extensions().items():
+        compile_extension(source, tmp_path / f"{name.replace('.', '/')}.abi3.so", *SANITIZERS)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "LD_PRELOAD": " ".join(runtimes),
+        # Python keeps memory until it ends, and tests ask for more than there is.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+    }
+    tests = [str(ROOT / "tests" / name) for name in ("test_moves.py", "test_digesting.py")]
+    # Not those that start programs of their own.
+    chosen = "byte_comes or early or device or refuses or share_out"
+    command = [sys.executable, "-c", RUN, str(tmp_path), ",".join(list_extensions()), *tests, "-q", "-k", chosen]
+    command += ["-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "skipped" not in done.stdout
+
+
+@COMPILER
+def test_sanitizers_find_a_write_beyond_an_array(tmp_path: Path) -> None:
+    """So that the test above is known to see what it looks for."""
+    runtime = find_runtime("libasan.so")
+    if not runtime:
+        pytest.skip("the compiler has no sanitizers")
+    source = tmp_path / "wrong.c"
+    source.write_text("#include <stdlib.h>\nvoid write_at(char *to, long at) { to[at] = 1; }\n")
+    compile_extension(source, tmp_path / "wrong.so", "-fsanitize=address")
+    program = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); library.malloc.restype = ctypes.c_void_p; "
+        "library.write_at(ctypes.c_void_p(library.malloc(8)), ctypes.c_long(int(sys.argv[2])))"
+    )
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    for place, is_right in (("7", True), ("8", False)):
+        command = [sys.executable, "-c", program, str(tmp_path / "wrong.so"), place]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == is_right, done.stderr[-2000:]
+        assert is_right or "heap-buffer-overflow" in done.stderr
+
+
+@COMPILER
+@pytest.mark.parametrize("name", list_extensions())
+def test_compiled_modules_need_nothing_of_x86(name: str, tmp_path: Path) -> None:
+    """As a processor without its vector instructions sees them."""
+    compile_extension(list_extensions()[name], tmp_path / "module.so", "-U__SSE2__")
+
+
+@pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"there is no {CROSS}")
+@pytest.mark.parametrize("name", list_extensions())
+def test_compiled_modules_compile_for_aarch64(name: str, tmp_path: Path) -> None:
+    compile_extension(list_extensions()[name], tmp_path / "module.so", compiler=CROSS)
