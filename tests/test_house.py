@@ -341,6 +341,15 @@ def test_every_event_and_each_of_its_fields_is_on_its_page() -> None:
             assert field == "at_unix_seconds" or f"`{field}`" in line, f"{kind.__name__}.{field}"
 
 
+def test_no_storage_is_named_outside_of_its_package() -> None:
+    """All else takes a `Storage`, and asks `holdfast.storage` what it has to know of where that lies."""
+    allowed = {"storage", "cli", "testing", "demo", "bench"}
+    for module in MODULES:
+        if module.relative_to(SOURCE).parts[0] not in allowed:
+            names = {node.id for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Name)}
+            assert not names & {"LocalStorage", "MemoryStorage"}, module
+
+
 # What is shipped.
 
 

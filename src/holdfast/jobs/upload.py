@@ -18,7 +18,7 @@ from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.commit.delete_step import discard_unfinished
-from holdfast.storage import LocalStorage, Storage, open_storage
+from holdfast.storage import Storage, find_location, open_storage
 
 if TYPE_CHECKING:
     from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
@@ -80,7 +80,7 @@ class _Upload:
 
 def _make_portable(storage: Storage) -> str | Storage:
     """**Pure.** What can be sent to another process, for a directory; the storage itself if it is none."""
-    return storage.url if type(storage) is LocalStorage else storage
+    return find_location(storage) or storage
 
 
 def copy_step(source: Storage, destination: Storage, name: StepName) -> None:

@@ -14,7 +14,7 @@ from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.storage import LocalStorage, Storage
+from holdfast.storage import Storage, local_directory
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
@@ -278,6 +278,6 @@ def look_into(storage: Storage) -> Catalog:
         UsageError: If something does.
         StorageError: If it cannot be looked at.
     """
-    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
+    if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
     return read_catalog(storage)

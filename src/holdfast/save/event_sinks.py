@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.run_journal import RunJournal
 from holdfast.events.sinks import LoggingSink
-from holdfast.storage import LocalStorage, Storage
+from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 
 def open_audience(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
@@ -18,9 +18,7 @@ def open_audience(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: boo
         sinks: Functions that are told of each event.
         keeps_journal: Whether this worker writes the journal.
     """
-    if not isinstance(storage, LocalStorage):
-        return Fanout([LoggingSink(), *sinks])
-    journal = [RunJournal(storage.url)] if keeps_journal else []
+    journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
     audience = Fanout([LoggingSink(), *journal, *sinks])
-    storage.warn = lambda text: audience(Warned(text=text))
+    pass_on_warnings(storage, lambda text: audience(Warned(text=text)))
     return audience

@@ -1,7 +1,7 @@
 """Where the bytes lie: a directory, or memory; and what holdfast asks of such a place."""
 
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.locations import local_directory, open_storage
+from holdfast.storage.locations import find_location, local_directory, open_storage, pass_on_warnings
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
 
@@ -12,6 +12,8 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "Storage",
+    "find_location",
     "local_directory",
     "open_storage",
+    "pass_on_warnings",
 ]

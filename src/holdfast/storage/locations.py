@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -58,6 +59,17 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
 def local_directory(storage: Storage) -> Path | None:
     """The directory of this machine that a storage is; None if it is none, or lies elsewhere."""
     return Path(storage.url) if isinstance(storage, LocalStorage) else None
+
+
+def find_location(storage: Storage) -> str | None:
+    """Where other processes of this machine open the same storage with `open_storage`; None if they cannot."""
+    return storage.url if type(storage) is LocalStorage else None
+
+
+def pass_on_warnings(storage: Storage, warn: Callable[[str], None]) -> None:
+    """Lets a function hear, from any thread, what a storage that has something to warn of tells a person."""
+    if isinstance(storage, LocalStorage):
+        storage.warn = warn
 
 
 def _file_path(url: str) -> str:

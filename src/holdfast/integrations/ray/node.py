@@ -20,7 +20,7 @@ from holdfast.jobs.task import Task, TaskFunction
 from holdfast.jobs.worker_store import NodeOutcome, NodePart, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
-from holdfast.storage import LocalStorage
+from holdfast.storage import open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class NodeActor:
             if self._cluster is None:
                 self._cluster = self._join()
             sinks = (self._note,) if self._rank == 0 else ()
-            options = NodeStoreOptions(LocalStorage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
+            options = NodeStoreOptions(open_storage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
             is_kept = self._workspace.node in kept
             self._parts[number] = NodePart(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
 
