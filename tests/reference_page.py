@@ -80,7 +80,7 @@ _MADE_BY_HOLDFAST: Final = {"Run", "SaveHandle", "Restoration", "Session", "Task
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
 _SESSION: Final = {
-    *("bind", "check_open", "make_store", "make_objects", "note_end", "open_store", "run_making", "run_placed"),
+    *("bind", "check_open", "make_objects", "note_end", "open_store", "run_placed"),
     *("share", "try_replace"),
 }
 _INTERNAL: Final = {

@@ -1,12 +1,12 @@
 """How workers find each other in a store that may still hold what an earlier start of the job has left there.
 
-Engines restart workers without emptying the store, and not all of them say which start it is. So each worker puts down
-a fresh word of its own. The leader invites the words that it finds, waits until each has been answered for by a living
-worker, and only then says that the job has begun. What the dead have left is answered by nobody.
+Engines restart workers without emptying the store, and not all of them say which start it is. So each worker writes a
+nonce of its own. The leader invites the nonces that it finds, waits until a living worker has answered for each, and
+only then says that the job has begun. What workers that are dead have left gets no answer.
 
-    join/RANK                a worker's word, and where it runs
-    invite/WORD              the leader's token, for the worker that wrote the word
-    answer/TOKEN/RANK        the word, by the worker that has found the invitation
+    join/RANK                a worker's nonce, and where it runs
+    invite/NONCE             the leader's token, for the worker that wrote the nonce
+    answer/TOKEN/RANK        the nonce, by the worker that has found the invitation
     begun/TOKEN              all have answered
 """
 
@@ -35,7 +35,7 @@ _HINT: Final = (
 class _Joined(msgspec.Struct, frozen=True):
     """What a worker puts down."""
 
-    word: str
+    nonce: str
     node: str
     world_size: int
 
@@ -85,60 +85,60 @@ class Joining:
     # The leader.
 
     def _lead(self) -> str:
-        token = self._mine.word
+        token = self._mine.nonce
         invited: set[str] = set()
         answered: dict[int, str] = {}
         others = range(1, self._world_size)
         while True:
             for rank in others:
-                self._invite(self._wait_word(rank), token, invited)
+                self._invite(self._wait_nonce(rank), token, invited)
             for rank in others:
                 if rank not in answered:
                     answered[rank] = self._wait_answer(rank, token, invited, answered)
             # A worker of an earlier start may have answered before its successor came.
-            changed = [rank for rank in others if self._word_of(rank) != answered[rank]]
-            self._check_word()
+            changed = [rank for rank in others if self._nonce_of(rank) != answered[rank]]
+            self._check_nonce()
             if not changed:
                 break
             for rank in changed:
                 del answered[rank]
         self._set(self._key("begun", token), b"")
-        for word in invited:
-            self._delete(self._key("invite", word))
+        for nonce in invited:
+            self._delete(self._key("invite", nonce))
         for rank in others:
             self._delete(self._key("answer", token, rank))
         return token
 
-    def _wait_word(self, rank: int) -> str:
+    def _wait_nonce(self, rank: int) -> str:
         """What a worker has put down, now or within the deadline."""
-        while (word := self._word_of(rank)) is None:
+        while (nonce := self._nonce_of(rank)) is None:
             if time.monotonic() > self._end_at:
-                missing = [other for other in range(self._world_size) if self._word_of(other) is None]
+                missing = [other for other in range(self._world_size) if self._nonce_of(other) is None]
                 raise self._absent(missing or [rank])
-            self._check_word()
+            self._check_nonce()
             # What an earlier start of another size has left stands there already, so that looking again is in place.
             if self._wait(self._key("join", rank), JOINING_TURNS.shortest_seconds) is not None:
                 # The value is there, but not from a worker of this start yet; a store does not tell of a second one.
                 time.sleep(STALE_JOIN_SECONDS)
-        return word
+        return nonce
 
-    def _invite(self, word: str, token: str, invited: set[str]) -> None:
-        if word not in invited:
-            self._set(self._key("invite", word), token.encode())
-            invited.add(word)
+    def _invite(self, nonce: str, token: str, invited: set[str]) -> None:
+        if nonce not in invited:
+            self._set(self._key("invite", nonce), token.encode())
+            invited.add(nonce)
 
     def _wait_answer(self, rank: int, token: str, invited: set[str], answered: dict[int, str]) -> str:
-        """The word that a living worker has answered for."""
+        """The nonce that a living worker has answered for."""
         while True:
-            word = self._wait_word(rank)
-            self._invite(word, token, invited)
+            nonce = self._wait_nonce(rank)
+            self._invite(nonce, token, invited)
             answer = self._wait(self._key("answer", token, rank), JOINING_TURNS.shortest_seconds)
-            if answer == word.encode():
-                return word
+            if answer == nonce.encode():
+                return nonce
             if answer is not None:
                 # It was its predecessor that answered; a store does not tell when another one does.
                 time.sleep(STALE_JOIN_SECONDS)
-            self._check_word()
+            self._check_nonce()
             if time.monotonic() > self._end_at:
                 keys = {other: self._key("answer", token, other) for other in range(1, self._world_size)}
                 raise self._absent(
@@ -149,7 +149,7 @@ class Joining:
     # The others.
 
     def _follow(self) -> str:
-        invitation = self._key("invite", self._mine.word)
+        invitation = self._key("invite", self._mine.nonce)
         token = b""
         while True:
             # Very many workers wait for the last one, and all ask the same store.
@@ -158,20 +158,20 @@ class Joining:
             newest = (self._try_get(invitation) if token else self._wait(invitation, turn_seconds)) or token
             if newest != token:
                 token = newest
-                self._set(self._key("answer", token.decode(), self._rank), self._mine.word.encode())
+                self._set(self._key("answer", token.decode(), self._rank), self._mine.nonce.encode())
             if token and self._wait(self._key("begun", token.decode()), turn_seconds) is not None:
-                self._check_word()
+                self._check_nonce()
                 return token.decode()
             if time.monotonic() > self._end_at:
-                missing = [rank for rank in range(self._world_size) if self._word_of(rank) is None]
+                missing = [rank for rank in range(self._world_size) if self._nonce_of(rank) is None]
                 raise self._absent(missing or [0])
-            self._check_word()
+            self._check_nonce()
 
     # The store.
 
-    def _check_word(self) -> None:
+    def _check_nonce(self) -> None:
         """Makes sure that this worker is still the one of its rank: a successor may have joined in its place."""
-        if self._word_of(self._rank) != self._mine.word:
+        if self._nonce_of(self._rank) != self._mine.nonce:
             raise ClusterError(
                 f"another start of the job has taken the place of this one, rank {self._rank}",
                 hint="Two jobs have the same address and port; or this one was thought dead, and should end.",
@@ -185,10 +185,10 @@ class Joining:
             hint=_HINT,
         )
 
-    def _word_of(self, rank: int) -> str | None:
+    def _nonce_of(self, rank: int) -> str | None:
         joined = self._joined(rank)
         # One of another size was left there by an earlier start, and its successor will come.
-        return joined.word if joined and joined.world_size == self._world_size else None
+        return joined.nonce if joined and joined.world_size == self._world_size else None
 
     def _joined(self, rank: int) -> _Joined | None:
         data = self._try_get(self._key("join", rank))

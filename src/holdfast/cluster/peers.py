@@ -255,15 +255,17 @@ class FailureFeed:
                 # Nor does the leader wait for it, if it leaves as well.
                 self._count_read()
 
-    def leave(self) -> None:
-        """Says goodbye without waiting: whoever waits for this worker waits no longer."""
-        self._heartbeat.leave()
-
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice.
 
         The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
+
+        Args:
+            waits: False to return at once. It is to be closed once more then.
         """
+        if not waits:
+            self._heartbeat.leave()
+            return
         self._heartbeat.stop()
         if self._cluster.rank == LEADER and self._is_explained:
             self._is_explained = False
@@ -446,7 +448,7 @@ class Peers:
 
     def leave(self) -> None:
         """Says goodbye without waiting: whoever waits for this worker waits no longer."""
-        self.failures.leave()
+        self.failures.close(waits=False)
 
     def close(self, *, after_others_seconds: float = 0.0) -> None:
         """**Blocks** for a moment. Writes what was posted, says goodbye, and ends the threads; harmless twice.

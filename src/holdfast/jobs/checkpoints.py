@@ -72,6 +72,12 @@ class MultiNodeCheckpointManager:
 
     Attributes:
         background: Whether the next epoch begins while one is still being written.
+        storage: Where the checkpoints lie.
+        url: The same, for people to read.
+        timeout_seconds: The deadline of each wait.
+        metadata_handler: What keeps the record, and is told how long things took.
+        nodes: The nodes whose state is kept; none before `init`.
+        committed: The epoch whose save was begun last, once it is committed, waited for or not; else None.
     """
 
     def __init__(
@@ -118,54 +124,26 @@ class MultiNodeCheckpointManager:
                 hint="It has set_params, last_epoch, write, report and cp_accessible.",
             )
         self.background = background
-        self._storage = open_storage(directory)
-        self._handler = metadata_handler or ManifestMetadataHandler(self._storage)
+        self.storage = open_storage(directory)
+        self.url = self.storage.url
+        self.timeout_seconds = timeout_seconds
+        self.metadata_handler: MetadataHandler = metadata_handler or ManifestMetadataHandler(self.storage)
+        self.nodes: tuple[str, ...] = ()
+        self.committed: int | None = None
         self._take_over_nodes = take_over_nodes
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
         sinks = (self._note, *sinks)
-        self._options = NodeStoreOptions(self._storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
+        self._options = NodeStoreOptions(self.storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
         self._begins_anew = begin_anew
         self._session: Session | None = None
-        self._nodes: tuple[str, ...] = ()
         self._store: NodeStore | None = None
         # The epoch that was saved or loaded last, for as long as the session is the same.
         self._stands_at: int | None = None
-        self._committed: int | None = None
-
-    @property
-    def committed(self) -> int | None:
-        """The epoch whose save was begun last, once it is committed, waited for or not; else None."""
-        return self._committed
-
-    @property
-    def url(self) -> str:
-        """Where the checkpoints lie."""
-        return self._storage.url
-
-    @property
-    def timeout_seconds(self) -> float:
-        """The deadline of each wait."""
-        return self._options.timeout_seconds
-
-    @property
-    def storage(self) -> Storage:
-        """Where the checkpoints lie."""
-        return self._storage
-
-    @property
-    def metadata_handler(self) -> MetadataHandler:
-        """Who keeps the record, and is told how long things took."""
-        return self._handler
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes whose state is kept; none before `init`."""
-        return self._nodes
 
     def is_ready_for(self, session: Session, nodes: Sequence[str]) -> bool:
         """Whether `init` was called for just these, and nothing has been closed since."""
-        return self._store is not None and self._session is session and self._nodes == tuple(nodes)
+        return self._store is not None and self._session is session and self.nodes == tuple(nodes)
 
     def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
         """**Blocks.** Makes ready for a run; what the manager did for an earlier one is brought to its end.
@@ -180,20 +158,20 @@ class MultiNodeCheckpointManager:
             SaveFailedError: If the last save of the run before failed and nobody was told.
             StorageError: If the place fails.
         """
-        if self._nodes and set(nodes) != set(self._nodes) and not self._take_over_nodes:
+        if self.nodes and set(nodes) != set(self.nodes) and not self._take_over_nodes:
             raise UsageError(
-                f"this manager has kept the nodes {', '.join(self._nodes)}, and is now given {', '.join(nodes)}",
+                f"this manager has kept the nodes {', '.join(self.nodes)}, and is now given {', '.join(nodes)}",
                 hint="Make a manager for each set of nodes, or ask for take_over_nodes=True.",
             )
         self.close()
         if session is not self._session:
             self._stands_at = None
         self._session = session
-        self._nodes = tuple(nodes)
+        self.nodes = tuple(nodes)
         self._begins_anew = self._options.begin_anew and not goes_on
-        self._store = session.open_store(self._nodes, replace(self._options, begin_anew=self._begins_anew))
+        self._store = session.open_store(self.nodes, replace(self._options, begin_anew=self._begins_anew))
         if session.is_master:
-            self._handler.set_params(self.url, self._nodes)
+            self.metadata_handler.set_params(self.url, self.nodes)
 
     def choose_epoch(self, user_epoch: int | None = None) -> int | None:
         """**Blocks.** The epoch with which a run goes on; None if it begins from nothing.
@@ -214,7 +192,7 @@ class MultiNodeCheckpointManager:
                 raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
-        found = self._handler.last_epoch(asked) if session.is_master else None
+        found = self.metadata_handler.last_epoch(asked) if session.is_master else None
         left = [] if found is not None or not session.is_master else self.epochs()
         epoch, left = session.share("the epoch to go on from", [found, list(left)])[0]
         if epoch is None:
@@ -223,7 +201,7 @@ class MultiNodeCheckpointManager:
                     f"epoch {asked} is to be resumed from, and the metadata handler says to begin from nothing",
                     hint="Its last_epoch(user_epoch) returns the epoch that was asked for, or another one.",
                 )
-            check_nothing_lost(self._storage)
+            check_nothing_lost(self.storage)
             if left:
                 listed = ", ".join(map(str, left))
                 self._warn(f"the metadata handler says to begin from nothing: epochs {listed} are left behind")
@@ -231,7 +209,7 @@ class MultiNodeCheckpointManager:
             return None
         name = self._find(check_step(epoch))
         if user_epoch is None and session.is_master:
-            for lost in find_lost(self._storage, read_catalog(self._storage)):
+            for lost in find_lost(self.storage, read_catalog(self.storage)):
                 if lost > name:
                     path = lost.manifest_path
                     missing = f"{path} is missing"
@@ -242,7 +220,7 @@ class MultiNodeCheckpointManager:
         """What is saved from now on follows nothing that is there."""
         self.close()
         self._begins_anew = True
-        self._store = session.open_store(self._nodes, replace(self._options, begin_anew=True))
+        self._store = session.open_store(self.nodes, replace(self._options, begin_anew=True))
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.
@@ -258,7 +236,7 @@ class MultiNodeCheckpointManager:
             StorageError: If the place fails.
         """
         newest = self._find(check_step(epoch))
-        older = [name for name in read_catalog(self._storage).living if name < newest] if or_older else []
+        older = [name for name in read_catalog(self.storage).living if name < newest] if or_older else []
         damages: list[DamageError] = []
         for name in (newest, *reversed(older)):
             try:
@@ -288,8 +266,8 @@ class MultiNodeCheckpointManager:
             reason = "checkpoints cannot be written now, says the metadata handler"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
-        self._committed = None
-        return store.save(check_step(epoch), {NODES_NOTE: list(self._nodes), **(metadata or {})})
+        self.committed = None
+        return store.save(check_step(epoch), {NODES_NOTE: list(self.nodes), **(metadata or {})})
 
     def finish_save(self, epoch: int, saving: Saving) -> None:
         """**Blocks.** Waits until an epoch is committed for all nodes, and has that noted.
@@ -301,7 +279,7 @@ class MultiNodeCheckpointManager:
         durations = saving.wait()
         self._stands_at = epoch
         if self._ready()[0].is_master:
-            self._tell("noting it", epoch, lambda: self._handler.write(epoch))
+            self._tell("noting it", epoch, lambda: self.metadata_handler.write(epoch))
         self._report(SAVE, epoch, durations)
 
     def load_blobs(self, names: str | Iterable[str], epoch: int) -> dict[str, tuple[str, ...]]:
@@ -324,8 +302,8 @@ class MultiNodeCheckpointManager:
         _, store = self._ready()
         wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
         name = self._find(check_step(epoch))
-        places = read_places(self._storage, name)
-        stored = {place.node: place.names for place in places if place.node in self._nodes}
+        places = read_places(self.storage, name)
+        stored = {place.node: place.names for place in places if place.node in self.nodes}
         wrong = [one for one in wanted if not any(one in known for known in stored.values())]
         if wrong or not wanted:
             known = ", ".join(dict.fromkeys(one for known in stored.values() for one in known))
@@ -341,7 +319,7 @@ class MultiNodeCheckpointManager:
 
     def epochs(self) -> tuple[int, ...]:
         """**Blocks.** The epochs that can be gone on from, oldest first."""
-        return tuple(name.step for name in read_catalog(self._storage).living)
+        return tuple(name.step for name in read_catalog(self.storage).living)
 
     def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
         """**Blocks.** The path of the data file in which the state of a node lies; None for a node that it has not.
@@ -353,10 +331,10 @@ class MultiNodeCheckpointManager:
             StorageError: If the place fails.
         """
         name = self._find(check_step(epoch))
-        stored = stored_nodes(self._storage, name)
+        stored = stored_nodes(self.storage, name)
         if node not in stored:
             return None
-        return f"{self.url}/{data_path(name, find_place(self._storage, name, node, stored))}"
+        return f"{self.url}/{data_path(name, find_place(self.storage, name, node, stored))}"
 
     def tidy(self) -> None:
         """**Blocks.** Removes, when a job has come to its end, the epochs that its policy does not keep.
@@ -370,10 +348,10 @@ class MultiNodeCheckpointManager:
             return
         begun_at = time.monotonic()
         try:
-            newest = read_catalog(self._storage).newest
+            newest = read_catalog(self.storage).newest
             if newest is None:
                 return
-            line = Line(self._storage, self._options.keep, reuse_space=False)
+            line = Line(self.storage, self._options.keep, reuse_space=False)
             # As the one that has saved last: what it, and those before it, left unfinished is swept as well.
             line.follow(newest.generation, newest)
             cleaning = line.clean(newest, {newest: "the newest"})
@@ -404,13 +382,13 @@ class MultiNodeCheckpointManager:
         return self._session, self._store
 
     def _find(self, epoch: int) -> StepName:
-        catalog = read_catalog(self._storage)
+        catalog = read_catalog(self.storage)
         try:
             return catalog.find(epoch)
         except NoWholeCheckpointError:
             raise
         except NoCheckpointError:
-            check_nothing_lost(self._storage)
+            check_nothing_lost(self.storage)
             known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"
             text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that are there: {known}."
             raise NoCheckpointError(text, hint=hint) from None
@@ -418,12 +396,12 @@ class MultiNodeCheckpointManager:
     def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
         _, store = self._ready()
         try:
-            stored = stored_nodes(self._storage, name)
-            metadata = read_manifest(self._storage, name).metadata
+            stored = stored_nodes(self.storage, name)
+            metadata = read_manifest(self.storage, name).metadata
         except DamageError as damage:
             raise NoWholeCheckpointError(damage.message, damages=(damage,)) from damage
         new, gone = self._compare_nodes(name, stored)
-        here = {node: None for node in self._nodes if node not in new}
+        here = {node: None for node in self.nodes if node not in new}
         keep_added = self._stands_at == epoch == name.step
         durations = store.load(LoadOrder(name, here, tuple(stored), keep_added, self._strict))
         store.go_on_from(name.step)
@@ -435,12 +413,12 @@ class MultiNodeCheckpointManager:
 
     def _compare_nodes(self, name: StepName, stored: Sequence[str]) -> tuple[list[str], list[str]]:
         """The nodes that a checkpoint has not, and those that it has and the job has not."""
-        gone = [node for node in stored if node not in self._nodes]
-        new = [node for node in self._nodes if node not in stored]
+        gone = [node for node in stored if node not in self.nodes]
+        new = [node for node in self.nodes if node not in stored]
         if (gone or new) and not self._take_over_nodes:
             raise MismatchError(
                 f"epoch {name.step} of {self.url} is one of the nodes {', '.join(stored)}, and the job has "
-                f"{', '.join(self._nodes)}; nothing was changed",
+                f"{', '.join(self.nodes)}; nothing was changed",
                 differences=Differences(missing=new, extra=gone),
                 hint="Run the job on the same nodes, or ask for take_over_nodes=True.",
             )
@@ -448,7 +426,7 @@ class MultiNodeCheckpointManager:
 
     def _is_accessible(self) -> bool:
         try:
-            return bool(self._handler.cp_accessible(None))
+            return bool(self.metadata_handler.cp_accessible(None))
         except Exception as error:  # noqa: BLE001  The handler is the user's, and may raise anything.
             self._warn(f"the metadata handler failed when asked for access: {error!r}")
             return False
@@ -457,7 +435,7 @@ class MultiNodeCheckpointManager:
         node_seconds = dict(durations.node_seconds)
         self._emit(NodesTimed(action=action, epoch=epoch, node_seconds=node_seconds, slowest=durations.slowest))
         if self._ready()[0].is_master:
-            self._tell("reporting its times", epoch, lambda: self._handler.report(action, durations))
+            self._tell("reporting its times", epoch, lambda: self.metadata_handler.report(action, durations))
 
     def _tell(self, what: str, epoch: int, call: Callable[[], object]) -> None:
         try:
@@ -467,7 +445,7 @@ class MultiNodeCheckpointManager:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Committed):
-            self._committed = event.step
+            self.committed = event.step
 
     def _warn(self, text: str) -> None:
         self._emit(Warned(text=text))

@@ -54,7 +54,7 @@ class LocalSession(Session):
             self._workspaces[name] = Workspace(name)
         return self._workspaces[name]
 
-    def run_making(self, group: TaskGroup) -> None:
+    def _run_making(self, group: TaskGroup) -> None:
         """**Blocks.** Runs a task that makes an object, on one node after the other, so that chance is the same."""
         for node in self.nodes:
             self.run(group, only=[node])
@@ -66,7 +66,7 @@ class LocalSession(Session):
             workspace.begin_epoch(workspace.epoch if epoch is None else epoch)
         return run_tasks(group, placed, self._workspaces, self._grace_seconds)
 
-    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> LocalNodeStore:
+    def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> LocalNodeStore:
         """What saves and restores the workspaces of some nodes, all in one file."""
         return LocalNodeStore([self.workspace(node) for node in nodes], options)
 

@@ -118,9 +118,9 @@ class Session(ABC):
         for maker in makers:
             group = TaskGroup("objects")
             group.add(_Make(maker, anew), on=maker.on, name=f"make {maker.name}")
-            self.run_making(group)
+            self._run_making(group)
 
-    def run_making(self, group: TaskGroup) -> None:
+    def _run_making(self, group: TaskGroup) -> None:
         """**Blocks.** Runs a task that makes an object, on all of its nodes."""
         self.run(group)
 
@@ -167,12 +167,12 @@ class Session(ABC):
         Raises:
             StorageError: If the place cannot be looked at.
         """
-        store = self.make_store(nodes, options)
+        store = self._make_store(nodes, options)
         self._stores.append(store)
         return store
 
     @abstractmethod
-    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
+    def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
         """What saves and restores the workspaces of some nodes."""
 
     def close(self) -> None:

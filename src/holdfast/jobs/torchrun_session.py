@@ -444,7 +444,7 @@ class TorchrunSession(Session):
         super().check_open()
         self._gathering.check()
 
-    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
+    def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
         """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
         with self._gathering.together():
             part = NodePart(

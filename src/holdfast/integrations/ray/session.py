@@ -131,7 +131,7 @@ class RaySession(Session):
         self._raise_failure(group, answers)
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
-    def make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
+    def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
         """What saves and restores the workspaces: each node its own, in one commit."""
         return WorkerNodeStore(_ActorParts(self, nodes, options))
 
