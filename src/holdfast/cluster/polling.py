@@ -75,6 +75,9 @@ JOINING_TURNS: Final = Backoff(0.25, 2.0)
 STALE_JOIN_SECONDS: Final = 0.05
 """The leader, which finds what an earlier start has left: no other worker asks then."""
 
+FILES: Final = Backoff(0.01, 0.5)
+"""Whether what another node has written is seen here: no file system tells. The storage is asked, and not the store."""
+
 PROCESS_LOOK_SECONDS: Final = 0.25
 """How often to look whether a process on this machine has ended. The system is asked, and not the store."""
 

@@ -16,19 +16,14 @@ from msgspec.structs import replace
 from holdfast.catalog import is_committed
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.cluster.polling import FILES, poll
+from holdfast.cluster.visibility import ELSEWHERE_HINT, find_patience
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import StepName, parse_step_directory
 from holdfast.storage.protocol import Storage
 
-SIGHT_SECONDS: Final = 30.0
-"""How long what one node sees may stay unseen on another: network file systems remember for a while."""
-
-_ELSEWHERE_SECONDS: Final = 5.0
-"""The same where a worker was given another path than the leader. It may be a share that is mounted elsewhere."""
-
-_LONGEST_PAUSE_SECONDS: Final = 0.5
 _FIRST_PATIENCE_SECONDS: Final = 0.05
 _MOST_NAMES: Final = 10_000
 _DAMAGED: Final = "damaged"
@@ -105,7 +100,7 @@ class JointAgreement:
         What the leader sees may come into sight with the others yet. But it may also be removed meanwhile, for all of
         them: so the leader looks again as often as they do, and where it sees nothing, nobody waits.
         """
-        sight_seconds = min(SIGHT_SECONDS, self._peers.timeout_seconds / 2)
+        timeout_seconds = self._peers.timeout_seconds
         begun_at = time.monotonic()
         patience_seconds = 0.0
         is_open = True
@@ -121,14 +116,14 @@ class JointAgreement:
                 self._describe(error),
                 seen=seen,
                 names=(name.manifest_path,),
-                is_open=passed_seconds < sight_seconds,
-                is_open_elsewhere=passed_seconds < min(sight_seconds, _ELSEWHERE_SECONDS),
+                is_open=passed_seconds < find_patience(timeout_seconds),
+                is_open_elsewhere=passed_seconds < find_patience(timeout_seconds, is_elsewhere=True),
                 url=self._url,
             )
             answer = self._confer(report, _decide_seen)
             if answer.failure is not None:
                 self._raise(answer.failure, error)
-            patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, sight_seconds / 4)
+            patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, find_patience(timeout_seconds) / 4)
             is_open = answer.is_open
 
     def is_gone(self, storage: Storage, name: StepName) -> bool:
@@ -180,20 +175,16 @@ class JointAgreement:
         return msgspec.json.decode(answer, type=_Report)
 
     def _find_seen(self, storage: Storage, name: StepName, patience_seconds: float) -> str:
-        end_at = time.monotonic() + patience_seconds
-        pause_seconds = 0.01
-        while True:
+        def look() -> str | None:
             try:
                 return digest(storage.read(name.manifest_path, MAX_MANIFEST_BYTES))
             except NotFoundError:
                 # What the leader does not see is not there.
-                if self._peers.is_leader or time.monotonic() >= end_at:
-                    return ""
+                return "" if self._peers.is_leader else None
             except DamageError:
                 return _DAMAGED  # All that see the same will find out what it is.
-            # No file system tells what another node has made on it.
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+        return poll(look, FILES, time.monotonic() + patience_seconds) or ""
 
     def _describe(self, error: BaseException | None) -> Failure | None:
         return None if error is None else self._peers.failures.describe(error)
@@ -241,7 +232,7 @@ def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
     if report.url == leader.url:
         return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
     text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"
-    return Failure.of(rank, StorageError.__name__, text, _ELSEWHERE_HINT)
+    return Failure.of(rank, StorageError.__name__, text, ELSEWHERE_HINT)
 
 
 def _follow_leader(reports: list[_Report]) -> _Report:
@@ -259,8 +250,4 @@ def _name_request(step: int | None) -> str:
     return "the newest step" if step is None else f"step {step}"
 
 
-_ELSEWHERE_HINT: Final = (
-    "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
-    "choose it, and tell the others."
-)
 _SIGHT_HINT: Final = "All workers have to use one directory: is it on a file system that all nodes share?"

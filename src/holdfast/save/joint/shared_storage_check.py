@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final
 
 from holdfast.cluster.peers import Failure, make_sendable
+from holdfast.cluster.visibility import ELSEWHERE_HINT, find_patience, look_again
 from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.digests import digest
 from holdfast.format.generation import MAX_GENERATION_BYTES
@@ -17,22 +16,7 @@ from holdfast.save.joint.places import NameRecord
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
-_T = TypeVar("_T")
-
-SIGHT_SECONDS: Final = 30.0
-"""How long what one node has written may stay unseen on another: network file systems remember for a while."""
-
-_ELSEWHERE_SECONDS: Final = 5.0
-"""The same where a worker was given another path than the leader. It may be a share that is mounted elsewhere."""
-
-_LONGEST_PAUSE_SECONDS: Final = 0.5
-
 _HINT: Final = "All workers have to save into one directory: is it on a file system that all nodes share?"
-
-_ELSEWHERE_HINT: Final = (
-    "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
-    "choose it, and tell the others."
-)
 
 
 def try_put_token(storage: Storage) -> str:
@@ -81,12 +65,12 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
             return error.message
         return "" if seen.decode(errors="replace") == token else f"{START_NAME} is that of another job"
 
-    problem = _insist(look, min(timeout_seconds / 2, _ELSEWHERE_SECONDS if is_elsewhere else SIGHT_SECONDS))
+    problem = look_again(look, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
     if not problem:
         return
     if is_elsewhere:
         text = f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: what rank 0 writes"
-        raise StorageError(f"{text} does not appear there ({problem})", path=START_NAME, hint=_ELSEWHERE_HINT)
+        raise StorageError(f"{text} does not appear there ({problem})", path=START_NAME, hint=ELSEWHERE_HINT)
     text = f"{storage.url}: {who} does not see what rank 0 writes there: {problem}"
     raise StorageError(text, path=START_NAME, hint=_HINT)
 
@@ -123,13 +107,13 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
             return error.message
         return "" if seen == told.opening else f"{path} is that of another run"
 
-    problem = _insist(look, min(timeout_seconds / 2, _ELSEWHERE_SECONDS if is_elsewhere else SIGHT_SECONDS))
+    problem = look_again(look, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
     if not problem:
         return
     unseen = f"does not see generation {told.generation}, which rank 0 has opened"
     if is_elsewhere:
         text = f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there ({problem})"
-        raise StorageError(text, path=path, hint=_ELSEWHERE_HINT)
+        raise StorageError(text, path=path, hint=ELSEWHERE_HINT)
     raise StorageError(f"{storage.url}: {who} {unseen}: {problem}", path=path, hint=_HINT)
 
 
@@ -157,14 +141,4 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
                 return Failure.of(rank, StorageError.__name__, text, _HINT)
         return None
 
-    return _insist(look, min(timeout_seconds / 2, SIGHT_SECONDS))
-
-
-def _insist(look: Callable[[], _T], patience_seconds: float) -> _T:
-    """Looks until nothing is wrong, or the time is up; gives what is wrong at the end."""
-    end_at = time.monotonic() + patience_seconds
-    pause_seconds = 0.01
-    while (wrong := look()) and time.monotonic() < end_at:
-        time.sleep(pause_seconds)  # No file system tells what another node has made on it.
-        pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-    return wrong
+    return look_again(look, find_patience(timeout_seconds))
