@@ -86,7 +86,10 @@ class StoreMailbox:
             self._ended.open()
 
     def post(self, write: Callable[[], object]) -> None:
-        """Has something written soon, again and again until the store has answered; returns at once."""
+        """Has something written soon, again and again until the store has answered; returns at once.
+
+        What the store has done without an answer is done a second time. So it is a record, and does not count.
+        """
         self._writes.append(write)
         self._inbox.put(True)
 

@@ -326,8 +326,8 @@ class Peers:
         self._scope = f"{name}-{number}"
         self._meetings = 0
         self._namespaces: dict[str, int] = {}
-        self.mailbox = StoreMailbox(cluster.world_size)
         self.failures = FailureFeed(cluster, self._scope, liveness_seconds)
+        self.mailbox = StoreMailbox(cluster.world_size)
 
     @property
     def is_leader(self) -> bool:
