@@ -273,7 +273,7 @@ def mailbox() -> Iterator[StoreMailbox]:
     mailbox.close()
 
 
-def test_what_is_posted_is_written_in_order_and_again_until_the_store_has_answered(mailbox: StoreMailbox) -> None:
+def test_posts_are_written_in_order_and_again_until_the_store_answers(mailbox: StoreMailbox) -> None:
     written: list[int] = []
     errors: list[HoldfastError] = [ClusterError("no answer"), ClusterError("no answer"), UsageError("no record")]
 
@@ -342,7 +342,7 @@ def test_who_waits_for_a_mailbox_hears_of_its_end(mailbox: StoreMailbox) -> None
     wait_until(lambda: heard == ["the cluster was closed"])
 
 
-def test_records_of_one_namespace_are_the_same_for_all_workers_and_not_those_of_the_next() -> None:
+def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:
     def speak(cluster: Cluster) -> tuple[Failure, Failure | None]:
         peers = Peers(cluster, liveness_seconds=PATIENCE_SECONDS, timeout_seconds=PATIENCE_SECONDS)
         first, second = peers.open_namespace("talk"), peers.open_namespace("talk")
