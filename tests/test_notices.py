@@ -42,7 +42,7 @@ from holdfast.preemption import (
     Watcher,
 )
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
-from holdfast.preemption.sources.poller import Watch
+from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.slurm import requeue_advice
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
@@ -705,12 +705,12 @@ def test_own_source_with_odd_interval_is_warned_of_and_asked_again(seconds: Any)
 
     source = Faulty(0)
     source.interval_seconds = seconds
-    watch = Watch([source], hear, events.append, pause_seconds=0.01)
-    watch.open()
+    poller = SourcePoller([source], hear, events.append, pause_seconds=0.01)
+    poller.open()
     try:
         assert [notices.get(timeout=PATIENCE_SECONDS).text for _ in range(3)] == ["look 1", "look 2", "look 3"]
     finally:
-        watch.close()
+        poller.close()
     assert len(events) == 1
 
 
@@ -724,8 +724,8 @@ def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
 
     faulty, other = Faulty(3), Faulty(0)
     other.name = "other"
-    watch = Watch([faulty, other], hear, events.append, pause_seconds=0.01)
-    watch.open()
+    poller = SourcePoller([faulty, other], hear, events.append, pause_seconds=0.01)
+    poller.open()
     try:
         found: set[tuple[str, str]] = set()
         end_at = time.monotonic() + 20
@@ -734,7 +734,7 @@ def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
             notice = notices.get(timeout=20)
             found.add((notice.source, notice.text))
     finally:
-        watch.close()
+        poller.close()
     assert [str(event) for event in events] == [
         "faulty cannot be asked for notices, and is asked again later: SystemExit: 3"
     ]
@@ -771,12 +771,12 @@ def test_a_function_that_raises_anything_is_called_again(failure: BaseException,
         notices.put(notice)
         return True
 
-    watch = Watch([Watcher(function)], hear, events.append, pause_seconds=0.01)
-    watch.open()
+    poller = SourcePoller([Watcher(function)], hear, events.append, pause_seconds=0.01)
+    poller.open()
     try:
         assert notices.get(timeout=PATIENCE_SECONDS).source == "watcher"
     finally:
-        watch.close()
+        poller.close()
     assert [str(event) for event in events] == [
         f"watcher cannot be asked for notices, and is asked again later: {said}"
     ]

@@ -195,11 +195,11 @@ class Run:
         quiet: bool = False,
     ) -> None:
         from holdfast.preemption.announcements import Announcements
+        from holdfast.preemption.final_save import Tolerance
         from holdfast.preemption.guard import make_guard
-        from holdfast.preemption.last_save import LastSave
+        from holdfast.preemption.progress import LastSave
         from holdfast.preemption.run_calls import Steps
         from holdfast.preemption.termination import TerminationConfig
-        from holdfast.preemption.tolerance import Tolerance
 
         self.manager = manager
         self.checkpoint = manager.checkpoint

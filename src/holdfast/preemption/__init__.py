@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from holdfast.preemption.sources.aws import AWS
     from holdfast.preemption.sources.azure import Azure
     from holdfast.preemption.sources.gcp import GCP
-    from holdfast.preemption.sources.kubernetes import Kubernetes
     from holdfast.preemption.sources.protocol import Demand, Hear, Notice, NoticeSource, PolledSource
-    from holdfast.preemption.sources.signals import Signals
+    from holdfast.preemption.sources.signals import Kubernetes, Signals
     from holdfast.preemption.sources.slurm import Slurm
     from holdfast.preemption.sources.user import FileAppears, Watcher
 
@@ -40,7 +39,7 @@ _HOMES: Final = {
     "FileAppears": "sources.user",
     "GCP": "sources.gcp",
     "Hear": "sources.protocol",
-    "Kubernetes": "sources.kubernetes",
+    "Kubernetes": "sources.signals",
     "Notice": "sources.protocol",
     "NoticeSource": "sources.protocol",
     "PolledSource": "sources.protocol",

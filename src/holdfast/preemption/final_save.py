@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -393,6 +394,25 @@ class FinalSave:
             return self._manager.latest_step()
         except HoldfastError:
             return None  # The place is gone: that is what the error says already.
+
+
+class Tolerance:
+    """For `with`, around a save by policy. Its failure does not end the training of a job that is to leave.
+
+    That failure is an event, and the last save, which is to come, says what is saved.
+    """
+
+    def __init__(self, hearing: NoticeInbox) -> None:
+        """Looks at what was heard when a save has failed."""
+        self._hearing = hearing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, SaveFailedError) and self._hearing.is_to_leave
 
 
 def end_by(error: BaseException) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.grace import Heard, combine
-from holdfast.preemption.sources.poller import Watch
+from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Demand, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
@@ -58,7 +58,7 @@ class NoticeInbox:
         self._emit = emit
         sources = self._sources = config.make_sources()
         self._bell = Wakeup()
-        self._watch = Watch(sources, self.hear, emit)
+        self._poller = SourcePoller(sources, self.hear, emit)
         is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
         self._interrupts_taken = _MOST_SIGNALS if is_launched else 1
         # Only grows. What stands before `_settled` has been dealt with, what stands before `_told` is an event.
@@ -108,7 +108,7 @@ class NoticeInbox:
         if self._config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             self._emit(Warned(text="signals are not heard: Python handles them in the main thread only"))
         self._bell.take_signals()
-        self._watch.open()
+        self._poller.open()
         for source in self._sources:
             for number in source.foreign if isinstance(source, Signals) else ():
                 text = f"{number.name} is not listened to: it has a handler that was not set by Python, and that stays"
@@ -116,7 +116,7 @@ class NoticeInbox:
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends listening, and puts signal handlers back."""
-        self._watch.close()
+        self._poller.close()
         self._bell.ring()
 
     def dispose(self) -> None:
@@ -177,7 +177,7 @@ class NoticeInbox:
 
     def note_leaving(self) -> None:
         """**Blocks.** Tells the sources that all is saved and the process leaves."""
-        self._watch.note_leaving()
+        self._poller.note_leaving()
 
     def ring(self) -> None:
         """**Thread-safe.** Wakes whoever listens."""

@@ -67,8 +67,8 @@ class GuardOwnership:
                     "another run or handler listens for notices in this thread already: the first of both to leave "
                     "would end the process, and what the other one keeps would not be saved",
                     hint="Keep all that belongs together in one Checkpoint; or close the other one first (leave its "
-                    'block, or call handler.close()); or let one of them hear nothing: preemption="off", or '
-                    "TerminationConfig(sources=[]).",
+                    "block, or call handler.close()); or let one of them hear nothing: "
+                    'preemption="off", or TerminationConfig(sources=[]).',
                 )
         self._guards.append(self)
 

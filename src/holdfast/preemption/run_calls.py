@@ -10,7 +10,7 @@ from holdfast.errors import UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.policies import SavePolicy
 from holdfast.preemption.final_save import Saves
-from holdfast.preemption.last_save import LastSave
+from holdfast.preemption.progress import LastSave
 from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.adapters import Adapter

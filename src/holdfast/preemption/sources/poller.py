@@ -15,7 +15,7 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 _END_SECONDS: Final = 2.0
 
 
-class Watch:
+class SourcePoller:
     """Opens sources, looks at those that have to be looked at, and closes them.
 
     A source that raises is looked at again, ever more seldom, and warned of once. None takes another down.

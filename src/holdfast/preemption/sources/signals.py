@@ -20,6 +20,9 @@ _WAY_OUT_SECONDS: Final = 60.0
 _MOST_CHAINED: Final = 100
 _STATUS: Final = Path("/proc/self/status")
 
+DEFAULT_GRACE_SECONDS: Final = 30.0
+"""Of a pod of Kubernetes that names no `terminationGracePeriodSeconds`."""
+
 DEFAULT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -197,6 +200,27 @@ class Signals:
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class Kubernetes(Signals):
+    """Hears signals, as `Signals` does, and knows when `SIGTERM` is followed by `SIGKILL`.
+
+    A pod is not told its own grace period. It begins with the hook `preStop`, whose time is gone when `SIGTERM` comes.
+    """
+
+    name = "kubernetes"
+
+    def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
+        """Takes note of the grace period.
+
+        Args:
+            grace_seconds: `terminationGracePeriodSeconds` of the pod, less what `preStop` takes.
+
+        Raises:
+            UsageError: If that is no time.
+        """
+        check_seconds("grace_seconds", grace_seconds)
+        super().__init__(left_seconds=grace_seconds)
 
 
 def _find_live(handler: Any, number: int) -> Any:
