@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.manager import CheckpointManager
+    from holdfast.preemption.config import TerminationConfig
     from holdfast.preemption.handler import PreemptionCheckpointHandler
-    from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.backup import Backup
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
@@ -97,7 +97,7 @@ _HOMES: Final = {
     "ResumableSampler": "holdfast.state",
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
-    "TerminationConfig": "holdfast.preemption.termination",
+    "TerminationConfig": "holdfast.preemption.config",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.worker_state",

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from holdfast.events import Sink
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.checkpointable import Checkpointable
+    from holdfast.preemption.config import TerminationConfig
     from holdfast.preemption.run_calls import Steps
-    from holdfast.preemption.termination import TerminationConfig
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state.oversights import TrainingWatch
@@ -108,8 +108,8 @@ def resumable(
     given = locals()
     options = {name: given[name] for name in resumable.__kwdefaults__ or ()}
     # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
-    from holdfast.preemption.early import EarlyNotices
-    from holdfast.preemption.termination import make_termination
+    from holdfast.preemption.config import make_termination
+    from holdfast.preemption.startup_notices import EarlyNotices
     from holdfast.save import arguments
 
     arguments.check_options(options)
@@ -195,11 +195,11 @@ class Run:
         quiet: bool = False,
     ) -> None:
         from holdfast.preemption.announcements import Announcements
+        from holdfast.preemption.config import TerminationConfig
         from holdfast.preemption.final_save import Tolerance
         from holdfast.preemption.guard import make_guard
         from holdfast.preemption.progress import LastSave
         from holdfast.preemption.run_calls import Steps
-        from holdfast.preemption.termination import TerminationConfig
 
         self.manager = manager
         self.checkpoint = manager.checkpoint

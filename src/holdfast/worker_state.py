@@ -22,8 +22,8 @@ from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.announcements import Announcements
+from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
-from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches

@@ -31,7 +31,7 @@ from file_engine import join_in_directory
 from holdfast.catalog import read_catalog
 from holdfast.errors import PeerError
 from holdfast.events import Committed, Event, Leaving
-from holdfast.preemption.exit_codes import EXIT_RESTART
+from holdfast.preemption.config import EXIT_RESTART
 from holdfast.storage import LocalStorage
 
 WORKERS: Final = 2

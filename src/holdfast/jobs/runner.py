@@ -20,8 +20,8 @@ from holdfast.jobs.session import Session, noting_on
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
 from holdfast.numbers import check_whole
+from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
-from holdfast.preemption.termination import TerminationConfig, make_termination
 from holdfast.save.arguments import check_step
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.participant import Company

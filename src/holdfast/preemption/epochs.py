@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.single import SingleConsensus
 from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
-from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.handle import SaveHandle
 
 

@@ -14,11 +14,17 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Event, Leaving, Warned
 from holdfast.format.workers import Worker
-from holdfast.preemption.exit_codes import EXIT_INTERRUPTED, EXIT_SAVE_FAILED
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.pause import ATTEMPTS
-from holdfast.preemption.termination import TerminationConfig
-from holdfast.save.drain import LeavingExit, end_process, is_interactive, leave_with_thread
+from holdfast.save.drain import (
+    EXIT_INTERRUPTED,
+    EXIT_SAVE_FAILED,
+    LeavingExit,
+    end_process,
+    is_interactive,
+    leave_with_thread,
+)
 from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say

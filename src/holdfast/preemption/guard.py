@@ -17,6 +17,7 @@ from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerErro
 from holdfast.events import Warned
 from holdfast.gate import Gate
 from holdfast.preemption.background import start_thread
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
 from holdfast.preemption.consensus.single import CallRecord, Outcome, SingleConsensus, Turn
 from holdfast.preemption.consensus.stop_step import Wanted
@@ -34,7 +35,6 @@ from holdfast.preemption.ownership import GuardOwnership
 from holdfast.preemption.pause import PausedState
 from holdfast.preemption.progress import LoopProgress, end_at_of
 from holdfast.preemption.sources.protocol import Demand
-from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 

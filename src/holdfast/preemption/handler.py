@@ -17,10 +17,10 @@ from holdfast.format.names import RUN_CALLS
 from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.checkpointable import Checkpointable
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.final_save import Tolerance
 from holdfast.preemption.guard import make_guard
 from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_loaders, restore_calls
-from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.arguments import check_switches
 from holdfast.save.drain import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.events import Event, NoticeHeard, Warned
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import Heard, combine
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Demand, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
-from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.drain import is_interactive
 from holdfast.save.say import say_amid
 

@@ -13,10 +13,10 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from holdfast.gate import Gate
+from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import Heard
 from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
-from holdfast.preemption.termination import TerminationConfig
 from holdfast.save.say import say
 
 _MOST_SIGNALS: Final = 2

@@ -11,12 +11,14 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.preemption.exit_codes import EXIT_RESTART
 from holdfast.preemption.sources.detect import choose_sources, look_around
 from holdfast.preemption.sources.protocol import NoticeSource
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.user import Watcher, check_function
 from holdfast.tracebacks import short_traceback
+
+EXIT_RESTART: Final = 42
+"""What was trained is in a committed checkpoint; the same command, started again, goes on from there."""
 
 _MAX_EXIT_CODE: Final = 125
 """Shells use those above for purposes of their own."""
