@@ -147,7 +147,7 @@ def resumable(
         run = Run(
             manager, strict=strict, begin_anew=begin_anew, termination=termination, keep_current=names, quiet=quiet
         )
-        early.hand_over(run._guard.hearing.hear)
+        early.hand_over(run._guard.inbox.hear)
     return run
 
 
@@ -221,7 +221,7 @@ class Run:
         self._watch = self._make_watch({})
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
-        self._tolerance = Tolerance(self._guard.hearing)
+        self._tolerance = Tolerance(self._guard.inbox)
 
     def steps(self, total: int) -> Steps:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
@@ -332,7 +332,7 @@ class Run:
             SaveFailedError: If an earlier save failed and nobody has been told yet.
             UsageError: If this is within a block of `checkpointable`.
         """
-        if self._guard.is_resting:
+        if self._guard.is_paused:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
         step = self._count_done()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
@@ -362,7 +362,7 @@ class Run:
             )
         self._is_used = True
         try:
-            self._guard.rest(None)
+            self._guard.pause(None)
             self._guard.open()
             if not self._begin_anew:
                 self.restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
@@ -376,7 +376,7 @@ class Run:
         if self.restored is not None:
             self.step = self.restored.step
             self._last.note(self.step, None)
-        self._guard.rest(self.step)
+        self._guard.pause(self.step)
         self._watch = self._make_watch(self.checkpoint.objects)
         self._announcements.begin(self.manager, self.restored, self.step)
         self._entered = True
@@ -387,8 +387,8 @@ class Run:
     ) -> None:
         if os.getpid() != self._process:
             return  # A forked child that leaves the block: the run is its parent's.
-        hearing = self._guard.hearing
-        hearing.patient = True
+        inbox = self._guard.inbox
+        inbox.patient = True
         if error is None:
             self._watch.warn_if_idle()
         self._watch.end()
@@ -401,12 +401,12 @@ class Run:
                 self._end_badly(error)
         finally:
             try:
-                if self._guard.leaving and not hearing.gave_up:
+                if self._guard.leaving and not inbox.gave_up:
                     # The exit code says already what became of the state, and every failure was an event.
                     with suppress(HoldfastError):
                         self.manager.close()
             finally:
-                if hearing.gave_up:
+                if inbox.gave_up:
                     # Leaving at once, also out of the waits above: the process waits for no save any more.
                     self.manager.abandon()
                 self._guard.close()
@@ -432,7 +432,7 @@ class Run:
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
         cause = self._guard.fail(error)
-        if not self._guard.leaving and not self._guard.hearing.gave_up:
+        if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
         if cause is not None:
             raise cause from error
@@ -452,8 +452,8 @@ class Run:
         if self._stop or self.step >= total:
             self._guard.pass_last(self.step)
             self._save_last()
-            self._guard.hearing.patient = False
-            self._guard.rest(self.step, saved=self._last.find(self.step))
+            self._guard.inbox.patient = False
+            self._guard.pause(self.step, saved=self._last.find(self.step))
             raise StopIteration
         self._guard.pass_boundary(self.step)
         self._save_if_due()

@@ -441,7 +441,7 @@ class WorkerTrainingState:
     def _ending(self, error: BaseException | None) -> Iterator[None]:
         """Says goodbye to the other workers when the body has closed the manager, unless it is to be tried again."""
         if self._guard is not None and not self._guard.leaving:
-            self._guard.rest(self._step, saved=self._newest)
+            self._guard.pause(self._step, saved=self._newest)
         try:
             if error is None:
                 self._warn_if_idle()
@@ -495,7 +495,7 @@ class WorkerTrainingState:
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
         guard = EpochGuard(self._open(), config, self._keep, self._backups.name)
-        guard.rest(self._step, saved=self._newest)
+        guard.pause(self._step, saved=self._newest)
         guard.open()
         self._guard = guard
 
@@ -525,7 +525,7 @@ class WorkerTrainingState:
         finally:
             self._reached = None
             if rests and not guard.leaving:
-                guard.rest(self._step, saved=self._newest)
+                guard.pause(self._step, saved=self._newest)
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the backup of a batch, if there is one that is not backed up, for the guard."""

@@ -392,7 +392,7 @@ class JobRunner:
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
         guard = EpochGuard(_Epochs(manager, self._emit), config, self._find_save, "epoch {}".format)
-        guard.rest(0)
+        guard.pause(0)
         guard.open()
         self._guard = guard
 
@@ -400,7 +400,7 @@ class JobRunner:
         """From now on the job may leave at any moment, when the save of that epoch has ended."""
         is_known = self._handle is not None or (self._pending is None and self._last_failure is None)
         if self._guard is not None and is_known:
-            self._guard.rest(epoch, saved=self._handle)
+            self._guard.pause(epoch, saved=self._handle)
 
     def _find_save(self, epoch: int) -> SaveHandle | None:
         """The save of the last epoch, for the guard.

@@ -43,7 +43,7 @@ class Checkpointable:
         self._is_outer = not self._guard.in_block
         if self._is_outer:
             self._guard.in_block = True
-            self._guard.rest(self._step, mark=self._mark, saved=self._saved)
+            self._guard.pause(self._step, mark=self._mark, saved=self._saved)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -32,7 +32,7 @@ class EpochGuard(Guard):
     def hold(self) -> None:
         """The training thread saves, and nothing is done beside it. Ctrl-C has the effect that it always had."""
         self.begin_steps()
-        self.hearing.patient = False
+        self.inbox.patient = False
 
     def _tell_if_late(self) -> None:
         """Nothing: a save may take long, and so may a batch."""

@@ -408,9 +408,9 @@ class Tolerance:
     That failure is an event, and the last save, which is to come, says what is saved.
     """
 
-    def __init__(self, hearing: NoticeInbox) -> None:
+    def __init__(self, inbox: NoticeInbox) -> None:
         """Looks at what was heard when a save has failed."""
-        self._hearing = hearing
+        self._inbox = inbox
 
     def __enter__(self) -> None:
         return None
@@ -418,7 +418,7 @@ class Tolerance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return isinstance(error, SaveFailedError) and self._hearing.is_to_leave
+        return isinstance(error, SaveFailedError) and self._inbox.is_to_leave
 
 
 def end_by(error: BaseException) -> NoReturn:

@@ -79,10 +79,10 @@ class Guard:
     """Hears notices for one loop.
 
     The training thread says between two steps how far it is (`pass_boundary`), and saves and leaves there. While it
-    is paused (`rest`), in evaluation or after the loop, the guard's own thread does so in its stead.
+    is paused (`pause`), in evaluation or after the loop, the guard's own thread does so in its stead.
 
     Attributes:
-        hearing: What was heard.
+        inbox: What was heard.
         leaving: Whether the exit has begun.
         is_tentative: Whether it cannot be known between two steps that another one comes: the loop is the user's own.
         provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
@@ -109,7 +109,7 @@ class Guard:
             consensus: Decides when to save and when to leave.
             yields: Whether it leaves what is heard to the guard of another manager in the same thread, if there is one.
         """
-        self.hearing = NoticeInbox(config, manager.emit)
+        self.inbox = NoticeInbox(config, manager.emit)
         self.leaving = self.is_tentative = self.is_beside_training = self.in_block = False
         self.provisional: int | None = None
         self._manager = manager
@@ -117,7 +117,7 @@ class Guard:
         self._failures = consensus.failures
         self._save_fn = config.save_fn
         self._has_exit_fn = config.exit_fn is not None
-        self._final_save = FinalSave(manager, config, keep, self.hearing)
+        self._final_save = FinalSave(manager, config, keep, self.inbox)
         self._progress = LoopProgress()
         self._process = os.getpid()
         self._yields = yields
@@ -142,10 +142,10 @@ class Guard:
         try:
             self._ownership = GuardOwnership(
                 self._manager,
-                listens=self.hearing.listens and not self._yields,
+                listens=self.inbox.listens and not self._yields,
                 is_paused=lambda: self._pause is not None,
                 give_up_pause=lambda: setattr(self, "_pause", None),
-                forget=lambda: self._forget(self.hearing.count),
+                forget=lambda: self._forget(self.inbox.count),
             )
             self._lock = self._ownership.lock
             with self._lock:
@@ -153,12 +153,12 @@ class Guard:
                 if self._pause is not None:
                     self._ownership.take()
             self._ended = start_thread(self._serve, "holdfast-guard")
-            self.hearing.open()
+            self.inbox.open()
         except BaseException:
             self.close()
             raise
-        left = lambda: None if self._closed else self.hearing.demand()[1]  # noqa: E731
-        self._consensus.open(self.hearing.hear, self.hearing.ring, left)
+        left = lambda: None if self._closed else self.inbox.demand()[1]  # noqa: E731
+        self._consensus.open(self.inbox.hear, self.inbox.ring, left)
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends listening, and puts signal handlers back; harmless twice."""
@@ -169,13 +169,13 @@ class Guard:
                 self._closed = True
             if self._ownership is not None:
                 self._ownership.leave()
-            self.hearing.close()
+            self.inbox.close()
             if self._ended is None or self._ended.wait(_END_SECONDS):
-                self.hearing.dispose()
+                self.inbox.dispose()
         self._consensus.close()
 
     @property
-    def is_resting(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether the training thread is paused, and another one may save its state."""
         return self._pause is not None and self._pause.mark is not None
 
@@ -185,7 +185,7 @@ class Guard:
         Returns:
             The save that was made while it was paused; None if none was.
         """
-        self.hearing.patient = True
+        self.inbox.patient = True
         if self._pause is None:
             return None
         while True:
@@ -202,7 +202,7 @@ class Guard:
             self.provisional = pause.step
         return pause.saved
 
-    def rest(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
+    def pause(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
         """The training thread takes no steps for a while, and leaves alone what it keeps.
 
         Args:
@@ -218,7 +218,7 @@ class Guard:
             if self._ownership is not None:
                 self._ownership.take()
         if self._is_alert():
-            self.hearing.ring()
+            self.inbox.ring()
 
     def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
         """The training thread is between two steps: saves and leaves if it is time to.
@@ -234,7 +234,7 @@ class Guard:
             ClusterError: If the others cannot be reached, and it has to be agreed on a step to save at.
         """
         self._measure(step)
-        is_asked = self.hearing.alarmed and not self._is_outranked()
+        is_asked = self.inbox.alarmed and not self._is_outranked()
         if not self._consensus.begin_step(step, is_asked=is_asked, is_tentative=self.is_tentative):
             self._final_save.arguments, self._final_save.options = arguments, options
             self._settle(step)
@@ -313,7 +313,7 @@ class Guard:
             changed = self._consensus.changed
             self._raise_peer_failure(step)
             holds = self._propose()
-            left_seconds = self.hearing.demand()[1]
+            left_seconds = self.inbox.demand()[1]
             turn = self._consensus.arrive(step, holds=holds, left_seconds=left_seconds, ends=ends, is_over=is_over)
             if turn is Turn.GO:
                 # What saving took is no step's.
@@ -343,9 +343,9 @@ class Guard:
 
     def _propose(self, *, is_paused: bool = False) -> bool:
         """Calls for what the notices of this worker ask for; whether the loop waits for that."""
-        if not self.hearing.alarmed or self._is_outranked():
+        if not self.inbox.alarmed or self._is_outranked():
             return False
-        pending = self.hearing.pending
+        pending = self.inbox.pending
         outlook = self._outlook(is_paused=is_paused)
         verdict = decide(outlook)
         if self._ends and outlook.demand is not Demand.SAVE:
@@ -355,11 +355,11 @@ class Guard:
             return False
         if verdict.action is Action.SAVE and not is_paused and self._progress.is_left_out:
             return False
-        text, by_hand = pending[0].notice.text, self.hearing.is_by_hand()
+        text, by_hand = pending[0].notice.text, self.inbox.is_by_hand()
         return self._consensus.propose(outlook, verdict, text, by_hand=by_hand)
 
     def _outlook(self, *, is_paused: bool = False) -> Outlook:
-        demand, left_seconds = self.hearing.demand()
+        demand, left_seconds = self.inbox.demand()
         outlook = self._progress.make_outlook(demand, left_seconds, self._manager.save_seconds, is_paused=is_paused)
         return allow_for_others(outlook) if self._consensus.has_peers and not is_paused else outlook
 
@@ -368,7 +368,7 @@ class Guard:
         call = self._consensus.call
         if call is not None and call.wanted == Wanted.LEAVE:
             return True
-        return self.hearing.alarmed and decide(self._outlook()).action is Action.LEAVE
+        return self.inbox.alarmed and decide(self._outlook()).action is Action.LEAVE
 
     def _stop(self, step: int) -> None:
         """At the stop step."""
@@ -376,8 +376,8 @@ class Guard:
         if call is None or call.wanted == Wanted.LEAVE:
             self._leave_at_stop(step, partial(self._final_save.save_last, step))
         else:
-            count = self.hearing.count
-            demand = self.hearing.demand()[0]
+            count = self.inbox.count
+            demand = self.inbox.demand()[0]
             saved = self._final_save.save_early(step)
             # One that was left out, since another is in flight, is tried again after the next step.
             self._progress.is_left_out = saved is not None and saved.skipped
@@ -438,7 +438,7 @@ class Guard:
         changed = "" if self._pause is None else self._pause.changed
         mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
         is_proof = not error and self._save_fn is None
-        own = Outcome(mistake or error, self.hearing.is_by_hand(), is_proof, is_cause=bool(mistake))
+        own = Outcome(mistake or error, self.inbox.is_by_hand(), is_proof, is_cause=bool(mistake))
         # The others may be in a save of theirs that this worker takes no part in.
         told = self._manager.abandon if error and (changed or self._save_fn) else None
         together = self._consensus.conclude(own, end_at, told)
@@ -482,7 +482,7 @@ class Guard:
         if self._consensus.has_peers and (error or (met and not self._has_exit_fn)):
             # The others are not waited for any more.
             self._manager.abandon()
-        left_seconds, count = self.hearing.demand()[1], self.hearing.count
+        left_seconds, count = self.inbox.demand()[1], self.inbox.count
         try:
             self._final_save.leave(step, reason, error, held_seconds, by_hand=by_hand)
         except BaseException as leaving:
@@ -503,7 +503,7 @@ class Guard:
 
     def _forget(self, count: int) -> None:
         self._progress.forget_early()
-        self.hearing.forget(count)
+        self.inbox.forget(count)
 
     def _measure(self, step: int) -> None:
         if self._ownership is not None and not self._ownership.is_owner:
@@ -515,7 +515,7 @@ class Guard:
         """Whether another guard deals with what was heard: then it is forgotten here."""
         if not self._yields or self._ownership is None or not self._ownership.is_outranked:
             return False
-        self._forget(self.hearing.count)
+        self._forget(self.inbox.count)
         return True
 
     # Beside the training thread.
@@ -523,11 +523,11 @@ class Guard:
     def _serve(self) -> None:
         """What the guard's own thread does."""
         while not self._closed:
-            self.hearing.listen(_ALERT_SECONDS if self._is_alert() else _CALM_SECONDS)
+            self.inbox.listen(_ALERT_SECONDS if self._is_alert() else _CALM_SECONDS)
             self._attend()
 
     def _is_alert(self) -> bool:
-        return self.hearing.alarmed or self._consensus.is_alarmed or self._failures.error is not None
+        return self.inbox.alarmed or self._consensus.is_alarmed or self._failures.error is not None
 
     def _attend(self) -> None:
         """Does what is to be done beside the training thread."""
@@ -549,10 +549,10 @@ class Guard:
             if pause is None or pause.is_refused or self._closed:
                 return
             holds = self._propose(is_paused=True)
-            left_seconds = self.hearing.demand()[1]
+            left_seconds = self.inbox.demand()[1]
             turn = self._consensus.arrive(pause.step or 0, holds=holds, left_seconds=left_seconds, is_paused=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
-            waits_for_loop = self._is_to_leave() and self.hearing.is_by_hand() and not self._is_awaited
+            waits_for_loop = self._is_to_leave() and self.inbox.is_by_hand() and not self._is_awaited
             if turn is not Turn.GO and waits_for_loop:
                 return
             if turn is Turn.STOP:
@@ -567,7 +567,7 @@ class Guard:
         pause.renew(self.provisional)
         is_leaving = call.wanted == Wanted.LEAVE
         if not (is_leaving and self._consensus.has_peers):
-            count, demand = self.hearing.count, self.hearing.demand()[0]
+            count, demand = self.inbox.count, self.inbox.demand()[0]
             pause.save()
             if pause.changed:
                 text = f"the state cannot be saved while the loop rests, and it is waited for: {pause.changed}"
@@ -596,5 +596,5 @@ class Guard:
         is_paused = self._pause is not None and not self._pause.is_refused
         if is_paused or self._ownership is None or not self._ownership.is_owner:
             return
-        if text := self._progress.find_lateness(self.hearing.pending, self.hearing.demand()[1]):
+        if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand()[1]):
             self._manager.emit(Warned(text=text, step=self._progress.step))

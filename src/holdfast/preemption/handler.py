@@ -99,11 +99,11 @@ class PreemptionCheckpointHandler:
         self._guard = make_guard(manager, termination, self._keep)
         kept = check_kept(keep_current, manager.checkpoint.objects)
         self._has_save_fn = termination.save_fn is not None
-        self._tolerance = Tolerance(self._guard.hearing)
+        self._tolerance = Tolerance(self._guard.inbox)
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         if RUN_CALLS not in own_objects(manager.checkpoint):
             # Where there is a count already, something may have been trained that is not saved.
-            self._guard.rest(None)
+            self._guard.pause(None)
         self._guard.open()
         try:
             earlier = manager.restored
@@ -363,7 +363,7 @@ class PreemptionCheckpointHandler:
         """No step has been begun yet."""
         step = self._calls.count
         mark = None if self._is_safe(step) else self._manager.mark()
-        self._guard.rest(step, mark=mark, saved=self._calls.last.find(step))
+        self._guard.pause(step, mark=mark, saved=self._calls.last.find(step))
 
     def _begin_steps(self) -> None:
         saved = self._guard.begin_steps()
@@ -459,7 +459,7 @@ class PreemptionCheckpointHandler:
         if self._watch is not None:
             step_break.close()
         self._calls.mid_step.discard(self)
-        if self._guard.hearing.gave_up:
+        if self._guard.inbox.gave_up:
             self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.
         self._guard.close()
         atexit.unregister(self._close_at_exit)
