@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from holdfast.preemption.consensus.coordinator import StopCoordinator
 
 _CALM_SECONDS: Final = 3600.0
-_ALERT_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
 
@@ -144,7 +143,7 @@ class Guard:
                 self._manager,
                 listens=self.inbox.listens and not self._yields,
                 is_paused=lambda: self._pause is not None,
-                give_up_pause=lambda: setattr(self, "_pause", None),
+                give_up_pause=self._give_up_pause,
                 forget=lambda: self._forget(self.inbox.count),
             )
             self._lock = self._ownership.lock
@@ -304,8 +303,6 @@ class Guard:
     def should_stop(self) -> bool:
         """Whether the loop would leave if a step ended now."""
         return self._consensus.should_stop(self._is_to_leave)
-
-    # Between two steps.
 
     def _settle(self, step: int, *, ends: bool = False, is_over: bool = False) -> None:
         """Does what is to be done, together with the others."""
@@ -518,12 +515,15 @@ class Guard:
         self._forget(self.inbox.count)
         return True
 
+    def _give_up_pause(self) -> None:
+        self._pause = None
+
     # Beside the training thread.
 
     def _serve(self) -> None:
         """What the guard's own thread does."""
         while not self._closed:
-            self.inbox.listen(_ALERT_SECONDS if self._is_alert() else _CALM_SECONDS)
+            self.inbox.listen(_LOOK_SECONDS if self._is_alert() else _CALM_SECONDS)
             self._attend()
 
     def _is_alert(self) -> bool:

@@ -58,16 +58,7 @@ class PeerFailures:
         emit: Callable[[Event], object],
         url: str,
     ) -> None:
-        """Knows of none yet.
-
-        Args:
-            peers: The workers.
-            store: Where they write.
-            thread: The one that speaks with them.
-            aborter: Brings the training thread back.
-            emit: Told of events.
-            url: Where the run lies.
-        """
+        """Knows of none yet; `url` is where the run lies."""
         self.certain = self.step = 0
         self.error: ClusterError | None = None
         self._peers = peers

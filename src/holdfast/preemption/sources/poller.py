@@ -100,14 +100,11 @@ class SourcePoller:
                 wait_seconds = pause_seconds
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 # One that is closed meanwhile fails for that reason.
-                if not is_warned and not self._is_closing():
+                if not is_warned and not self._closing.is_open:
                     is_warned = True
                     text = f"{source.name} cannot be asked for notices, and is asked again later: {_say(error)}"
                     self._emit(Warned(text=text))
                 self._closing.wait(wait_seconds)
-
-    def _is_closing(self) -> bool:
-        return self._closing.is_open
 
 
 def _say(error: BaseException) -> str:
