@@ -146,7 +146,7 @@ class Guard:
                 give_up_pause=self._give_up_pause,
                 forget=lambda: self._forget(self.inbox.count),
             )
-            self._lock = self._ownership.lock
+            self._lock = self._ownership.shared.lock
             with self._lock:
                 self.is_beside_training = self._ownership.is_beside_training
                 if self._pause is not None:
@@ -192,7 +192,7 @@ class Guard:
             with self._lock:
                 pause = self._pause
                 assert pause is not None, "this thread alone ends it"
-                if pause.is_refused or self._consensus.try_resume(pause.step or 0):
+                if pause.changed or self._consensus.try_resume(pause.step or 0):
                     self._pause, self._is_awaited = None, False
                     break
                 self._is_awaited = True
@@ -290,7 +290,7 @@ class Guard:
         Returns:
             An error to be raised in its stead: that of another worker from which this one results.
         """
-        has_left = self.leaving or (self._ownership is not None and self._ownership.has_left)
+        has_left = self.leaving or (self._ownership is not None and self._ownership.shared.has_left)
         if has_left or os.getpid() != self._process:
             return None
         report = self._failures.report(error)
@@ -484,7 +484,7 @@ class Guard:
             self._final_save.leave(step, reason, error, held_seconds, by_hand=by_hand)
         except BaseException as leaving:
             if self._final_save.has_left and self._ownership is not None:
-                self._ownership.note_left()
+                self._ownership.shared.has_left = True
             is_heard = self._consensus.is_concluded and not self._consensus.is_cut_short
             if error and not is_heard and self._failures.error is None:
                 # One that does not come to the end of its step would never hear of it.
@@ -546,7 +546,7 @@ class Guard:
         """Saves and leaves in the training thread's stead, if that is paused; it may not go on meanwhile."""
         with self._lock:
             pause = self._pause
-            if pause is None or pause.is_refused or self._closed:
+            if pause is None or pause.changed or self._closed:
                 return
             holds = self._propose(is_paused=True)
             left_seconds = self.inbox.demand()[1]
@@ -593,7 +593,7 @@ class Guard:
 
     def _tell_if_late(self) -> None:
         """Says once that a step does not end: what it is doing cannot be saved."""
-        is_paused = self._pause is not None and not self._pause.is_refused
+        is_paused = self._pause is not None and not self._pause.changed
         if is_paused or self._ownership is None or not self._ownership.is_owner:
             return
         if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand()[1]):

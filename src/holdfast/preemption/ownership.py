@@ -9,7 +9,7 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 
 
-class _Shared:
+class SharedOwnership:
     """What the guards of one manager share.
 
     Attributes:
@@ -25,7 +25,11 @@ class _Shared:
 
 
 class GuardOwnership:
-    """Of several guards of one manager, the one whose loop has moved last owns the thread."""
+    """Of several guards of one manager, the one whose loop has moved last owns the thread.
+
+    Attributes:
+        shared: What they share.
+    """
 
     def __init__(
         self,
@@ -55,13 +59,13 @@ class GuardOwnership:
         self._give_up_pause = give_up_pause
         self._forget = forget
         self._guards = _thread.guards
-        self._shared = _Shared()
+        self.shared = SharedOwnership()
         for other in self._guards:
             # Those of a process from which this one was forked are its own.
             if other._process != os.getpid():
                 continue
             if other._manager is manager:
-                self._shared = other._shared
+                self.shared = other.shared
             elif listens and other._listens:
                 raise UsageError(
                     "another run or handler listens for notices in this thread already: the first of both to leave "
@@ -73,24 +77,14 @@ class GuardOwnership:
         self._guards.append(self)
 
     @property
-    def lock(self) -> threading.Lock:
-        """Guards what the training thread is paused in, for all guards of the manager."""
-        return self._shared.lock
-
-    @property
-    def has_left(self) -> bool:
-        """Whether a guard of the manager ends the program."""
-        return self._shared.has_left
-
-    @property
     def is_owner(self) -> bool:
         """Whether this guard acts, and no other one of the same manager."""
-        return self._shared.owner is self
+        return self.shared.owner is self
 
     @property
     def is_beside_training(self) -> bool:
         """Whether another guard is the owner, and its loop takes steps."""
-        other = self._shared.owner
+        other = self.shared.owner
         return other is not None and other is not self and other in self._guards and not other._is_paused()
 
     @property
@@ -100,13 +94,9 @@ class GuardOwnership:
 
     def take(self) -> None:
         """The others act no more: what they are paused in is not the state any more. Called with the lock held."""
-        self._shared.owner = self
+        self.shared.owner = self
         for other in self._find_others():
             other._give_up_pause()
-
-    def note_left(self) -> None:
-        """This guard ends the program."""
-        self._shared.has_left = True
 
     def settle_all(self) -> None:
         """What the others have heard by now has been dealt with here, and training goes on."""
@@ -119,7 +109,7 @@ class GuardOwnership:
             self._guards.remove(self)
 
     def _find_others(self) -> list[GuardOwnership]:
-        return [other for other in tuple(self._guards) if other is not self and other._shared is self._shared]
+        return [other for other in tuple(self._guards) if other is not self and other.shared is self.shared]
 
 
 class _Thread(threading.local):

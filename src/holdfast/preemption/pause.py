@@ -35,11 +35,6 @@ class PausedState(msgspec.Struct):
     is_anew: bool = False
     has_saved: bool = False
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether the state was found changed."""
-        return bool(self.changed)
-
     def renew(self, provisional: int | None) -> None:
         """The state is saved anew if a save of that step was made and does not count."""
         self.is_anew |= self.saved is not None and self.step == provisional
