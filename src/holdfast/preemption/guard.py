@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Warned
-from holdfast.gate import Gate
-from holdfast.preemption.background import start_thread
+from holdfast.gate import Gate, start_thread
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
 from holdfast.preemption.consensus.single import CallRecord, Outcome, SingleConsensus, Turn

@@ -10,8 +10,7 @@ from typing import Final, TypeVar
 
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClosedError, HoldfastError
-from holdfast.gate import Gate
-from holdfast.preemption.background import start_thread
+from holdfast.gate import Gate, start_thread
 
 _LOOK_SECONDS: Final = 0.25
 """How often to look whether there is something new."""

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.events import Event, Warned
-from holdfast.gate import Gate
-from holdfast.preemption.background import start_thread
+from holdfast.gate import Gate, start_thread
 from holdfast.preemption.sources.protocol import Hear, NoticeSource
 
 _LONGEST_PAUSE_SECONDS: Final = 60.0
