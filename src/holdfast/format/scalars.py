@@ -18,7 +18,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Node: TypeAlias = Any
 """A JSON value."""
@@ -148,7 +148,7 @@ def _encode_zone(zone: datetime.tzinfo | None) -> Node:
     # The name is an argument of the constructor only where it was given; `__getinitargs__` tells.
     arguments = zone.__getinitargs__()  # type: ignore[attr-defined]
     name = encode_str(arguments[1]) if len(arguments) == 2 else None
-    return [_encode_timedelta(arguments[0]), name]
+    return [tagged("timedelta", _encode_timedelta(arguments[0])), name]
 
 
 @lru_cache(maxsize=1 << 8)
@@ -184,17 +184,17 @@ def _tzdata_keys() -> list[str]:
 
 
 def _encode_timedelta(value: datetime.timedelta) -> Node:
-    return tagged("timedelta", [value.days, value.seconds, value.microseconds])
+    return [value.days, value.seconds, value.microseconds]
 
 
 def _encode_time(value: datetime.time) -> Node:
     parts = [value.hour, value.minute, value.second, value.microsecond, value.fold]
-    return tagged("time", [*parts, _encode_zone(value.tzinfo)])
+    return [*parts, _encode_zone(value.tzinfo)]
 
 
 def _encode_datetime(value: datetime.datetime) -> Node:
     parts = [value.year, value.month, value.day, value.hour, value.minute, value.second]
-    return tagged("datetime", [*parts, value.microsecond, value.fold, _encode_zone(value.tzinfo)])
+    return [*parts, value.microsecond, value.fold, _encode_zone(value.tzinfo)]
 
 
 def _encode_decimal(value: decimal.Decimal) -> Node:
@@ -202,36 +202,7 @@ def _encode_decimal(value: decimal.Decimal) -> Node:
     if len(text) > MAX_DECIMAL_CHARACTERS:
         what = f"a Decimal of {len(text)} characters, more than {MAX_DECIMAL_CHARACTERS}"
         raise Malformed(what, "Store its text (str).")
-    return tagged("decimal", text)
-
-
-def _path_encoder(tag: str) -> Callable[[Any], Node]:
-    return lambda value: tagged(tag, encode_str(str(value)))
-
-
-ENCODERS: Final[dict[type, Callable[[Any], Node]]] = {
-    type(None): lambda value: value,
-    bool: lambda value: value,
-    int: encode_int,
-    float: encode_float,
-    str: encode_str,
-    bytes: lambda value: tagged("bytes", _base64(value)),
-    bytearray: lambda value: tagged("bytearray", _base64(value)),
-    complex: lambda value: tagged("complex", [encode_float(value.real), encode_float(value.imag)]),
-    range: lambda value: tagged("range", [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]),
-    datetime.datetime: _encode_datetime,
-    datetime.date: lambda value: tagged("date", [value.year, value.month, value.day]),
-    datetime.time: _encode_time,
-    datetime.timedelta: _encode_timedelta,
-    datetime.timezone: lambda value: tagged("timezone", _encode_zone(value)),
-    decimal.Decimal: _encode_decimal,
-    fractions.Fraction: lambda value: tagged("fraction", [encode_int(value.numerator), encode_int(value.denominator)]),
-    uuid.UUID: lambda value: tagged("uuid", value.hex),
-    type(pathlib.Path()): _path_encoder("path"),
-    pathlib.PurePosixPath: _path_encoder("posixpath"),
-    pathlib.PureWindowsPath: _path_encoder("windowspath"),
-}
-"""For each exact type, how it is written. What one raises is `Malformed`, for a value that has no form."""
+    return text
 
 
 def decode_base64(payload: Node) -> bytes:
@@ -399,26 +370,65 @@ def decode_numpy(payload: Node, name: Node) -> Any:
     return np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)[0]
 
 
+class _Codec(NamedTuple):
+    """How the values of one exact type are written and read.
+
+    Attributes:
+        tag: The tag of their nodes.
+        cls: The type.
+        encode: Gives the payload of a value.
+        decode: Gives the value of a payload.
+    """
+
+    tag: str
+    cls: type
+    encode: Callable[[Any], Node]
+    decode: Callable[[Node], Any]
+
+
+def _path_codec(tag: str, cls: type[pathlib.PurePath]) -> _Codec:
+    return _Codec(tag, cls, lambda value: encode_str(str(value)), lambda payload: cls(_plain_or_tagged_str(payload)))
+
+
+_CODECS: Final = (
+    _Codec("bytes", bytes, _base64, decode_base64),
+    _Codec("bytearray", bytearray, _base64, lambda payload: bytearray(decode_base64(payload))),
+    _Codec("complex", complex, lambda one: [encode_float(one.real), encode_float(one.imag)], _decode_complex),
+    _Codec("range", range, lambda one: [encode_int(part) for part in (one.start, one.stop, one.step)], _decode_range),
+    _Codec("datetime", datetime.datetime, _encode_datetime, _decode_datetime),
+    _Codec("date", datetime.date, lambda one: [one.year, one.month, one.day], _decode_date),
+    _Codec("time", datetime.time, _encode_time, _decode_time),
+    _Codec("timedelta", datetime.timedelta, _encode_timedelta, _decode_timedelta),
+    _Codec("timezone", datetime.timezone, _encode_zone, _decode_zone),
+    _Codec("decimal", decimal.Decimal, _encode_decimal, _decode_decimal),
+    _Codec("fraction", fractions.Fraction, lambda one: list(map(encode_int, one.as_integer_ratio())), _decode_fraction),
+    _Codec("uuid", uuid.UUID, lambda one: one.hex, _decode_uuid),
+    _path_codec("path", type(pathlib.Path())),
+    _path_codec("posixpath", pathlib.PurePosixPath),
+    _path_codec("windowspath", pathlib.PureWindowsPath),
+)
+
+
+def _node_encoder(codec: _Codec) -> Callable[[Any], Node]:
+    return lambda value: tagged(codec.tag, codec.encode(value))
+
+
+ENCODERS: Final[dict[type, Callable[[Any], Node]]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: encode_int,
+    float: encode_float,
+    str: encode_str,
+    **{codec.cls: _node_encoder(codec) for codec in _CODECS},
+}
+"""For each exact type, how it is written. What one raises is `Malformed`, for a value that has no form."""
+
 DECODERS: Final[dict[str, Callable[[Node], Any]]] = {
     "int": _decode_large_int,
     "float": _decode_float,
     "str": _decode_str,
-    "bytes": decode_base64,
-    "bytearray": lambda payload: bytearray(decode_base64(payload)),
-    "complex": _decode_complex,
-    "range": _decode_range,
-    "datetime": _decode_datetime,
-    "date": _decode_date,
-    "time": _decode_time,
-    "timedelta": _decode_timedelta,
-    "timezone": _decode_zone,
     "zoneinfo": lambda payload: _find_zone(_text(payload)),
-    "decimal": _decode_decimal,
-    "fraction": _decode_fraction,
-    "uuid": _decode_uuid,
-    "path": lambda payload: pathlib.Path(_plain_or_tagged_str(payload)),
-    "posixpath": lambda payload: pathlib.PurePosixPath(_plain_or_tagged_str(payload)),
-    "windowspath": lambda payload: pathlib.PureWindowsPath(_plain_or_tagged_str(payload)),
+    **{codec.tag: codec.decode for codec in _CODECS},
 }
 """For each tag, how its payload is read. What one raises is `Malformed`, `ValueError`, `TypeError`, `OverflowError`
 or `ArithmeticError`."""
