@@ -19,15 +19,13 @@ from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.format.workers import Worker
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
-from holdfast.save.commit.run_writer import Line
+from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager
-from holdfast.save.joint.participant import Company
-from holdfast.save.joint.places import PartRecord, Place, Position
-from holdfast.save.joint.protocol import Exchange
-from holdfast.save.joint.run_writer import JointLine
-from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.records import Receipts
+from holdfast.save.joint.participant import JointParticipant
+from holdfast.save.joint.protocol import CommitProtocol, PartRecord, Place, Position
+from holdfast.save.joint.run_writer import JointRunWriter
+from holdfast.save.records import Origin, Receipts, SaveOrder
 from holdfast.save.write.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
@@ -146,9 +144,9 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     """
     storage = LocalStorage(directory)
     store = OneStore(workers)
-    company = Company(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
+    company = JointParticipant(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
     peers = company.peers
-    joint = JointLine(Line(storage, All(), reuse_space=False), storage, company, lambda event: None)
+    joint = JointRunWriter(RunWriter(storage, All(), reuse_space=False), storage, company, lambda event: None)
     pool = WorkerPool(1, "planning")
     reading = workers // 2
     found: dict[str, list[float]] = {}
@@ -156,7 +154,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         place = Place(0, step, 1)
         store.calls = 0
         begun_at = time.perf_counter()
-        exchange = Exchange(peers, Position(step, place))
+        exchange = CommitProtocol(peers, Position(step, place))
         joint.begin(SaveOrder(step, {}, {}, Origin(), begun_at, exchange=exchange))
         joint.open(Origin())
         name = joint.name(step)

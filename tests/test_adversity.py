@@ -202,7 +202,9 @@ def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(size: int) -
             array[:] = step
             struck = save_struck(manager, step, calls)
             array[:] = step + 1
-            manager.save(step + 1).wait_ended()  # Then retention has removed what it removes.
+            manager.save(step + 1)
+            manager.wait()  # Until what is not kept is gone as well.
+            assert manager.latest_step() == step + 1
             outcomes.add(step in manager.steps())
             for kept in manager.steps():
                 found = np.zeros(size)

@@ -27,7 +27,7 @@ from holdfast.format.index import encode_index
 from holdfast.format.manifest import Manifest, encode_manifest
 from holdfast.format.names import StepName
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.write.references import MAX_KEPT_STEPS
+from holdfast.save.write.incremental import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.memory import MemoryWriter
 

@@ -31,7 +31,7 @@ from holdfast.gate import Gate
 from holdfast.integrations.torch import optimizers
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager
-from holdfast.save.copy.overlap import StepHold
+from holdfast.save.copy.overlap import OptimizerStepBarrier
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage
@@ -171,11 +171,11 @@ def make_hold(
     timeout_seconds: float = 60,
     report: Callable[[int, float], None] = lambda step, seconds: None,
     check_caller: Callable[[], None] = lambda: None,
-) -> StepHold:
-    return StepHold(timeout_seconds, report, check_caller)
+) -> OptimizerStepBarrier:
+    return OptimizerStepBarrier(timeout_seconds, report, check_caller)
 
 
-def begin(hold: StepHold, step: int = 7, check: Callable[[], None] = lambda: None) -> None:
+def begin(hold: OptimizerStepBarrier, step: int = 7, check: Callable[[], None] = lambda: None) -> None:
     """Begins a copy that the calling thread has asked for."""
     hold.begin(step, threading.get_ident(), check)
 
@@ -327,7 +327,7 @@ class Call:
     After it the thread comes by, in the way that is given.
     """
 
-    def __init__(self, hold: StepHold, come_by: Callable[[], object], *, changes: bool = True) -> None:
+    def __init__(self, hold: OptimizerStepBarrier, come_by: Callable[[], object], *, changes: bool = True) -> None:
         self.changes = 0
         self.may_end = threading.Event()
         self.has_begun = threading.Event()
@@ -335,7 +335,7 @@ class Call:
         self.thread.start()
         assert self.has_begun.wait(60)
 
-    def run(self, hold: StepHold, come_by: Callable[[], object], changes: bool) -> None:
+    def run(self, hold: OptimizerStepBarrier, come_by: Callable[[], object], changes: bool) -> None:
         begin(hold, check=self.check)
         self.has_begun.set()
         assert self.may_end.wait(60)
@@ -352,7 +352,7 @@ class Call:
         assert not self.thread.is_alive()
 
 
-WAYS: dict[str, Callable[[StepHold], object]] = {
+WAYS: dict[str, Callable[[OptimizerStepBarrier], object]] = {
     "asks": lambda hold: hold.note_call(),
     "steps": lambda hold: hold.wait(),
     "waits": lambda hold: hold.wait_for(Gate(), 0.0),

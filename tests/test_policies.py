@@ -27,7 +27,7 @@ from holdfast.policies import (
     spare_referred,
 )
 from holdfast.policies.saving import PROBE_STEPS, daly_interval_seconds
-from holdfast.save.timing import Pace, usual_stall_seconds
+from holdfast.save.timing import StepTimer, usual_stall_seconds
 
 HOUR = 3600.0
 
@@ -185,7 +185,7 @@ class TestUsualStall:
         assert usual_stall_seconds(stalls) == usual
 
     def test_a_pace_forgets_no_first_one_and_takes_each_save_in_once(self) -> None:
-        pace, told = Pace(), []
+        pace, told = StepTimer(), []
         # What a save has cost is told again after each step until the next one is durable.
         for step, blocked in enumerate((None, None, 6.0, 6.0, 6.0, 1.0, 1.0, 60.0, 60.0, 60.0, 60.0, 1.1, 1.2)):
             told.append(pace.moment(step, blocked, 2.0).save_blocked_seconds)
@@ -195,7 +195,7 @@ class TestUsualStall:
         assert usual == 3.1
 
     def test_one_slow_save_makes_saves_no_rarer(self) -> None:
-        pace = Pace()
+        pace = StepTimer()
         moments = [pace.moment(step, blocked, 0.5) for step, blocked in enumerate((0.6, 0.1, 0.11, 60.0), start=1)]
         assert Auto().chosen(moments[-1]).seconds < 100
         assert Auto().chosen(measured(60.0)).seconds > 5000

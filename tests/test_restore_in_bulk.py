@@ -264,7 +264,7 @@ class Singly(Comparison):
         return ()
 
 
-class Together(Comparison):
+class JointDelete(Comparison):
     """Fails where it would look at an array by itself."""
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
@@ -363,7 +363,7 @@ def test_the_parts_of_an_object_are_matched_as_each_is(pair: tuple[Any, Any], ru
 def test_the_state_of_an_optimizer_is_found_together() -> None:
     state = {f"weight{number}": {"step": torch.zeros(()), "mean": torch.zeros(3)} for number in range(10)}
     stored = store(all=state)
-    comparison = Together({"all": state}, stored.specs, None)
+    comparison = JointDelete({"all": state}, stored.specs, None)
     values = ObjectLoading(comparison, "all", 1).values(stored.objects["all"], state, rules=REPLACED)
     assert all(values[name][key] is tensor for name, part in state.items() for key, tensor in part.items())
     assert values["weight0"] is not state["weight0"]

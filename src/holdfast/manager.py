@@ -24,17 +24,17 @@ from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
+from holdfast.save.arguments import check_metrics, check_notes
 from holdfast.save.event_sinks import open_audience
-from holdfast.save.failures import SaveReports, raise_newest
+from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress
 from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.notes import check_metrics, check_notes
-from holdfast.save.order import Origin, SaveOrder
 from holdfast.save.prepare import Readiness
+from holdfast.save.records import Origin, SaveOrder
 from holdfast.save.request import SaveRequest
 from holdfast.save.saver import Saver
-from holdfast.save.timing import Pace
+from holdfast.save.timing import StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import KeptEpoch
@@ -141,7 +141,7 @@ class CheckpointManager:
             self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
         self.emit = open_audience(self._storage, [self._totals, *hear], keeps_journal=self.worker.is_leader)
-        self._reports = SaveReports(failures_allowed)
+        self._reports = PendingFailures(failures_allowed)
         self._saver = saver = Saver(
             self._storage,
             keep or All(),
@@ -159,7 +159,7 @@ class CheckpointManager:
         self._kept_epoch = KeptEpoch(checkpoint.objects)
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
-        self._process, self._pace = os.getpid(), Pace()
+        self._process, self._pace = os.getpid(), StepTimer()
         self._in_flight: SaveRequest | None = None
         # Called when this is closed, unless by an error: saves that a loop has still to make.
         self.closing: list[Callable[[], object]] = []

@@ -285,7 +285,7 @@ class Run:
         Raises:
             UsageError: If one is no number, or has no name.
         """
-        from holdfast.save.notes import check_metrics
+        from holdfast.save.arguments import check_metrics
 
         if unnamed:
             raise UsageError(

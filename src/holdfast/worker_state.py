@@ -26,10 +26,9 @@ from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
-from holdfast.save.arguments import check_numbers, check_resizing, check_sinks, check_switches
+from holdfast.save.arguments import check_metrics, check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle, name_state
-from holdfast.save.joint.delete_run import Together
-from holdfast.save.notes import check_metrics
+from holdfast.save.joint.delete_run import JointDelete
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import EpochWatch
 from holdfast.storage import Storage, open_storage
@@ -138,7 +137,7 @@ class WorkerTrainingState:
         check_switches(quiet=quiet)
         self._keep_current = check_kept(keep_current, checkpoint.objects)
         check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
-        self._together = Together(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        self._together = JointDelete(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._manager: CheckpointManager | None = None
         self._begins_anew, self._closed = begin_anew, False
         try:

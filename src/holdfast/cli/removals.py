@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointE
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
 from holdfast.save.commit.delete_step import discard_trash, discard_unfinished, remove_own_files, withdraw
-from holdfast.save.write.manifest_cache import Ledger
+from holdfast.save.write.manifest_cache import ManifestCache
 from holdfast.storage import Storage
 
 
@@ -203,7 +203,7 @@ def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
     going = {one.name for one in plan.remove}
     catalog = read_catalog(storage)
     staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
-    return {name for referrer in Ledger(storage).referrers(staying) for name in referrer.refers_to}
+    return {name for referrer in ManifestCache(storage).referrers(staying) for name in referrer.refers_to}
 
 
 @dataclass(frozen=True, slots=True)

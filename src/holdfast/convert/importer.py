@@ -38,8 +38,8 @@ from holdfast.format.strides import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
-from holdfast.save.commit.run_writer import Line
-from holdfast.save.order import Origin
+from holdfast.save.commit.run_writer import RunWriter
+from holdfast.save.records import Origin
 from holdfast.save.write.writer import PIECE_BYTES, conclude
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.scratch import take_pages
@@ -306,7 +306,7 @@ def _commit(
     )
     if watcher is not None:
         watcher.expect(layout.size_bytes)
-    line = Line(storage, All(), reuse_space=False)
+    line = RunWriter(storage, All(), reuse_space=False)
     root = local_directory(storage)
     is_new = root is not None and not root.exists()
     line.open(Origin(seen_generation=read_catalog(storage).generation))

@@ -39,7 +39,7 @@ from holdfast.jobs.session import Session
 from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
 from holdfast.save.arguments import check_policies, check_step, check_switches, check_timeout
-from holdfast.save.commit.run_writer import Line
+from holdfast.save.commit.run_writer import RunWriter
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
 
@@ -351,7 +351,7 @@ class MultiNodeCheckpointManager:
             newest = read_catalog(self.storage).newest
             if newest is None:
                 return
-            line = Line(self.storage, self._options.keep, reuse_space=False)
+            line = RunWriter(self.storage, self._options.keep, reuse_space=False)
             # As the one that has saved last: what it, and those before it, left unfinished is swept as well.
             line.follow(newest.generation, newest)
             cleaning = line.clean(newest, {newest: "the newest"})

@@ -24,7 +24,7 @@ from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.save.arguments import check_step
 from holdfast.save.handle import SaveHandle
-from holdfast.save.joint.participant import Company
+from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.mark import Mark
 
 _STOPPED: Final = "stopped"
@@ -59,7 +59,7 @@ class _Epochs:
     """The epochs of a job, as a guard asks for them."""
 
     worker = ALONE
-    company: Company | None = None
+    company: JointParticipant | None = None
     save_seconds: float | None = None
 
     def __init__(self, manager: MultiNodeCheckpointManager, emit: Sink) -> None:

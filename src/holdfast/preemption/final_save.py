@@ -30,7 +30,7 @@ from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
 
 if TYPE_CHECKING:
-    from holdfast.save.joint.participant import Company
+    from holdfast.save.joint.participant import JointParticipant
 
 _LOOK_SECONDS: Final = 0.25
 
@@ -39,7 +39,7 @@ class Saves(Protocol):
     """What this package asks of a manager."""
 
     worker: Worker
-    company: Company | None
+    company: JointParticipant | None
     timeout_seconds: float
 
     @property

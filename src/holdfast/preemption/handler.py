@@ -21,10 +21,9 @@ from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.final_save import Tolerance
 from holdfast.preemption.guard import make_guard
 from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_loaders, restore_calls
-from holdfast.save.arguments import check_switches
+from holdfast.save.arguments import check_metrics, check_notes, check_switches
 from holdfast.save.drain import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
-from holdfast.save.notes import check_metrics, check_notes
 from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch

@@ -15,7 +15,7 @@ class CalledOffError(Exception):
     """The copy will never be complete, since the save was interrupted; nothing has failed."""
 
 
-class Watermark:
+class CopyProgress:
     """**Thread-safe.** Up to which byte an image is complete, from the first one on.
 
     Copies are made in any order: it is the lowest byte of those that are not made yet.

@@ -26,11 +26,10 @@ from holdfast.save.commit.retention import Cleaner
 from holdfast.save.commit.run_writer import Writer, Writing, make_debris_warning
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Staging
-from holdfast.save.copy.overlap import GIVING_UP, StepHold
+from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.copy_progress import CalledOffError
-from holdfast.save.failures import SaveReports
-from holdfast.save.order import Origin
-from holdfast.save.records import LeftOutError, Receipts
+from holdfast.save.failures import PendingFailures
+from holdfast.save.records import LeftOutError, Origin, Receipts
 from holdfast.save.request import SaveRequest
 from holdfast.storage.worker_pool import Round, WorkerPool
 
@@ -56,7 +55,7 @@ class Engine:
         writer: Writer,
         worker: Worker,
         url: str,
-        reports: SaveReports,
+        reports: PendingFailures,
         emit: Sink,
         *,
         threads: int,
@@ -73,7 +72,7 @@ class Engine:
             emit: Told of what happens.
             threads: How many threads copy and write.
             hold_seconds: How long a step of an optimizer may be held up; None if none ever is.
-            check_caller: As for `StepHold`.
+            check_caller: As for `OptimizerStepBarrier`.
         """
         self._writer = writer
         self._worker = worker
@@ -84,7 +83,7 @@ class Engine:
         self._pool = WorkerPool(threads, "holdfast-worker")
         self._cleaner = Cleaner(writer, reports, emit)
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.hold = None if hold_seconds is None else StepHold(hold_seconds, self._note_held, check_caller)
+        self.hold = None if hold_seconds is None else OptimizerStepBarrier(hold_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
         # Where the run went on from when that was saved.
         self._origin = Origin()

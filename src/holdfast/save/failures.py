@@ -11,7 +11,7 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.request import SaveRequest
 
 
-class SaveReports:
+class PendingFailures:
     """**Thread-safe.** What one manager's saves have to tell.
 
     While a save is in flight, or a failure has not been told of, the exit of the program is held up for it. Nothing of

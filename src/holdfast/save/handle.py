@@ -15,7 +15,7 @@ from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
-    from holdfast.save.copy.overlap import StepHold
+    from holdfast.save.copy.overlap import OptimizerStepBarrier
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
@@ -119,7 +119,7 @@ class SaveHandle:
         worker: Worker = ALONE,
         *,
         replaces: bool = False,
-        hold: StepHold | None = None,
+        hold: OptimizerStepBarrier | None = None,
     ) -> None:
         """Made by the manager.
 

@@ -8,9 +8,9 @@ import threading
 from holdfast.errors import OutOfMemoryError
 from holdfast.gate import Gate
 from holdfast.save.copy.image import Staging
-from holdfast.save.copy_progress import Watermark
+from holdfast.save.copy_progress import CopyProgress
 from holdfast.save.handle import SaveHandle, SaveProgress
-from holdfast.save.order import SaveOrder
+from holdfast.save.records import SaveOrder
 
 
 class SaveRequest:
@@ -38,7 +38,7 @@ class SaveRequest:
         self.handle = handle
         self.thread = threading.get_ident()
         self.staging: Staging | OutOfMemoryError | None = None
-        self.copied = Watermark()
+        self.copied = CopyProgress()
         self.is_submitted = False
         self.confirmed: bool | None = None
         self._decided = Gate()

@@ -13,13 +13,12 @@ from holdfast.events import Event, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
 from holdfast.policies import RetentionPolicy
-from holdfast.save.commit.run_writer import Line
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager, Staging
 from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
-from holdfast.save.failures import SaveReports
-from holdfast.save.joint.setup import join_line
+from holdfast.save.failures import PendingFailures
+from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import reckon_bytes
 from holdfast.save.request import SaveRequest
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
@@ -29,7 +28,7 @@ from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 
 if TYPE_CHECKING:
-    from holdfast.save.joint.participant import Company
+    from holdfast.save.joint.participant import JointParticipant
 
 
 class Saver:
@@ -46,7 +45,7 @@ class Saver:
         storage: Storage,
         keep: RetentionPolicy,
         emit: Sink,
-        reports: SaveReports,
+        reports: PendingFailures,
         objects: Mapping[str, object],
         *,
         threads: int,
@@ -55,20 +54,23 @@ class Saver:
         incremental: bool,
         reuse_space: bool,
         check_replicas: bool | Literal["first"] = "first",
-        company: Company | None = None,
+        company: JointParticipant | None = None,
     ) -> None:
-        # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
-        line = Line(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
-        self._company = company
-        if company is not None:
-            company.peers.warn = lambda text: emit(Warned(text=text))
-        joint = self._joint = join_line(line, storage, company, emit, check_replicas=check_replicas)
+        self._writer, self._recycler = make_writer(
+            storage,
+            keep,
+            company,
+            emit,
+            incremental=incremental,
+            reuse_space=reuse_space,
+            check_replicas=check_replicas,
+        )
         self._worker = ALONE if company is None else company.worker
         self._url = storage.url
         self.caller: int | None = None
         self._request: SaveRequest | None = None
         self.engine = Engine(
-            joint or line,
+            self._writer,
             self._worker,
             storage.url,
             reports,
@@ -78,9 +80,7 @@ class Saver:
             check_caller=self.check_apart,
         )
         self.hold = self.engine.hold
-        self._line = joint or line
-        self._own_line = line
-        self._check_replicas = check_replicas
+        self._holders: Mapping[str, Sequence[int]] = {} if company is None else company.holders
         self._emit = emit
         self._buffer = HostBuffer()
         self._stager = Stager(self._buffer)
@@ -148,9 +148,7 @@ class Saver:
             UnsupportedValueError: If something cannot be stored.
         """
         hold = None if self.hold is None else self.hold.try_hold
-        is_first = self._joint is not None and not self._joint.has_compared
-        check_replicas = is_first if self._check_replicas == "first" else self._check_replicas
-        captured = capture_objects(objects, self._captures, hold, self._worker, check_replicas, self._holders)
+        captured = capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
         return captured if self.hold is None else keep_steady(captured, self.hold)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
@@ -160,10 +158,6 @@ class Saver:
             UnsupportedValueError: If something cannot be stored.
         """
         check_capture(objects, self._captures, self._worker, self._holders)
-
-    @property
-    def _holders(self) -> Mapping[str, Sequence[int]]:
-        return {} if self._company is None else self._company.holders
 
     def save(self, request: SaveRequest, captured: Captured) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.
@@ -204,9 +198,7 @@ class Saver:
 
     def leave_line(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
-        self._line.leave()
-        if self._company is not None:
-            self._company.begin_epoch()
+        self._writer.leave()
 
     def emit_soon(self, event: Event) -> None:
         """Tells of an event after the save in flight, so that sinks do no work on this thread."""
@@ -216,11 +208,11 @@ class Saver:
         """**Blocks.** Ends all threads, and lets go of buffer and disk; no save is in flight."""
         self.engine.close(timeout_seconds)
         try:
-            self._own_line.close()
+            self._recycler.close()
         except HoldfastError as error:
             self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
         self._buffer.release()
 
     def abandon(self) -> None:
         """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
-        self._own_line.abandon()
+        self._recycler.abandon()

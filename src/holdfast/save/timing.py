@@ -15,7 +15,7 @@ _STALLS: Final = 5
 """How many saves tell what the next will cost: one slow one among them changes little."""
 
 
-class Pace:
+class StepTimer:
     """Measures steps and the time since the last save. Not thread-safe: it belongs to the training thread."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _MAX_SHARE: Final = 2
 """How many times as large as the newest data file the spare may be: the next one is likely to be of that size."""
 
 
-class Space:
+class FileRecycler:
     """What becomes of the data files of those steps that one line removes.
 
     While the job lives, one of them stays as the spare. It goes when the line is closed, or else when the program ends;

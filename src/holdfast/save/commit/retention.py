@@ -9,14 +9,14 @@ from holdfast.errors import FencedError, StorageError
 from holdfast.events import Failed, Retained, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.save.commit.run_writer import Writer
-from holdfast.save.failures import SaveReports
-from holdfast.save.order import Origin
+from holdfast.save.failures import PendingFailures
+from holdfast.save.records import Origin
 
 
 class Cleaner:
     """Removes what is not kept. Its failure is told, but the checkpoint stands. Not thread-safe."""
 
-    def __init__(self, writer: Writer, reports: SaveReports, emit: Sink) -> None:
+    def __init__(self, writer: Writer, reports: PendingFailures, emit: Sink) -> None:
         self._writer = writer
         self._reports = reports
         self._emit = emit

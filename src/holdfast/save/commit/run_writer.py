@@ -25,12 +25,11 @@ from holdfast.save.commit.delete_step import (
     withdraw,
 )
 from holdfast.save.commit.publish import check_fence, check_unpassed, commit
-from holdfast.save.commit.recycle import Space
+from holdfast.save.commit.recycle import FileRecycler
 from holdfast.save.copy.image import Staging
-from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.records import Receipts, Snapshot
+from holdfast.save.records import Origin, Receipts, SaveOrder, Snapshot
 from holdfast.save.write.incremental import Incremental, IncrementalWriting
-from holdfast.save.write.manifest_cache import Ledger
+from holdfast.save.write.manifest_cache import ManifestCache
 from holdfast.save.write.writer import WholeWriting
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -86,6 +85,11 @@ class Writer(Protocol):
     writes_behind_copy: bool
 
     @property
+    def compares(self) -> bool:
+        """Whether the next save compares what several workers hold alike."""
+        return False
+
+    @property
     def generation(self) -> int | None:
         """The generation that is written, or None before the first save."""
         ...
@@ -136,11 +140,18 @@ class Writer(Protocol):
         """**Blocks.** The last act of a save, whatever has become of it."""
         return
 
+    def leave(self) -> None:
+        """Training goes on from elsewhere: the next save opens a generation of its own."""
+        ...
 
-class Line(Writer):
+
+class RunWriter(Writer):
     """Writes checkpoints of one generation, one after the other: a `Writer` for one worker alone.
 
     Not thread-safe: one save uses it at a time.
+
+    Attributes:
+        recycler: Has the data file of a removed checkpoint, to be written over; whoever ends with this closes that.
     """
 
     writes_behind_copy = True
@@ -153,8 +164,8 @@ class Line(Writer):
         self._generation: int | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
-        self._ledger = Ledger(storage)
-        self._space = Space(storage, reuse=reuse_space)
+        self._ledger = ManifestCache(storage)
+        self.recycler = FileRecycler(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._ledger) if incremental else None
 
     @property
@@ -165,18 +176,6 @@ class Line(Writer):
     def leave(self) -> None:
         """Ends the line: the next save opens a generation of its own."""
         self._generation = None
-
-    def close(self) -> None:
-        """**Blocks.** Gives back what was kept on the disk for a next save.
-
-        Raises:
-            StorageError: If the place fails.
-        """
-        self._space.close()
-
-    def abandon(self) -> None:
-        """As `close`, at once: what was kept is left to the next job."""
-        self._space.abandon()
 
     def open(self, origin: Origin, busy: Collection[StepName] = ()) -> Base | None:
         """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
@@ -205,7 +204,7 @@ class Line(Writer):
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
             self._generation = generation
-            self._space.begin(generation)
+            self.recycler.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
         check_fence(self._storage, self._generation)
@@ -325,7 +324,7 @@ class Line(Writer):
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         try:
-            self._space.sweep(newest_bytes)
+            self.recycler.sweep(newest_bytes)
         except HoldfastError as error:
             problems.append(error)
         swept = self._sweep(catalog, referred.union(busy), problems)
@@ -380,7 +379,7 @@ class Line(Writer):
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
-                self._space.discard_withdrawn(name.directory, newest_bytes)
+                self.recycler.discard_withdrawn(name.directory, newest_bytes)
                 removed.append(name)
             except HoldfastError as error:
                 problems.append(error)

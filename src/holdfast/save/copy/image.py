@@ -14,7 +14,7 @@ from holdfast.errors import ChangedError
 from holdfast.format.layout import Layout, plan_layout, relabel
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
-from holdfast.save.copy_progress import Watermark
+from holdfast.save.copy_progress import CopyProgress
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
 from holdfast.storage.parts import batches
@@ -67,7 +67,7 @@ class Stager:
         staging.moments = _record_moments(captured.compared)
         begins = [copy.begin - base for copy in moves.now]
         begins += self._add_others(staging, moves, plan, captured)
-        staging.snapshot = msgspec.structs.replace(snapshot, copied=Watermark(begins))
+        staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
 
     def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> list[int]:

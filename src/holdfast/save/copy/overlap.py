@@ -76,7 +76,7 @@ class _Copying:
         self.transfers, self.error = [], None
 
 
-class StepHold:
+class OptimizerStepBarrier:
     """Holds up the steps of optimizers while what they change is being copied, and finds what else has changed it.
 
     A change is counted when the call that makes it ends. One that has begun before the copy ended may count after that,
@@ -252,7 +252,7 @@ class StepHold:
         self._hooks.clear()
 
 
-def keep_steady(captured: Captured, hold: StepHold) -> Captured:
+def keep_steady(captured: Captured, hold: OptimizerStepBarrier) -> Captured:
     """Holds no more than what would be seen to change otherwise than by a step.
 
     Args:

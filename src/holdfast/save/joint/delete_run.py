@@ -18,7 +18,7 @@ from holdfast.storage import Storage
 _THE_REMOVAL: Final = "the removal of the checkpoints"
 
 
-class Together:
+class JointDelete:
     """The workers of a job, as far as they end it together. Each makes as many of these, in the same order.
 
     Attributes:

@@ -19,8 +19,7 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.format.workers import Worker
 from holdfast.policies import SaveMoment, SavePolicy
-from holdfast.save.joint.places import Places
-from holdfast.save.joint.protocol import Exchange, try_end
+from holdfast.save.joint.protocol import CommitProtocol, Places, try_end
 from holdfast.save.joint.roster import find_holders
 from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
@@ -61,7 +60,7 @@ class _Start(msgspec.Struct, frozen=True):
     names: list[list[str]]
 
 
-class Company:
+class JointParticipant:
     """The others, as the training thread knows them.
 
     A policy that looks at steps alone gives the same answer on all workers. One that looks at the clock does not: then
@@ -89,7 +88,7 @@ class Company:
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
-        self.left_behind: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
+        self.left_behind: queue.SimpleQueue[CommitProtocol] = queue.SimpleQueue()
         self.named: list[frozenset[str]] = []
         self.holders: dict[str, tuple[int, ...]] = {}
         self._places = Places()
@@ -201,29 +200,29 @@ class Company:
         self.peers.mailbox.post(lambda: self.peers.cluster.set(self.peers.key("plan"), msgspec.json.encode(plan)))
         return None
 
-    def begin(self, step: int) -> Exchange:
+    def begin(self, step: int) -> CommitProtocol:
         """The save of a step begins here, or would; it does not block."""
         with self._lock:
             watched, self._watched = self._watched, ""
-        return Exchange(self.peers, self._places.take(step), watched)
+        return CommitProtocol(self.peers, self._places.take(step), watched)
 
     def send(self, errand: Callable[[], object]) -> None:
         """Has something said to the others soon, by a thread that may wait for the store."""
         self.peers.mailbox.post(errand)
 
-    def try_end(self, exchange: Exchange, error: BaseException) -> bool:
+    def try_end(self, exchange: CommitProtocol, error: BaseException) -> bool:
         """**Blocks.** As `save.exchange.try_end`."""
         return try_end(exchange, error)
 
-    def tell(self, exchange: Exchange, error: BaseException) -> None:
+    def tell(self, exchange: CommitProtocol, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
         self._send_end(exchange, lambda: exchange.tell(error))
 
-    def leave_out(self, exchange: Exchange, reason: str) -> None:
+    def leave_out(self, exchange: CommitProtocol, reason: str) -> None:
         """Tells the others, soon, that this worker cannot take part in a save."""
         self._send_end(exchange, lambda: exchange.leave_out(reason))
 
-    def note_left_out(self, exchange: Exchange) -> None:
+    def note_left_out(self, exchange: CommitProtocol) -> None:
         """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""
         if exchange.was_missed:
             with self._lock:
@@ -252,7 +251,7 @@ class Company:
         if self._closes:
             self.peers.cluster.close()
 
-    def _send_end(self, exchange: Exchange, say: Callable[[], object]) -> None:
+    def _send_end(self, exchange: CommitProtocol, say: Callable[[], object]) -> None:
         self.peers.mailbox.post(say)
         self.peers.mailbox.post(exchange.leave)
         if self.peers.is_leader:

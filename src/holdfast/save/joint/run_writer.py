@@ -22,12 +22,11 @@ from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.save.commit.publish import check_fence
-from holdfast.save.commit.run_writer import Cleaning, Line, Writer, Writing, make_debris_warning
+from holdfast.save.commit.run_writer import Cleaning, RunWriter, Writer, Writing, make_debris_warning
 from holdfast.save.copy.image import Staging
 from holdfast.save.joint.coverage import Coverage, digest_shards
-from holdfast.save.joint.participant import Company
-from holdfast.save.joint.places import NameRecord, PartRecord
-from holdfast.save.joint.protocol import Exchange, heed
+from holdfast.save.joint.participant import JointParticipant
+from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, heed
 from holdfast.save.joint.replicas import (
     VALUES_HINT,
     Divergence,
@@ -39,8 +38,7 @@ from holdfast.save.joint.replicas import (
 )
 from holdfast.save.joint.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
-from holdfast.save.order import Origin, SaveOrder
-from holdfast.save.records import LeftOutError, Receipts, Snapshot
+from holdfast.save.records import LeftOutError, Origin, Receipts, SaveOrder, Snapshot
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -66,33 +64,33 @@ class _Ending(msgspec.Struct):
         debris: The directory that is to be removed behind them, or None.
     """
 
-    exchange: Exchange
+    exchange: CommitProtocol
     ranks: set[int]
     debris: StepName | None
 
 
-class JointLine(Writer):
+class JointRunWriter(Writer):
     """One worker's hold on the line of all: a `Writer` for several. Not thread-safe: one save uses it at a time.
 
     Attributes:
         has_compared: Whether what workers hold alike was compared since the line began, and that save committed.
 
     Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
-    answer, beside what `Line` raises.
+    answer, beside what `RunWriter` raises.
     """
 
     writes_behind_copy = False
 
     def __init__(
         self,
-        line: Line,
+        own: RunWriter,
         storage: Storage,
-        company: Company,
+        company: JointParticipant,
         emit: Sink,
         *,
         check_replicas: bool | Literal["first"] = "first",
     ) -> None:
-        self._line = line
+        self._own = own
         self._storage = storage
         self._company = company
         self._peers = company.peers
@@ -102,7 +100,7 @@ class JointLine(Writer):
         # committed since the run was entered or restored.
         self._compares = False
         self.has_compared = False
-        self._exchange: Exchange | None = None
+        self._exchange: CommitProtocol | None = None
         self._holding = Holding((), ())
         self._shards = ""
         self._positions: list[PositionRecord] = []
@@ -119,11 +117,17 @@ class JointLine(Writer):
     @property
     def generation(self) -> int | None:
         """The generation that the leader has opened, or None before the first save."""
-        return self._line.generation
+        return self._own.generation
+
+    @property
+    def compares(self) -> bool:
+        """Whether the next save compares what the workers hold alike."""
+        return not self.has_compared if self._check_replicas == "first" else self._check_replicas
 
     def leave(self) -> None:
         """Ends the line: the next save opens a generation of its own."""
-        self._line.leave()
+        self._own.leave()
+        self._company.begin_epoch()
         self.has_compared = False
 
     def begin(self, order: SaveOrder) -> None:
@@ -138,22 +142,22 @@ class JointLine(Writer):
         """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
         self._now.announce()
         if self._peers.is_leader:
-            base = self._line.open(origin, self._list_busy())
+            base = self._own.open(origin, self._list_busy())
             if base is not None:
                 self._base, self._name = base.name, None
             return base
         told = self._now.wait_name()
-        if told.generation != self._line.generation:
+        if told.generation != self._own.generation:
             who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
             check_opening(self._storage, told, who, self._peers.timeout_seconds)
-            self._line.follow(told.generation, told.base_name)
+            self._own.follow(told.generation, told.base_name)
         self._name = StepName(self._now.place.step, told.generation, told.attempt)
         return None
 
     def name(self, step: int) -> StepName:
         """**Blocks.** The place of this save; the leader chooses it, and tells the others."""
         if self._peers.is_leader:
-            name, last = self._line.name(step), self._name
+            name, last = self._own.name(step), self._name
             if last is not None and last.step == step and last.attempt >= name.attempt:
                 # A directory that was removed is not made again: who was thought dead may still be writing there.
                 name = StepName(step, name.generation, last.attempt + 1)
@@ -172,7 +176,7 @@ class JointLine(Writer):
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.objects)
         self._roster = make_roster(snapshot)
-        return self._line.open_files(snapshot, name, metrics)
+        return self._own.open_files(snapshot, name, metrics)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -196,7 +200,7 @@ class JointLine(Writer):
                 self._roster,
             )
             exchange.hand_in(part, holding)
-            self._line.note_committed()
+            self._own.note_committed()
             self.has_compared = self.has_compared or self._compares
             return
         parts = exchange.collect_parts()
@@ -215,7 +219,7 @@ class JointLine(Writer):
         self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])
         # Who has given up by now has said so, and who has not will wait for the result.
         exchange.agree()
-        self._line.commit(together, name, metrics, metadata)
+        self._own.commit(together, name, metrics, metadata)
         exchange.tell_committed()
         self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
         if self._check_replicas == "first":
@@ -227,7 +231,7 @@ class JointLine(Writer):
 
     def check_standing(self) -> None:
         """**Blocks.** Where it writes is gone: others may have taken this worker for dead, and swept the save away."""
-        self._line.check_standing()
+        self._own.check_standing()
         heed(self._now)
 
     def give_up(self, name: StepName) -> None:
@@ -251,8 +255,8 @@ class JointLine(Writer):
             self._exchange.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
-        """**Blocks.** What `Line.clean` does, but for directories that others may be writing to. The leader does it."""
-        return self._line.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
+        """**Blocks.** As `RunWriter.clean`, but for directories that others may be writing to. The leader does it."""
+        return self._own.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
 
     def _list_busy(self) -> list[StepName]:
         """The directories of failed attempts that other workers may still be writing to."""
@@ -299,12 +303,12 @@ class JointLine(Writer):
         for ending in ended:
             if ending.debris is not None:
                 try:
-                    self._line.give_up(ending.debris)
+                    self._own.give_up(ending.debris)
                 except HoldfastError as error:
                     self._emit(make_debris_warning(ending.debris, error))
 
     @property
-    def _now(self) -> Exchange:
+    def _now(self) -> CommitProtocol:
         assert self._exchange is not None, "begin() comes first"
         return self._exchange
 

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
-from holdfast.events import Sink
-from holdfast.policies import SaveMoment, SavePolicy, is_by_step
-from holdfast.save.commit.run_writer import Line
+from holdfast.events import Sink, Warned
+from holdfast.policies import RetentionPolicy, SaveMoment, SavePolicy, is_by_step
+from holdfast.save.commit.recycle import FileRecycler
+from holdfast.save.commit.run_writer import RunWriter, Writer
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:
-    from holdfast.save.joint.participant import Company
-    from holdfast.save.joint.run_writer import JointLine
+    from holdfast.save.joint.participant import JointParticipant
 
 Seen = TypeVar("Seen")
 
 
 def open_company(
     choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
-) -> tuple[Seen, Company | None]:
+) -> tuple[Seen, JointParticipant | None]:
     """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
 
     A worker that cannot look joins them all the same, or they would wait for it in vain: so they hear why it leaves.
@@ -55,9 +55,11 @@ def open_company(
         raise
     is_own = cluster is not choice
     if cluster.world_size > 1:
-        from holdfast.save.joint.participant import Company
+        from holdfast.save.joint.participant import JointParticipant
 
-        company = Company(cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
+        company = JointParticipant(
+            cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds
+        )
         if problem is None:
             return seen, company
         company.fail(problem)
@@ -68,7 +70,7 @@ def open_company(
     return seen, None
 
 
-def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | None) -> str | None:
+def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: JointParticipant | None) -> str | None:
     """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
     if company is not None and not is_by_step(policy):
         return company.try_plan(policy, moment)
@@ -76,25 +78,33 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: Company | Non
     return decision.reason if decision.save else None
 
 
-def join_line(
-    line: Line,
+def make_writer(
     storage: Storage,
-    company: Company | None,
+    keep: RetentionPolicy,
+    company: JointParticipant | None,
     emit: Sink,
     *,
+    incremental: bool,
+    reuse_space: bool,
     check_replicas: bool | Literal["first"],
-) -> JointLine | None:
-    """The line that all workers write together, if there are several.
+) -> tuple[Writer, FileRecycler]:
+    """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it uses again.
 
     Args:
-        line: This worker's own hold on it.
         storage: Where the run lies.
-        company: The others.
+        keep: What to keep after each commit.
+        company: The others, or None.
         emit: Told of what happens.
+        incremental: Whether to write only what has changed.
+        reuse_space: Whether to write over the data file of a removed checkpoint.
         check_replicas: At which saves the workers compare what they hold alike.
     """
+    # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
+    writer = RunWriter(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
     if company is None:
-        return None
-    from holdfast.save.joint.run_writer import JointLine
+        return writer, writer.recycler
+    from holdfast.save.joint.run_writer import JointRunWriter
 
-    return JointLine(line, storage, company, emit, check_replicas=check_replicas)
+    company.peers.warn = lambda text: emit(Warned(text=text))
+    joint = JointRunWriter(writer, storage, company, emit, check_replicas=check_replicas)
+    return joint, writer.recycler

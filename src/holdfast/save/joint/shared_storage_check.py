@@ -12,7 +12,7 @@ from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.digests import digest
 from holdfast.format.generation import MAX_GENERATION_BYTES
 from holdfast.format.names import START_NAME, StepName, data_name, generation_path, index_name
-from holdfast.save.joint.places import NameRecord
+from holdfast.save.joint.protocol import NameRecord
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 

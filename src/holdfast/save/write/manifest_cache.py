@@ -12,7 +12,7 @@ from holdfast.policies import Referrer
 from holdfast.storage.protocol import Storage
 
 
-class Ledger:
+class ManifestCache:
     """The manifests of a run, read when they are asked for. Not thread-safe: one save uses it at a time.
 
     What cannot be read for now, since it is damaged or gone, is asked for again the next time. Each method raises

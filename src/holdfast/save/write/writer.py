@@ -1,8 +1,14 @@
-"""A snapshot to receipts: writes one worker's data file and index, with digests taken on the way."""
+"""A snapshot to receipts: writes one worker's data file and index, with digests taken on the way.
+
+Where only what has changed is written, adjacent arrays make *segments*, which are gathered in aligned memory first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import ctypes
+import mmap
+import queue
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
@@ -10,7 +16,7 @@ import msgspec
 
 from holdfast.format.digests import SPAN_BYTES, digest, digest_each, span_count
 from holdfast.format.index import Index, LeafRecord, encode_index
-from holdfast.format.layout import Layout
+from holdfast.format.layout import ALIGNMENT_BYTES, Layout
 from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.save.records import Receipts, Snapshot
@@ -203,3 +209,129 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
         strides=snapshot.strides,
         quantizers=snapshot.quantizers,
     )
+
+
+_GATHERED_BYTES: Final = 1 << 20
+"""One write where anything has to be gathered: each thread has memory of its own for that, fresh with each save."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Adjacent bytes of the image that are adjacent in the file as well.
+
+    Attributes:
+        begin: Where they begin in the file.
+        end: Where they end in the file, exclusive.
+        image_begin: Where they begin in the image.
+    """
+
+    begin: int
+    end: int
+    image_begin: int
+
+
+def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segment]:
+    """**Pure.** Where the arrays of a file come from, in the order of the file, as few segments as possible.
+
+    Args:
+        layout: The file.
+        image_begins: Where each of its arrays begins in the image.
+    """
+    segments: list[Segment] = []
+    for place in layout.places:
+        image_begin = image_begins[place.name]
+        if place.begin == place.end:
+            continue
+        last = segments[-1] if segments else None
+        if last is not None and image_begin - last.image_begin == place.begin - last.begin:
+            segments[-1] = Segment(last.begin, place.end, last.image_begin)
+        else:
+            segments.append(Segment(place.begin, place.end, image_begin))
+    return segments
+
+
+def write_segments(
+    image: memoryview, layout: Layout, segments: list[Segment], writer: FileWriter, pool: WorkerPool
+) -> None:
+    """**Blocks.** Writes the file that a layout describes, all but its last sync.
+
+    A piece that lies in the image as it lies in the file, page for page, is written from there; any other one is
+    gathered in aligned memory first.
+
+    Args:
+        image: The host memory that the segments are from; it begins on a page.
+        layout: The file.
+        segments: Where its arrays come from.
+        writer: The open file.
+        pool: The threads that write.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
+    # The header is gathered in any case, by one thread.
+    piece_bytes = PIECE_BYTES if lies_alike else _GATHERED_BYTES
+    pool.run(_gathered_pieces(_Gathering(image, layout, writer, piece_bytes), segments, piece_bytes))
+
+
+def _gathered_pieces(gathering: _Gathering, segments: list[Segment], piece_bytes: int) -> Iterator[Callable[[], None]]:
+    size_bytes = gathering.layout.size_bytes
+    ahead = 0
+    for begin in range(0, size_bytes, piece_bytes):
+        end = min(begin + piece_bytes, size_bytes)
+        while ahead < len(segments) and segments[ahead].end <= begin:
+            ahead += 1
+        last = ahead
+        while last < len(segments) and segments[last].begin < end:
+            last += 1
+        yield partial(gathering.write_piece, begin, end, segments[ahead:last])
+
+
+class _Gathering:
+    """**Thread-safe.** One file in the making."""
+
+    def __init__(self, image: memoryview, layout: Layout, writer: FileWriter, piece_bytes: int) -> None:
+        self.layout = layout
+        self._image = image
+        self._image_address = _address_of(image)
+        self._writer = writer
+        self._scratch_bytes = min(piece_bytes, layout.padded_bytes)
+        self._scratches: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+
+    def write_piece(self, begin: int, end: int, segments: list[Segment]) -> None:
+        first = segments[0] if segments else None
+        if first is not None and first.begin <= begin and end <= first.end:
+            image_begin = first.image_begin + begin - first.begin
+            if image_begin % ALIGNMENT_BYTES == 0:
+                self._writer.write_at(begin, self._image[image_begin : image_begin + end - begin])
+                return
+        scratch = self._take_scratch()
+        try:
+            self._gather(scratch, begin, end, segments)
+            padded_bytes = -(-(end - begin) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._writer.write_at(begin, memoryview(scratch)[:padded_bytes])
+        finally:
+            self._scratches.put(scratch)
+
+    def _gather(self, scratch: mmap.mmap, begin: int, end: int, segments: list[Segment]) -> None:
+        header = self.layout.header[begin:end]
+        scratch[: len(header)] = header
+        address = _address_of(scratch) - begin
+        for segment in segments:
+            first, last = max(segment.begin, begin), min(segment.end, end)
+            # Unlike an assignment of views, this lets the other threads work.
+            ctypes.memmove(
+                address + first, self._image_address + segment.image_begin + first - segment.begin, last - first
+            )
+        # What was in it before is nobody's business.
+        padding_bytes = -(end - begin) % ALIGNMENT_BYTES
+        scratch[end - begin : end - begin + padding_bytes] = bytes(padding_bytes)
+
+    def _take_scratch(self) -> mmap.mmap:
+        try:
+            return self._scratches.get_nowait()
+        except queue.Empty:
+            return mmap.mmap(-1, self._scratch_bytes)
+
+
+def _address_of(memory: memoryview | mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.save.copy_progress import CalledOffError, Watermark
+from holdfast.save.copy_progress import CalledOffError, CopyProgress
 from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 
@@ -17,7 +17,7 @@ from repetitions import repeated
 class Writer(threading.Thread):
     """Waits for the image up to some byte, and notes how many copies were made by then."""
 
-    def __init__(self, copied: Watermark, end: int, made: list[int]) -> None:
+    def __init__(self, copied: CopyProgress, end: int, made: list[int]) -> None:
         super().__init__(daemon=True)
         self._copied = copied
         self._made = made
@@ -38,7 +38,7 @@ class Writer(threading.Thread):
 def test_a_part_is_waited_for_until_all_that_it_holds_is_copied_and_no_longer(
     begins: list[int], ends: list[int], seed: int
 ) -> None:
-    copied, made = Watermark(begins), list[int]()
+    copied, made = CopyProgress(begins), list[int]()
     writers = [Writer(copied, end, made) for end in ends]
     for writer in writers:
         writer.start()
@@ -57,7 +57,7 @@ def test_a_part_is_waited_for_until_all_that_it_holds_is_copied_and_no_longer(
 
 
 def test_all_of_it_is_there_when_the_last_copy_is_made() -> None:
-    copied = Watermark([0, 8])
+    copied = CopyProgress([0, 8])
     copied.begin()
     seen: list[str] = []
 
@@ -76,7 +76,7 @@ def test_all_of_it_is_there_when_the_last_copy_is_made() -> None:
 
 
 def test_where_nothing_is_to_be_copied_it_has_ended_when_it_begins() -> None:
-    copied = Watermark()
+    copied = CopyProgress()
     assert not copied.ended.wait(0)
     copied.begin()
     assert copied.ended.wait(0)
@@ -85,7 +85,7 @@ def test_where_nothing_is_to_be_copied_it_has_ended_when_it_begins() -> None:
 
 @pytest.mark.parametrize("is_called_off", [True, False])
 def test_a_copy_that_never_will_be_complete_is_waited_for_by_nobody(is_called_off: bool) -> None:
-    copied = Watermark([0, 8])
+    copied = CopyProgress([0, 8])
     ended: list[int] = []
     expected = CalledOffError if is_called_off else ZeroDivisionError
 
@@ -108,7 +108,7 @@ def test_a_copy_that_never_will_be_complete_is_waited_for_by_nobody(is_called_of
 
 
 def test_what_is_complete_can_no_longer_be_called_off() -> None:
-    copied = Watermark([0])
+    copied = CopyProgress([0])
     copied.make(0, list)
     copied.call_off()
     copied.fail(ZeroDivisionError())
@@ -117,7 +117,7 @@ def test_what_is_complete_can_no_longer_be_called_off() -> None:
 
 
 def test_what_is_not_taken_before_all_is_copied_is_left() -> None:
-    copied = Watermark([0])
+    copied = CopyProgress([0])
     done: list[str] = []
     jobs = iter([lambda: done.append("first"), lambda: copied.make(0, list), lambda: done.append("last")])
     WorkerPool(1, "one").run(copied.while_copied(jobs))
