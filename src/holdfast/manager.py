@@ -31,7 +31,7 @@ from holdfast.save.handle import SaveHandle, SaveProgress
 from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Readiness
-from holdfast.save.records import Origin, SaveOrder
+from holdfast.save.records import Origin, SaveOptions, SaveOrder
 from holdfast.save.request import SaveRequest
 from holdfast.save.saver import Saver
 from holdfast.save.timing import StepTimer
@@ -131,8 +131,8 @@ class CheckpointManager:
         check_objects(checkpoint.objects)
         note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
-        self.save_every, self._when_busy, self._on_resize = save_every, when_busy, on_resize
-        self.timeout_seconds, self._threads, self._totals = timeout_seconds, threads, Totals()
+        self.save_every, self._on_resize = save_every, on_resize
+        self.timeout_seconds, self._totals = timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
@@ -141,21 +141,19 @@ class CheckpointManager:
             self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
         self.emit = open_audience(self._storage, [self._totals, *hear], keeps_journal=self.worker.is_leader)
-        self._reports = PendingFailures(failures_allowed)
-        self._saver = saver = Saver(
-            self._storage,
-            keep or All(),
-            self.emit,
-            self._reports,
-            checkpoint.objects,
-            threads=threads,
-            overlap_copy=overlap_copy,
+        self._options = options = SaveOptions(
+            keep=keep or All(),
+            when_busy=when_busy,
+            failures_allowed=failures_allowed,
             incremental=incremental,
             reuse_space=reuse_space,
-            check_replicas=check_replicas,
+            overlap_copy=overlap_copy,
+            threads=threads,
             timeout_seconds=timeout_seconds,
-            company=self.company,
+            check_replicas=check_replicas,
         )
+        self._reports = PendingFailures(failures_allowed)
+        self._saver = saver = Saver(self._storage, options, self.emit, self._reports, checkpoint.objects, self.company)
         self._kept_epoch = KeptEpoch(checkpoint.objects)
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
@@ -299,7 +297,7 @@ class CheckpointManager:
             on_resize=self._on_resize,
             select=make_selection(only),
             strict=strict,
-            threads=self._threads,
+            threads=self._options.threads,
             emit=self.emit,
             keeping=Keeping(script, self.checkpoint.objects, list_kept(keep_current)),
             worker=self.worker,
@@ -450,7 +448,7 @@ class CheckpointManager:
     def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
         order, handle, busy = request.order, request.handle, self._in_flight
         step = order.step
-        if self._when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
+        if self._options.when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
             self._skip(request, f"the save of step {busy.order.step} is still in flight")
             return handle
         self._settle(None)

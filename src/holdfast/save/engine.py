@@ -29,7 +29,7 @@ from holdfast.save.copy.image import Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.copy_progress import CalledOffError
 from holdfast.save.failures import PendingFailures
-from holdfast.save.records import LeftOutError, Origin, Receipts
+from holdfast.save.records import LeftOutError, Origin, Receipts, SaveOptions
 from holdfast.save.request import SaveRequest
 from holdfast.storage.worker_pool import Round, WorkerPool
 
@@ -55,11 +55,9 @@ class Engine:
         writer: Writer,
         worker: Worker,
         url: str,
+        options: SaveOptions,
         reports: PendingFailures,
         emit: Sink,
-        *,
-        threads: int,
-        hold_seconds: float | None,
         check_caller: Callable[[], None],
     ) -> None:
         """Starts nothing yet.
@@ -68,10 +66,9 @@ class Engine:
             writer: Writes the checkpoints.
             worker: Which worker this is.
             url: Where the run lies.
+            options: How to save.
             reports: Keeps the failures.
             emit: Told of what happens.
-            threads: How many threads copy and write.
-            hold_seconds: How long a step of an optimizer may be held up; None if none ever is.
             check_caller: As for `OptimizerStepBarrier`.
         """
         self._writer = writer
@@ -80,10 +77,12 @@ class Engine:
         self._reports = reports
         self._emit = emit
         self._thread = WorkerPool(1, "holdfast-engine")
-        self._pool = WorkerPool(threads, "holdfast-worker")
+        self._pool = WorkerPool(options.threads, "holdfast-worker")
         self._cleaner = Cleaner(writer, reports, emit)
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.hold = None if hold_seconds is None else OptimizerStepBarrier(hold_seconds, self._note_held, check_caller)
+        self.hold: OptimizerStepBarrier | None = None
+        if options.overlap_copy:
+            self.hold = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
         # Where the run went on from when that was saved.
         self._origin = Origin()

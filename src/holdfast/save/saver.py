@@ -12,7 +12,6 @@ from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Event, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.workers import ALONE
-from holdfast.policies import RetentionPolicy
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager, Staging
 from holdfast.save.copy.overlap import keep_steady
@@ -20,6 +19,7 @@ from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import reckon_bytes
+from holdfast.save.records import SaveOptions
 from holdfast.save.request import SaveRequest
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.immutable_arrays import ImmutableArrays
@@ -43,42 +43,28 @@ class Saver:
     def __init__(
         self,
         storage: Storage,
-        keep: RetentionPolicy,
+        options: SaveOptions,
         emit: Sink,
         reports: PendingFailures,
         objects: Mapping[str, object],
-        *,
-        threads: int,
-        overlap_copy: bool,
-        timeout_seconds: float,
-        incremental: bool,
-        reuse_space: bool,
-        check_replicas: bool | Literal["first"] = "first",
         company: JointParticipant | None = None,
     ) -> None:
-        self._writer, self._recycler = make_writer(
-            storage,
-            keep,
-            company,
-            emit,
-            incremental=incremental,
-            reuse_space=reuse_space,
-            check_replicas=check_replicas,
-        )
+        """Starts nothing yet.
+
+        Args:
+            storage: Where the run lies.
+            options: How to save.
+            emit: Told of what happens.
+            reports: Keeps the failures.
+            objects: The objects to save, by name; more may be added later.
+            company: The other workers, or None.
+        """
+        self._writer, self._recycler = make_writer(storage, options, company, emit)
         self._worker = ALONE if company is None else company.worker
         self._url = storage.url
         self.caller: int | None = None
         self._request: SaveRequest | None = None
-        self.engine = Engine(
-            self._writer,
-            self._worker,
-            storage.url,
-            reports,
-            emit,
-            threads=threads,
-            hold_seconds=timeout_seconds if overlap_copy else None,
-            check_caller=self.check_apart,
-        )
+        self.engine = Engine(self._writer, self._worker, storage.url, options, reports, emit, self.check_apart)
         self.hold = self.engine.hold
         self._holders: Mapping[str, Sequence[int]] = {} if company is None else company.holders
         self._emit = emit

@@ -6,15 +6,16 @@ Most programs have one worker. What several need is imported when there are seve
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
-from holdfast.policies import RetentionPolicy, SaveMoment, SavePolicy, is_by_step
+from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.commit.recycle import FileRecycler
 from holdfast.save.commit.run_writer import RunWriter, Writer
+from holdfast.save.records import SaveOptions
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:
@@ -79,32 +80,23 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: JointParticip
 
 
 def make_writer(
-    storage: Storage,
-    keep: RetentionPolicy,
-    company: JointParticipant | None,
-    emit: Sink,
-    *,
-    incremental: bool,
-    reuse_space: bool,
-    check_replicas: bool | Literal["first"],
+    storage: Storage, options: SaveOptions, company: JointParticipant | None, emit: Sink
 ) -> tuple[Writer, FileRecycler]:
     """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it uses again.
 
     Args:
         storage: Where the run lies.
-        keep: What to keep after each commit.
+        options: How to save.
         company: The others, or None.
         emit: Told of what happens.
-        incremental: Whether to write only what has changed.
-        reuse_space: Whether to write over the data file of a removed checkpoint.
-        check_replicas: At which saves the workers compare what they hold alike.
     """
     # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
-    writer = RunWriter(storage, keep, incremental=incremental, reuse_space=reuse_space and company is None)
+    reuse_space = options.reuse_space and company is None
+    writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)
     if company is None:
         return writer, writer.recycler
     from holdfast.save.joint.run_writer import JointRunWriter
 
     company.peers.warn = lambda text: emit(Warned(text=text))
-    joint = JointRunWriter(writer, storage, company, emit, check_replicas=check_replicas)
+    joint = JointRunWriter(writer, storage, company, emit, check_replicas=options.check_replicas)
     return joint, writer.recycler
