@@ -22,7 +22,7 @@ from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
 from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.storage import LocalStorage
+from holdfast.storage import find_location
 
 _LOOK_SECONDS: Final = 1.0
 _STORE_SECONDS: Final = 10.0
@@ -286,7 +286,7 @@ class _ActorParts:
         Raises:
             UsageError: If the checkpoints are to lie where not all actors see them.
         """
-        if type(options.storage) is not LocalStorage:
+        if find_location(options.storage) is None:
             raise UsageError(
                 f"{options.storage.url} cannot be seen by other processes",
                 hint="Give the path of a directory that all nodes see.",
