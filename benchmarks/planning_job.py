@@ -14,9 +14,8 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.format.digests import digest
 from holdfast.format.index import encode_index
-from holdfast.format.manifest import SHARDS, WorkerRecord
+from holdfast.format.manifest import SHARDS, Worker, WorkerRecord
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
-from holdfast.format.workers import Worker
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
 from holdfast.save.commit.run_writer import RunWriter

@@ -20,11 +20,11 @@ from holdfast.cli.values import count_values, describe, find_nodes, list_values
 from holdfast.cli.verbs.show import grow_tree, list_tree
 from holdfast.cli.wording import age_text, duration_text, iso_text, legible, size_text
 from holdfast.format.digests import digest
+from holdfast.format.encoding import encode_value
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.layout import plan_layout
 from holdfast.format.manifest import Manifest, WorkerRecord, encode_manifest
 from holdfast.format.names import data_name, index_name
-from holdfast.format.values import encode_value
 
 
 class Colour(enum.Enum):

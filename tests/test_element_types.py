@@ -20,8 +20,7 @@ from holdfast.errors import FormatError, UnsupportedValueError, UsageError
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, names_in
 from holdfast.format.index import Index, encode_index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import RAW, SHARDS
-from holdfast.format.workers import ALONE, Worker
+from holdfast.format.manifest import ALONE, RAW, SHARDS, Worker
 from holdfast.storage import MemoryStorage
 from simulated_job import restore_part, save_job
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import SPAN_BYTES, digest, span_count
+from holdfast.format.digests import SPAN_BYTES, digest, seal, span_count
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES, array_bytes, stored_form
-from holdfast.format.envelope import seal
 from holdfast.format.generation import Base, choose_living, decode_base, encode_base, make_base
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.index_checks import decode_index

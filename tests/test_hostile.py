@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
-from holdfast.format.digests import digest
-from holdfast.format.envelope import seal
+from holdfast.format.digests import digest, seal
 from holdfast.format.index import Index, LeafRecord, encode_index
 from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import decode_manifest, encode_manifest

@@ -19,6 +19,7 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.store import JoinedCluster
+from holdfast.concurrency import Latch
 from holdfast.errors import (
     AbsentError,
     FencedError,
@@ -33,7 +34,6 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.format.names import StepName
-from holdfast.gate import Gate
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
@@ -689,7 +689,7 @@ class Hosted(MemoryEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked = Gate()
+        self._asked = Latch()
         self._is_over = False
 
     def end(self) -> None:

@@ -20,10 +20,9 @@ from holdfast.errors import FormatError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, encode_index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.manifest import ALONE, Worker, decode_manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.strides import StridesRecord
-from holdfast.format.workers import ALONE, Worker
 from holdfast.storage import MemoryStorage
 from simulated_job import restore_part, save_job
 

@@ -25,9 +25,9 @@ from torch.optim.adam import adam
 import holdfast as hf
 import preloaded
 from command_line import run_python
+from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
-from holdfast.gate import Gate
 from holdfast.integrations.torch import optimizers
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager
@@ -355,7 +355,7 @@ class Call:
 WAYS: dict[str, Callable[[OptimizerStepBarrier], object]] = {
     "asks": lambda hold: hold.note_call(),
     "steps": lambda hold: hold.wait(),
-    "waits": lambda hold: hold.wait_for(Gate(), 0.0),
+    "waits": lambda hold: hold.wait_for(Latch(), 0.0),
     "ends": lambda hold: None,
 }
 
@@ -369,7 +369,7 @@ def test_nothing_is_certain_before_the_training_thread_comes_by(way: str, change
     # What another thread does says nothing of the call that training is in.
     hold.note_call()
     hold.wait()
-    hold.wait_for(Gate(), 0.0)
+    hold.wait_for(Latch(), 0.0)
     newest = hold._newest
     assert newest is not None
     assert not newest.settled.is_open
@@ -381,7 +381,7 @@ def test_nothing_is_certain_before_the_training_thread_comes_by(way: str, change
 
 
 def test_a_wait_that_has_begun_before_the_copy_ended_makes_it_certain() -> None:
-    hold, may_go = make_hold(), Gate()
+    hold, may_go = make_hold(), Latch()
     begin(hold)
 
     def copy() -> None:

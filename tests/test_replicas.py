@@ -16,7 +16,7 @@ from holdfast.cluster.barrier import rendezvous
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
-from holdfast.format.workers import Worker
+from holdfast.format.manifest import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager

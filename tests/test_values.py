@@ -26,9 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError, UnsupportedValueError, UsageError
-from holdfast.format.decoding import REBUILDERS
+from holdfast.format.codecs import register_codec, register_type
+from holdfast.format.decoding import REBUILDERS, decode_value
+from holdfast.format.encoding import MAX_DEPTH, encode_value
 from holdfast.format.scalars import DECODERS
-from holdfast.format.values import MAX_DEPTH, decode_value, encode_value, register_codec, register_type
 from repetitions import repeated
 
 

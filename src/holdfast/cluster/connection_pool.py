@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from holdfast.cluster.polling import ONE_KEY, Backoff, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore
+from holdfast.concurrency import Latch
 from holdfast.errors import ClosedError, ClusterError
-from holdfast.gate import Gate
 
 _T = TypeVar("_T")
 
@@ -60,7 +60,7 @@ class ConnectionPool:
         # Guards the lists of threads, and whether the pool is closed.
         self._lock = threading.Lock()
         self._idle: list[_Inbox] = []
-        self._all: list[tuple[_Inbox, Gate]] = []
+        self._all: list[tuple[_Inbox, Latch]] = []
         self._closed = False
         self.process = os.getpid()
         _open.add(self)
@@ -141,7 +141,7 @@ class ConnectionPool:
     def _start(self) -> _Inbox:
         """Starts a thread; called with the lock."""
         inbox: _Inbox = queue.SimpleQueue()
-        ended = Gate()
+        ended = Latch()
         try:
             # Unlike `Thread.start` this cannot be interrupted half-way.
             _thread.start_new_thread(self._serve, (inbox, ended))
@@ -150,7 +150,7 @@ class ConnectionPool:
         self._all.append((inbox, ended))
         return inbox
 
-    def _serve(self, inbox: _Inbox, ended: Gate) -> None:
+    def _serve(self, inbox: _Inbox, ended: Latch) -> None:
         connection: EngineStore | None = None
         try:
             while (task := inbox.get()) is not None:
@@ -179,7 +179,7 @@ class _Task:
         self.timeout_seconds = timeout_seconds
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done = Gate()
+        self.done = Latch()
 
 
 _Inbox: TypeAlias = "queue.SimpleQueue[_Task | None]"

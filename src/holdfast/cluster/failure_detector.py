@@ -17,9 +17,9 @@ import msgspec
 from holdfast.cluster.barrier import LEADER, make_absent_error
 from holdfast.cluster.polling import PROCESS_LOOK_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
+from holdfast.concurrency import Latch
 from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
-from holdfast.gate import Gate
 
 INTERVAL_SECONDS: Final = 1.0
 
@@ -114,7 +114,7 @@ class Heartbeat:
         self._judged: set[int] = set()
         self._excused: set[int] = set()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ended = Gate()
+        self._ended = Latch()
         if cluster.world_size == 1:
             self._ended.open()
         else:

@@ -17,8 +17,8 @@ from typing import Final
 
 from holdfast.cluster.polling import NEWS, URGENT_NEWS, Backoff
 from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.concurrency import Latch
 from holdfast.errors import ClosedError, ClusterError, HoldfastError
-from holdfast.gate import Gate
 
 _CLOSE_SECONDS: Final = 2.0
 
@@ -66,7 +66,7 @@ class StoreMailbox:
             world_size: How many workers use the store.
         """
         self.trouble = ""
-        self.changed = Gate()
+        self.changed = Latch()
         self._world_size = world_size
         self._urgent = URGENT_NEWS.spread(world_size, 2)
         # Guards that each watch is added and removed once; they are replaced whole, and read without it.
@@ -74,7 +74,7 @@ class StoreMailbox:
         self._watches: tuple[Watch, ...] = ()
         self._writes: deque[Callable[[], object]] = deque()
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._ended = Gate()
+        self._ended = Latch()
         self._woken_at = time.monotonic()
         self._silent_since: float | None = None
         try:
@@ -112,7 +112,7 @@ class StoreMailbox:
 
     def notify(self) -> None:
         """There is something new: whoever waits looks again."""
-        changed, self.changed = self.changed, Gate()
+        changed, self.changed = self.changed, Latch()
         changed.open()
         for watch in self._watches:
             watch.on_news()

@@ -1,4 +1,10 @@
-"""Python values to JSON. Pure."""
+"""Python values to JSON, and back, equal and of the same exact type. Pure.
+
+What JSON says exactly stands for itself; everything else is an object with a tag, `{"$": tag, "v": payload}`, some
+with an argument `k`. `Encoder` and `Decoder` (in `decoding.py`) walk the trees. By themselves they know plain values;
+what more there may be in a tree (arrays, objects with state) is added by deriving from them. No type is found by its
+stored name unless the program registered it, or a live value of that type stands at the same place.
+"""
 
 from __future__ import annotations
 
@@ -264,3 +270,16 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
 def unsupported(path: str, what: str, hint: str = "") -> UnsupportedValueError:
     """The error for a value that cannot be stored."""
     return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint or _REGISTER)
+
+
+def encode_value(value: Any, path: str = "value") -> Node:
+    """**Pure.** A tree of plain values as JSON.
+
+    Args:
+        value: The tree.
+        path: What errors call it.
+
+    Raises:
+        UnsupportedValueError: If something in it has no codec, contains itself, or is nested too deep.
+    """
+    return Encoder().encode(value, path)

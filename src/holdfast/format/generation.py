@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.envelope import seal, unseal
+from holdfast.format.digests import seal, unseal
 from holdfast.format.names import MAX_ATTEMPT, MAX_GENERATION, MAX_STEP, StepName
 
 OPENING_KIND: Final = "generation"

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from holdfast.format.boxes import Box, whole_box
+from holdfast.format.digests import seal
 from holdfast.format.dtypes import QuantizerRecord
-from holdfast.format.envelope import seal
 from holdfast.format.layout import MAX_HEADER_BYTES
 from holdfast.format.names import StepName, data_name
 from holdfast.format.strides import StridesRecord

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from holdfast.errors import FormatError
 from holdfast.format.boxes import Box, find_box_problem, find_overlap, whole_box
-from holdfast.format.digests import DIGEST_CHARACTERS
+from holdfast.format.digests import DIGEST_CHARACTERS, unseal
 from holdfast.format.dtypes import QUANTIZED_TYPES, array_bytes, find_quantizer_problem
-from holdfast.format.envelope import unseal
 from holdfast.format.index import KIND, MAX_DIMENSIONS, MAX_SOURCES, Index, LeafRecord, Source, StoredBox
 from holdfast.format.names import MAX_WORKERS, find_order_problem
 from holdfast.format.strides import is_dense

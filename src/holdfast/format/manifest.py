@@ -8,9 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import is_digest
+from holdfast.format.digests import is_digest, seal, unseal
 from holdfast.format.dtypes import RAW_TYPES
-from holdfast.format.envelope import seal, unseal
 from holdfast.format.index import MAX_SOURCES, Index
 from holdfast.format.names import MAX_WORKERS, StepName, find_order_problem
 
@@ -199,3 +198,29 @@ def _find_reference_problem(manifest: Manifest) -> str:
             return f"the reference to {reference.name.directory} is malformed"
         before = reference.name
     return ""
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One process of a job.
+
+    Attributes:
+        rank: Its number, from 0 on.
+        world_size: How many there are.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the worker that decides."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has no other worker."""
+        return self.world_size == 1
+
+
+ALONE: Final = Worker(0, 1)
+"""The worker of a job of one process."""

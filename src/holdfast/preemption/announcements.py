@@ -12,7 +12,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.events.event import span_text
 from holdfast.events.sinks import logger
-from holdfast.format.workers import Worker
+from holdfast.format.manifest import Worker
 from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
 from holdfast.restore.backup import Backup
 from holdfast.restore.records import Restoration

@@ -13,9 +13,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.concurrency import Latch, start_thread
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Warned
-from holdfast.gate import Gate, start_thread
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
 from holdfast.preemption.consensus.single import CallRecord, Outcome, SingleConsensus, Turn
@@ -128,7 +128,7 @@ class Guard:
         # Whether the training thread cannot go on before something is done in its stead.
         self._is_awaited = False
         self._closed = False
-        self._ended: Gate | None = None
+        self._ended: Latch | None = None
         self._ownership: GuardOwnership | None = None
 
     def open(self) -> None:

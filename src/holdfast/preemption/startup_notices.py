@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from holdfast.gate import Gate
+from holdfast.concurrency import Latch
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import Heard
 from holdfast.preemption.sources.protocol import Hear, Notice
@@ -44,7 +44,7 @@ class EarlyNotices:
         self._heard: list[Heard] = []
         # Guards that the signal is sent once more only while this listens.
         self._lock = threading.Lock()
-        self._closed = Gate()
+        self._closed = Latch()
         self._is_late = False
 
     def __enter__(self) -> Self:

@@ -22,9 +22,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
-from holdfast.format.manifest import SHARDS
+from holdfast.format.manifest import ALONE, SHARDS, Worker
 from holdfast.format.names import StepName, is_own
-from holdfast.format.workers import ALONE, Worker
 from holdfast.restore.agreement import Agreement, AloneAgreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
 from holdfast.restore.candidates import Selection, choose_candidates

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.gate import Gate
+from holdfast.concurrency import Latch
 
 
 class CalledOffError(Exception):
@@ -32,7 +32,7 @@ class CopyProgress:
         Args:
             begins: For each copy the lowest byte that it fills; `make` goes by its number in here.
         """
-        self.ended = Gate()
+        self.ended = Latch()
         self.completed_at = time.monotonic()
         self.error: BaseException | None = None
         self._is_called_off = False
@@ -42,7 +42,7 @@ class CopyProgress:
         self._lock = threading.Lock()
         self._made = bytearray(len(begins))
         self._first = 0
-        self._waiting: list[tuple[float, Gate]] = []
+        self._waiting: list[tuple[float, Latch]] = []
 
     def begin(self) -> None:
         """The copies are made from now on; where there are none, that has ended."""
@@ -86,7 +86,7 @@ class CopyProgress:
         Raises:
             BaseException: What has ended the copy before.
         """
-        gate = Gate()
+        gate = Latch()
         with self._lock:
             self._waiting.append((end, gate))
             self._wake()

@@ -17,11 +17,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, HoldfastError, NotFoundError, OutOfMemoryError, SaveFailedError
 from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Sink, Skipped, Staged, Warned, Written
+from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
-from holdfast.format.workers import Worker
-from holdfast.gate import Gate
 from holdfast.save.commit.retention import Cleaner
 from holdfast.save.commit.run_writer import Writer, Writing, make_debris_warning
 from holdfast.save.copy.host_buffer import HostBuffer
@@ -95,7 +95,7 @@ class Engine:
         self._opened: GenerationOpened | None = None
         self._held_seconds = 0.0
         # Of memory made ready before: opens when that has ended.
-        self._touched: Gate | None = None
+        self._touched: Latch | None = None
         self._is_touching = False
 
     def submit(self, request: SaveRequest) -> None:
@@ -113,7 +113,7 @@ class Engine:
     def touch(self, buffer: HostBuffer) -> None:
         """Gives the pages of a buffer memory of their own, behind the calling thread, until `end_touching`."""
         if self._thread.start():
-            self._touched, self._is_touching = Gate(), True
+            self._touched, self._is_touching = Latch(), True
             self._thread.put(partial(self._touch, buffer, self._touched))
 
     def end_touching(self) -> None:
@@ -393,7 +393,7 @@ class Engine:
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
 
-    def _touch(self, buffer: HostBuffer, touched: Gate) -> None:
+    def _touch(self, buffer: HostBuffer, touched: Latch) -> None:
         try:
             self._pool.start()
             self._pool.run(self._while_touching(buffer.touch()), most_helpers=1)

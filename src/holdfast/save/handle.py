@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from holdfast.concurrency import Latch
 from holdfast.errors import DeadlineError, HoldfastError, UsageError
+from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.names import StepName
-from holdfast.format.workers import ALONE, Worker
-from holdfast.gate import Gate
 from holdfast.save.arguments import check_wait
 from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
@@ -53,7 +53,7 @@ class SaveProgress:
     """
 
     def __init__(self) -> None:
-        self.staged, self.named, self.settled, self.ended = Gate(), Gate(), Gate(), Gate()
+        self.staged, self.named, self.settled, self.ended = Latch(), Latch(), Latch(), Latch()
         self.is_copied = False
         self.name: StepName | None = None
         self.is_committed = False
@@ -267,7 +267,7 @@ class SaveHandle:
             raise error
 
     def _wait_for(
-        self, gate: Gate, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
+        self, gate: Latch, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
     ) -> None:
         limit_seconds = self._timeout_seconds
         if timeout_seconds is not None:
@@ -287,7 +287,7 @@ class SaveHandle:
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
 
-    def _wait(self, gate: Gate, timeout_seconds: float) -> bool:
+    def _wait(self, gate: Latch, timeout_seconds: float) -> bool:
         if self._hold is None:
             return gate.wait(timeout_seconds)
         return self._hold.wait_for(gate, timeout_seconds)

@@ -10,10 +10,9 @@ import msgspec
 from holdfast.format.dtypes import QuantizerRecord
 from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.layout import Layout
-from holdfast.format.manifest import Reference, WorkerRecord
+from holdfast.format.manifest import ALONE, Reference, Worker, WorkerRecord
 from holdfast.format.names import StepName
 from holdfast.format.strides import StridesRecord
-from holdfast.format.workers import ALONE, Worker
 from holdfast.policies import RetentionPolicy
 from holdfast.save.copy_progress import CopyProgress
 from holdfast.state.leaves import Replica, Skeleton

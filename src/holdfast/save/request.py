@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
+from holdfast.concurrency import Latch
 from holdfast.errors import OutOfMemoryError
-from holdfast.gate import Gate
 from holdfast.save.copy.image import Staging
 from holdfast.save.copy_progress import CopyProgress
 from holdfast.save.handle import SaveHandle, SaveProgress
@@ -41,7 +41,7 @@ class SaveRequest:
         self.copied = CopyProgress()
         self.is_submitted = False
         self.confirmed: bool | None = None
-        self._decided = Gate()
+        self._decided = Latch()
 
     def take(self, staging: Staging | OutOfMemoryError) -> None:
         """Notes what is to be copied."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Event, Sink, Warned
+from holdfast.format.manifest import ALONE
 from holdfast.format.names import StepName
-from holdfast.format.workers import ALONE
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager, Staging
 from holdfast.save.copy.overlap import keep_steady

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
+from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
-from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import Adapter, Made, Readable
 from holdfast.state.capture_cache import (
     LEAST_ARRAYS,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.boxes import Box, find_box_problem
-from holdfast.format.workers import Worker
+from holdfast.format.manifest import Worker
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
 from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
 from holdfast.state.registry import backend_of, register_adapter, register_sharder

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from holdfast.gate import Gate
+from holdfast.concurrency import Latch
 
 _LOOK_SECONDS: Final = 0.05
 _START_SECONDS: Final = 5.0
@@ -36,7 +36,7 @@ class WorkerPool:
         """
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.put: Callable[[Callable[[], object]], None] = self._work.put
-        self._arrivals = [Gate() for _ in range(size)]
+        self._arrivals = [Latch() for _ in range(size)]
         self._threads = [
             threading.Thread(target=_serve, args=(self._work, arrival), name=f"{name}-{number}", daemon=True)
             for number, arrival in enumerate(self._arrivals)
@@ -67,7 +67,7 @@ class WorkerPool:
         """
         if self._count:
             return True
-        started = Gate()
+        started = Latch()
         sign = _Sign()
         lives = weakref.ref(sign)
         # `Thread.start` waits for the thread in Python code, and interrupted there it leaves a lock locked and the
@@ -131,7 +131,7 @@ class WorkerPool:
             self._work.put(share.work)
         return share
 
-    def _start_all(self, started: Gate, _: _Sign) -> None:
+    def _start_all(self, started: Latch, _: _Sign) -> None:
         with self._starting:
             try:
                 for thread, arrival in zip(self._threads, self._arrivals, strict=True):
@@ -143,14 +143,14 @@ class WorkerPool:
                 self._count = sum(map(self._has_come, self._threads, self._arrivals))
                 started.open()
 
-    def _has_come(self, thread: threading.Thread, arrival: Gate) -> bool:
+    def _has_come(self, thread: threading.Thread, arrival: Latch) -> bool:
         """**Blocks** until a thread is at work, or for certain will not be: one that lacks memory dies unheard."""
         while not arrival.is_open and thread.is_alive():
             arrival.wait(_LOOK_SECONDS)
         return arrival.is_open
 
 
-def _serve(queued: queue.SimpleQueue[Callable[[], object] | None], arrival: Gate) -> None:
+def _serve(queued: queue.SimpleQueue[Callable[[], object] | None], arrival: Latch) -> None:
     arrival.open()
     while (work := queued.get()) is not None:
         try:
@@ -175,7 +175,7 @@ class Round:
         self._lock = threading.Lock()
         self._under_way = 0
         self._is_over = False
-        self._ended = Gate()
+        self._ended = Latch()
 
     def work(self) -> None:
         """**Blocks.** Does jobs as long as there are any."""

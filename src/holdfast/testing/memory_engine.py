@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.store import JoinedCluster
-from holdfast.gate import Gate
+from holdfast.concurrency import Latch
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ class MemoryEngine:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._counters: dict[str, int] = {}
-        self._mended = Gate()
+        self._mended = Latch()
         self._mended.open()
 
     @property
@@ -41,7 +41,7 @@ class MemoryEngine:
 
     def cut(self) -> None:
         """Lets every further call hang until `mend`."""
-        self._mended = Gate()
+        self._mended = Latch()
 
     def mend(self) -> None:
         """Lets the calls that hang go on, and those that come."""

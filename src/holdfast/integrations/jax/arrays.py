@@ -13,7 +13,7 @@ import numpy as np
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import names_in
-from holdfast.format.workers import Worker
+from holdfast.format.manifest import Worker
 from holdfast.integrations.jax.deferred_arrays import (
     MadeArray,
     Placement,

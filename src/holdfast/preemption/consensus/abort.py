@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from holdfast.gate import start_thread
+from holdfast.concurrency import start_thread
 from holdfast.preemption.consensus.collectives import find_collectives
 from holdfast.save.drain import drain_all
 from holdfast.save.say import say

@@ -12,10 +12,10 @@ from typing import Final
 from msgspec.structs import replace
 
 from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Event, Failed
-from holdfast.gate import Gate
 from holdfast.preemption.consensus.abort import StuckThreadAborter
 from holdfast.preemption.consensus.collectives import count_begun, find_library_call
 from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
@@ -277,7 +277,7 @@ class PeerFailures:
             left_seconds = self._peers.may_wait_seconds()
             if left_seconds is not None and left_seconds <= 0 and time.monotonic() - begun_at >= LEAST_SECONDS:
                 break
-            Gate().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
+            Latch().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
         self._is_holding = False
         return self.error
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from holdfast.concurrency import Latch
 from holdfast.errors import ClusterError, HoldfastError, PeerError
-from holdfast.gate import Gate
 from holdfast.preemption.consensus.stop_step import Wanted
 from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
 from holdfast.preemption.sources.protocol import Demand, Hear
@@ -164,7 +164,7 @@ class SingleConsensus:
         self.failures = NoFailures()
         self.call: CallRecord | None = None
         self.stop: StopRecord | None = None
-        self.changed = Gate()
+        self.changed = Latch()
         self.is_alarmed = self.is_concluded = self.is_cut_short = False
         self.objection = ""
 

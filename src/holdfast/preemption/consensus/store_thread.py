@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from holdfast.cluster.protocol import ANSWER_SECONDS
+from holdfast.concurrency import Latch, start_thread
 from holdfast.errors import ClosedError, HoldfastError
-from holdfast.gate import Gate, start_thread
 
 _LOOK_SECONDS: Final = 0.25
 """How often to look whether there is something new."""
@@ -45,12 +45,12 @@ class StoreThread:
             world_size: How many workers there are.
         """
         self.trouble = ""
-        self.changed = Gate()
+        self.changed = Latch()
         self.is_open = False
         self._longest_pause_seconds = _LONGEST_PAUSE_SECONDS if world_size <= _MANY else _LOOK_SECONDS
         self._tasks: deque[Callable[[], object]] = deque()
         self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._ended: Gate | None = None
+        self._ended: Latch | None = None
         self._silent_since: float | None = None
         self._pause_seconds = _LOOK_SECONDS
         self._on_change: Callable[[], object] = lambda: None
@@ -106,7 +106,7 @@ class StoreThread:
 
     def note_change(self) -> None:
         """There is something new."""
-        gate, self.changed = self.changed, Gate()
+        gate, self.changed = self.changed, Latch()
         gate.open()
         self._on_change()
 

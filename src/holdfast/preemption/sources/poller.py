@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from holdfast.concurrency import Latch, start_thread
 from holdfast.events import Event, Warned
-from holdfast.gate import Gate, start_thread
 from holdfast.preemption.sources.protocol import Hear, NoticeSource
 
 _LONGEST_PAUSE_SECONDS: Final = 60.0
@@ -41,8 +41,8 @@ class SourcePoller:
         self._emit = emit
         self._pause_seconds = pause_seconds
         self._opened: list[NoticeSource] = []
-        self._ended: list[Gate] = []
-        self._closing = Gate()
+        self._ended: list[Latch] = []
+        self._closing = Latch()
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.

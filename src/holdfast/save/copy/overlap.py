@@ -15,8 +15,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError
-from holdfast.gate import Gate
 from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import Captured, Transfer
 
@@ -47,11 +47,11 @@ class _Copying:
     step: int
     trainer: int
     check: Callable[[], None]
-    gate: Gate = field(default_factory=Gate)
+    gate: Latch = field(default_factory=Latch)
     transfers: list[Transfer] = field(default_factory=list)
     is_made: bool = False
     is_waited_for: bool = False
-    settled: Gate = field(default_factory=Gate)
+    settled: Latch = field(default_factory=Latch)
     error: ChangedError | None = None
     has_held: bool = False
     is_over: bool = False
@@ -139,7 +139,7 @@ class OptimizerStepBarrier:
         if copying is not None and copying.is_made and copying.is_of(threading.get_ident()):
             copying.settle()
 
-    def wait_for(self, gate: Gate, timeout_seconds: float) -> bool:
+    def wait_for(self, gate: Latch, timeout_seconds: float) -> bool:
         """**Blocks.** As `gate.wait`, by which a program waits for a save: then its thread makes no change."""
         copying = self._newest
         if copying is None or not copying.is_of(threading.get_ident()):

@@ -12,8 +12,8 @@ from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
 from holdfast.format.index import Index, LeafRecord, ReferredRecord, Source
 from holdfast.format.layout import Layout, Place, plan_layout
+from holdfast.format.manifest import Worker
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
-from holdfast.format.workers import Worker
 from holdfast.save.records import Receipts, Snapshot
 from holdfast.save.write.manifest_cache import ManifestCache
 from holdfast.save.write.writer import Segment, conclude, make_index, plan_segments, take_digests, write_segments

@@ -22,8 +22,8 @@ from holdfast.format.decoding import (
     malformed,
 )
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
+from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.scalars import ENCODERS
-from holdfast.format.workers import ALONE, Worker
 from holdfast.state.adapters import OWNED, REPLACED, Adapter
 from holdfast.state.capture import ObjectsContext
 from holdfast.state.leaves import ArraySpec, Differences, PendingArray

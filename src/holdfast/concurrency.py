@@ -1,4 +1,8 @@
-"""A gate between threads, and the start of a thread, that survive an interrupt."""
+"""What holdfast needs of threads beyond the standard library: both survive an exception that a signal handler raises.
+
+`threading.Event`, `Condition` and `Thread.start` run Python code with a lock held, and an interrupt there leaves the
+lock locked for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 
-class Gate:
+class Latch:
     """**Thread-safe.** Shut until it is opened, once and for good.
 
     `threading.Event` and `Condition` take their lock in Python code, so that Ctrl-C (or any signal handler that raises)
@@ -30,22 +34,22 @@ class Gate:
                 pass  # Another thread has opened it at this very moment.
 
     def wait(self, timeout_seconds: float) -> bool:
-        """**Blocks.** Waits until the gate is open; False if it was not within that time."""
+        """**Blocks.** Waits until it is open; False if it was not within that time."""
         if not self.is_open and self._barred.acquire(timeout=min(max(timeout_seconds, 0.0), threading.TIMEOUT_MAX)):
             # Another thread may wait as well.
             self._barred.release()
         return self.is_open
 
 
-def start_thread(target: Callable[[], object], name: str) -> Gate:
+def start_thread(target: Callable[[], object], name: str) -> Latch:
     """Starts a daemon thread; does not wait until it runs.
 
     `Thread.start` waits in Python code, where Ctrl-C would leave a lock locked. So another thread calls it.
 
     Returns:
-        A gate that is opened when the thread has ended, or could not be had.
+        A latch that is opened when the thread has ended, or could not be had.
     """
-    ended = Gate()
+    ended = Latch()
 
     def serve() -> None:
         try:
