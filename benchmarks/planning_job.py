@@ -22,7 +22,7 @@ from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.copy.host_buffer import HostBuffer
 from holdfast.save.copy.image import Stager
 from holdfast.save.joint.participant import JointParticipant
-from holdfast.save.joint.protocol import CommitProtocol, PartRecord, Place, Position
+from holdfast.save.joint.protocol import CommitProtocol, PartRecord, SaveId, WorkerProgress
 from holdfast.save.joint.run_writer import JointRunWriter
 from holdfast.save.records import Origin, Receipts, SaveOrder
 from holdfast.save.write.writer import make_index, take_digests
@@ -150,10 +150,10 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     reading = workers // 2
     found: dict[str, list[float]] = {}
     for step in range(1, rounds + 1):
-        place = Place(0, step, 1)
+        place = SaveId(0, step, 1)
         store.calls = 0
         begun_at = time.perf_counter()
-        exchange = CommitProtocol(peers, Position(step, place))
+        exchange = CommitProtocol(peers, WorkerProgress(step, place))
         joint.begin(SaveOrder(step, {}, {}, Origin(), begun_at, exchange=exchange))
         joint.open(Origin())
         name = joint.name(step)

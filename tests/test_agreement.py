@@ -9,20 +9,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.preemption.consensus.stop_step import ABSENT, Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
+from holdfast.preemption.consensus.stop_step import (
+    ABSENT,
+    Announce,
+    Deed,
+    Pledge,
+    Promise,
+    StopCall,
+    StopStepAgreement,
+    Wanted,
+)
 from repetitions import repeated
 
 # The table.
 
 
-def called(agreement: Agreement, wanted: Wanted = Wanted.LEAVE) -> Agreement:
+def called(agreement: StopStepAgreement, wanted: Wanted = Wanted.LEAVE) -> StopStepAgreement:
     return agreement.hear_call(wanted)[0]
 
 
 def test_a_wish_is_called_for_once_and_answered_by_a_pledge() -> None:
-    agreement = Agreement(rank=1, world_size=2).begin(5)
+    agreement = StopStepAgreement(rank=1, world_size=2).begin(5)
     agreement, deeds = agreement.wish(Wanted.LEAVE)
-    assert deeds == [Call(0, Wanted.LEAVE)]
+    assert deeds == [StopCall(0, Wanted.LEAVE)]
     assert agreement.may_begin, "until the call stands in the store, nothing is promised"
     agreement, deeds = agreement.hear_call(Wanted.LEAVE)
     assert deeds == [Promise(0, 1, Pledge(5))]
@@ -32,7 +41,7 @@ def test_a_wish_is_called_for_once_and_answered_by_a_pledge() -> None:
 
 
 def test_the_largest_pledge_is_the_stop_step() -> None:
-    agreement = called(Agreement(rank=0, world_size=3).begin(5))
+    agreement = called(StopStepAgreement(rank=0, world_size=3).begin(5))
     agreement, deeds = agreement.hear_pledge(0, Pledge(5))
     assert deeds == []
     assert agreement.unheard == [1, 2]
@@ -48,7 +57,7 @@ def test_the_largest_pledge_is_the_stop_step() -> None:
 
 
 def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
-    agreement = called(Agreement(rank=0, world_size=2).begin(3))
+    agreement = called(StopStepAgreement(rank=0, world_size=2).begin(3))
     agreement, _ = agreement.hear_pledge(0, Pledge(3))
     assert agreement.fence(0) == (agreement, []), "not itself"
     agreement, deeds = agreement.fence(1)
@@ -59,7 +68,7 @@ def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
 
 
 def test_a_worker_that_was_left_out_finds_out_and_stands_still() -> None:
-    agreement = called(Agreement(rank=1, world_size=2).begin(9))
+    agreement = called(StopStepAgreement(rank=1, world_size=2).begin(9))
     agreement, _ = agreement.hear_pledge(1, ABSENT)
     assert agreement.is_excluded
     agreement = agreement.hear_stop(20)
@@ -68,7 +77,7 @@ def test_a_worker_that_was_left_out_finds_out_and_stands_still() -> None:
 
 
 def test_a_worker_whose_training_has_ended_saves_what_it_has() -> None:
-    agreement = called(Agreement(rank=1, world_size=2).begin(4).finish())
+    agreement = called(StopStepAgreement(rank=1, world_size=2).begin(4).finish())
     assert agreement.pledge == Pledge(4, final=True)
     agreement = agreement.hear_stop(6)
     assert not agreement.may_begin
@@ -76,36 +85,36 @@ def test_a_worker_whose_training_has_ended_saves_what_it_has() -> None:
 
 
 def test_what_one_round_does_not_bring_the_next_one_does() -> None:
-    agreement = called(Agreement(rank=0, world_size=2), Wanted.SAVE)
+    agreement = called(StopStepAgreement(rank=0, world_size=2), Wanted.SAVE)
     agreement, deeds = agreement.wish(Wanted.LEAVE)
     assert deeds == []
     agreement, deeds = agreement.end_round()
-    assert deeds == [Call(1, Wanted.LEAVE)]
+    assert deeds == [StopCall(1, Wanted.LEAVE)]
     assert agreement.called is None
     agreement, _ = agreement.hear_call(Wanted.LEAVE)
     assert agreement.end_round()[1] == []
 
 
 def test_a_call_that_wants_less_leaves_the_wish() -> None:
-    agreement, _ = Agreement(rank=0, world_size=2).wish(Wanted.LEAVE)
+    agreement, _ = StopStepAgreement(rank=0, world_size=2).wish(Wanted.LEAVE)
     agreement = called(agreement, Wanted.SAVE)
     assert agreement.wished is Wanted.LEAVE
-    agreement, _ = Agreement(rank=0, world_size=2).wish(Wanted.SAVE)
+    agreement, _ = StopStepAgreement(rank=0, world_size=2).wish(Wanted.SAVE)
     assert called(agreement, Wanted.LEAVE).wished is None
 
 
 def test_what_comes_late_changes_nothing() -> None:
-    agreement = called(Agreement(rank=0, world_size=2).begin(2)).hear_stop(3)
+    agreement = called(StopStepAgreement(rank=0, world_size=2).begin(2)).hear_stop(3)
     assert agreement.hear_stop(9) is agreement
     assert agreement.unheard == []
-    fresh = Agreement(rank=0, world_size=2)
+    fresh = StopStepAgreement(rank=0, world_size=2)
     assert fresh.hear_stop(3) is fresh
     assert fresh.hear_pledge(1, Pledge(1)) == (fresh, [])
     assert fresh.fence(1) == (fresh, [])
 
 
 def test_training_that_begins_again_may_step() -> None:
-    agreement = Agreement(rank=0, world_size=1).begin(3).finish()
+    agreement = StopStepAgreement(rank=0, world_size=1).begin(3).finish()
     assert not agreement.may_begin
     assert agreement.resume(3).may_begin
 
@@ -121,7 +130,7 @@ class Store:
 
     def do(self, deed: Deed) -> None:
         match deed:
-            case Call():
+            case StopCall():
                 self.values.setdefault(("call", deed.round), deed.wanted)
             case Promise():
                 self.values.setdefault(("pledge", deed.round, deed.rank), deed.pledge)
@@ -133,7 +142,7 @@ class Store:
 class Worker:
     """One worker, and all that it has done."""
 
-    agreement: Agreement
+    agreement: StopStepAgreement
     total: int
     completed: int = 0
     joined: bool = True
@@ -152,10 +161,11 @@ class Job:
     def __init__(self, totals: list[int], late: set[int]) -> None:
         self.store = Store()
         self.workers = [
-            Worker(Agreement(rank, len(totals)), total, joined=rank not in late) for rank, total in enumerate(totals)
+            Worker(StopStepAgreement(rank, len(totals)), total, joined=rank not in late)
+            for rank, total in enumerate(totals)
         ]
 
-    def apply(self, worker: Worker, result: tuple[Agreement, list[Deed]]) -> None:
+    def apply(self, worker: Worker, result: tuple[StopStepAgreement, list[Deed]]) -> None:
         worker.agreement, deeds = result
         for deed in deeds:
             self.store.do(deed)

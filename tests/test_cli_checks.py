@@ -26,7 +26,7 @@ from command_line import (
 )
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
-from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.cli.verdicts import CheckOutcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage
@@ -273,17 +273,17 @@ def test_prune_beside_a_job_that_saves(run: Path) -> None:
 def test_a_place_that_fails_is_not_taken_for_damage(run: Path) -> None:
     name = StepName(300, 2)
     counted = FaultyStorage(LocalStorage(run))
-    assert judge_step(counted, name.directory, name).outcome is Outcome.WHOLE
+    assert judge_step(counted, name.directory, name).outcome is CheckOutcome.WHOLE
     for number in range(2, len(counted.calls) + 1):
         verdict = judge_step(FaultyStorage(LocalStorage(run), [Fault(number)]), name.directory, name)
-        assert verdict.outcome is Outcome.UNREADABLE, counted.calls[number - 1]
+        assert verdict.outcome is CheckOutcome.UNREADABLE, counted.calls[number - 1]
         assert isinstance(verdict.problems[-1], StorageError)
 
 
 def test_a_step_that_a_job_removes_meanwhile_is_not_taken_for_damage(run: Path) -> None:
     (run / NEWEST / "manifest.json").unlink()
     name = StepName(300, 2)
-    assert judge_step(LocalStorage(run), name.directory, name).outcome is Outcome.REMOVED
+    assert judge_step(LocalStorage(run), name.directory, name).outcome is CheckOutcome.REMOVED
 
 
 def test_an_export_takes_the_newest_step_where_a_job_removes_the_one_that_it_reads(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from holdfast.catalog import read_catalog, read_manifest
 from holdfast.cli.contents import Contents, read_checkpoint
 from holdfast.cli.removals import RemovalPlan, Removed, carry_out
 from holdfast.cli.survey import survey_run
-from holdfast.cli.target import Target
+from holdfast.cli.target import RunTarget
 from holdfast.cluster import Cluster
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError
 from holdfast.format.names import StepName
@@ -375,7 +375,7 @@ def test_a_restore_takes_what_is_there_when_a_job_goes_on(workers: int, step: in
 
 def test_what_is_shown_is_there_when_a_job_goes_on() -> None:
     for going in each_call():
-        heading, contents = read_checkpoint(Target(going.storage, "run", None, is_step=False))
+        heading, contents = read_checkpoint(RunTarget(going.storage, "run", None, is_step=False))
         assert isinstance(contents, Contents)
         assert heading.manifest.step in (7, 8)
     for going in each_call():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from command_line import flip_bit
-from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.cli.verdicts import CheckOutcome, judge_step
 from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest
@@ -118,13 +118,13 @@ def test_no_file_is_held_once_it_has_been_read_however_long_python_collects_no_c
         with hf.CheckpointManager(run, hf.Checkpoint(state=state)) as manager:
             for _ in range(2):  # From the disk, and from the page cache.
                 manager.restore()
-            assert judge_step(LocalStorage(run), directories[0].name, None).outcome is Outcome.WHOLE
+            assert judge_step(LocalStorage(run), directories[0].name, None).outcome is CheckOutcome.WHOLE
             export_checkpoint(run, tmp_path / "out", to="safetensors")
             flip_bit(next(directories[1].glob("data-*")), 2 << 20)
             restored = manager.restore()
             assert restored is not None
             assert restored.step == 1
-            assert judge_step(LocalStorage(run), directories[1].name, None).outcome is Outcome.DAMAGED
+            assert judge_step(LocalStorage(run), directories[1].name, None).outcome is CheckOutcome.DAMAGED
             with pytest.raises(DamageError):
                 export_checkpoint(run, tmp_path / "other", to="safetensors", step=2)
             assert held_below(run) == []

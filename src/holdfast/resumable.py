@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.checkpointable import Checkpointable
     from holdfast.preemption.config import TerminationConfig
-    from holdfast.preemption.run_calls import Steps
+    from holdfast.preemption.run_calls import StepNumbers
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state.oversights import TrainingWatch
@@ -199,7 +199,7 @@ class Run:
         from holdfast.preemption.final_save import Tolerance
         from holdfast.preemption.guard import make_guard
         from holdfast.preemption.progress import LastSave
-        from holdfast.preemption.run_calls import Steps
+        from holdfast.preemption.run_calls import StepNumbers
 
         self.manager = manager
         self.checkpoint = manager.checkpoint
@@ -215,15 +215,15 @@ class Run:
         self._left = self._total = 0
         self._last = LastSave()
         self._in_step = self._stop = self._is_used = self._entered = False
-        self._make_steps = partial(Steps, "run.steps(n)", manager.checkpoint)
+        self._make_steps = partial(StepNumbers, "run.steps(n)", manager.checkpoint)
         # The loop of `steps` that is in a step, for as long as the program has it.
-        self._turn: Callable[[], Steps | None] = lambda: None
+        self._turn: Callable[[], StepNumbers | None] = lambda: None
         self._watch = self._make_watch({})
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.inbox)
 
-    def steps(self, total: int) -> Steps:
+    def steps(self, total: int) -> StepNumbers:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete, and is saved if that is due; at the last turn it is
@@ -437,7 +437,7 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    def _next_step(self, total: int, loop: int, steps: Steps) -> int:
+    def _next_step(self, total: int, loop: int, steps: StepNumbers) -> int:
         if self._newest_loop > loop:
             self._warn(
                 "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.catalog import exists, is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
-from holdfast.cli.target import MOST_LOOKS, Target, choose_step
+from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step
 from holdfast.cli.values import count_values, find_nodes
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
 from holdfast.format.dtypes import array_bytes
@@ -98,7 +98,7 @@ class Leaf:
         return array_bytes(self.dtype, self.shape)
 
 
-def _read_heading(target: Target) -> Heading | None:
+def _read_heading(target: RunTarget) -> Heading | None:
     """**Blocks.** Finds the checkpoint that is meant and reads its manifest; None if it has been removed meanwhile.
 
     Raises:
@@ -237,7 +237,7 @@ class Contents:
         }
 
 
-def read_checkpoint(target: Target) -> tuple[Heading, Contents | DamageError]:
+def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]:
     """**Blocks.** Finds the checkpoint that is meant and reads its manifest and its indexes.
 
     Where a job goes on, it may be removed meanwhile: then what is meant is looked for again.

@@ -8,7 +8,7 @@ from typing import Final
 
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.cli.survey import Found, State, Survey
-from holdfast.cli.verdicts import Outcome, judge_step
+from holdfast.cli.verdicts import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
@@ -138,9 +138,9 @@ def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
     """
     for name in reversed(living):
         verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
-        if verdict.outcome is Outcome.WHOLE:
+        if verdict.outcome is CheckOutcome.WHOLE:
             return name
-        if verdict.outcome is Outcome.UNREADABLE:
+        if verdict.outcome is CheckOutcome.UNREADABLE:
             raise verdict.problems[-1]
     raise NoWholeCheckpointError(
         f"{storage.url}: no checkpoint of the living line is whole, so none is removed",

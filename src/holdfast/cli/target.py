@@ -26,7 +26,7 @@ _MAX_STEP_DIGITS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RunTarget:
     """A place that was found.
 
     Attributes:
@@ -50,7 +50,9 @@ class Target:
         return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
 
 
-def find_target(text: str, *, hint: str = "Name the directory that the job saves into, or that of one step.") -> Target:
+def find_target(
+    text: str, *, hint: str = "Name the directory that the job saves into, or that of one step."
+) -> RunTarget:
     """**Blocks.** Finds the run, the step of a run, or the directory of a single step that is meant.
 
     A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step.
@@ -72,10 +74,10 @@ def find_target(text: str, *, hint: str = "Name the directory that the job saves
         raise _nothing_there(storage, location, entries, hint)
     if is_step and step is not None:
         raise UsageError(f"{location} is the directory of a single step", hint=f"Leave out @{step}.")
-    return Target(storage, location, step, is_step)
+    return RunTarget(storage, location, step, is_step)
 
 
-def find_run(text: str) -> Target:
+def find_run(text: str) -> RunTarget:
     """**Blocks.** As `find_target`, for verbs that want a whole run.
 
     Raises:
@@ -97,7 +99,7 @@ def find_run(text: str) -> Target:
     return target
 
 
-def choose_step(catalog: Catalog, target: Target) -> StepName:
+def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
     """**Blocks.** The checkpoint of a run that is meant: the step that was named, else the newest of the living line.
 
     Raises:
@@ -119,7 +121,7 @@ def choose_step(catalog: Catalog, target: Target) -> StepName:
     return catalog.find(target.step)
 
 
-def no_living(catalog: Catalog, target: Target) -> NoCheckpointError:
+def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     """**Blocks.** The error for a run without a checkpoint on its living line."""
     if lost := find_lost(target.storage, catalog):
         return make_lost_error(lost, target.location)

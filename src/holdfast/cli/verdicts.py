@@ -20,7 +20,7 @@ from holdfast.storage import Storage
 _THREADS: Final = max(2, min(4, os.cpu_count() or 1))
 
 
-class Outcome(enum.StrEnum):
+class CheckOutcome(enum.StrEnum):
     """What came of reading a checkpoint."""
 
     WHOLE = "whole"
@@ -36,7 +36,7 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """What came of reading one checkpoint.
 
     Attributes:
@@ -50,7 +50,7 @@ class Verdict:
 
     directory: str
     name: StepName | None
-    outcome: Outcome
+    outcome: CheckOutcome
     problems: tuple[HoldfastError, ...]
     read_bytes: int
     seconds: float
@@ -64,7 +64,7 @@ def judge_step(
     *,
     beside: Storage | None = None,
     checked: Checked | None = None,
-) -> Verdict:
+) -> CheckVerdict:
     """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
 
     Args:
@@ -81,7 +81,7 @@ def judge_step(
     begun_at = time.monotonic()
     read_bytes = 0
     problems: list[HoldfastError] = []
-    outcome = Outcome.WHOLE
+    outcome = CheckOutcome.WHOLE
     checked = checked or Checked()
     try:
         opened = open_step(storage, directory, name)
@@ -101,12 +101,12 @@ def judge_step(
         problems.append(error)
     if problems:
         is_failure = isinstance(problems[-1], StorageError)
-        damaged = Outcome.RESTORABLE if spares_restore(problems) else Outcome.DAMAGED
-        outcome = Outcome.UNREADABLE if is_failure else damaged
+        damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
+        outcome = CheckOutcome.UNREADABLE if is_failure else damaged
         # A job that runs removes old steps, manifest first: what is missing then was not damaged.
         if directory and name not in read_catalog(storage).committed:
-            outcome = Outcome.REMOVED
-    return Verdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
+            outcome = CheckOutcome.REMOVED
+    return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
 
 @contextmanager

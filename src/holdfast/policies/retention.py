@@ -45,7 +45,7 @@ class RetentionPolicy(Protocol):
         ...
 
 
-class _Combinable:
+class _RetentionPolicy:
     __slots__ = ()
 
     def __or__(self: RetentionPolicy, other: RetentionPolicy) -> AnyKeeps:
@@ -55,7 +55,7 @@ class _Combinable:
         return AnyKeeps((other, self))
 
 
-class AnyKeeps(_Combinable, msgspec.Struct, frozen=True):
+class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps what any of its policies keeps; made by `|`."""
 
     policies: tuple[RetentionPolicy, ...]
@@ -85,7 +85,7 @@ class AnyKeeps(_Combinable, msgspec.Struct, frozen=True):
         return " | ".join(map(repr, self.policies))
 
 
-class Latest(_Combinable, msgspec.Struct, frozen=True):
+class Latest(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps the `n` newest."""
 
     n: int
@@ -102,7 +102,7 @@ class Latest(_Combinable, msgspec.Struct, frozen=True):
         return f"Latest({self.n})"
 
 
-class EveryN(_Combinable, msgspec.Struct, frozen=True):
+class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps the steps that `n` divides."""
 
     n: int
@@ -119,7 +119,7 @@ class EveryN(_Combinable, msgspec.Struct, frozen=True):
         return f"EveryN({self.n})"
 
 
-class Best(_Combinable, msgspec.Struct, frozen=True):
+class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps the `n` with the best value of a metric.
 
     A checkpoint without the metric, or with NaN for it, does not take part. Of equal values the newer wins.
@@ -160,7 +160,7 @@ class Best(_Combinable, msgspec.Struct, frozen=True):
         return f"Best({self.metric!r}{mode}{count})"
 
 
-class Newer(_Combinable, msgspec.Struct, frozen=True):
+class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps what was committed less than so many seconds ago, and what the clock says is yet to come."""
 
     seconds: float
@@ -182,7 +182,7 @@ class Newer(_Combinable, msgspec.Struct, frozen=True):
         return f"Newer({self.seconds!r})"
 
 
-class All(_Combinable, msgspec.Struct, frozen=True):
+class All(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps everything."""
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:

@@ -74,7 +74,7 @@ class _Deciding(SavePolicy, Protocol):
     def _decide(self, moment: SaveMoment) -> SaveDecision: ...
 
 
-class _Combinable:
+class _SavePolicy:
     __slots__ = ()
 
     def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
@@ -90,7 +90,7 @@ class _Combinable:
         return AnySave((other, self))
 
 
-class AnySave(_Combinable, msgspec.Struct, frozen=True):
+class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when any of its policies says so; made by `|`."""
 
     policies: tuple[SavePolicy, ...]
@@ -119,7 +119,7 @@ class AnySave(_Combinable, msgspec.Struct, frozen=True):
         return " | ".join(map(repr, self.policies))
 
 
-class Steps(_Combinable, msgspec.Struct, frozen=True):
+class Steps(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when a multiple of `n` completed steps has been reached or passed since the last save."""
 
     n: int
@@ -138,7 +138,7 @@ class Steps(_Combinable, msgspec.Struct, frozen=True):
         return f"Steps({self.n})"
 
 
-class Seconds(_Combinable, msgspec.Struct, frozen=True):
+class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when so many seconds have passed since the last save."""
 
     seconds: float
@@ -170,7 +170,7 @@ class ChosenInterval(msgspec.Struct, frozen=True):
     bound: Bound
 
 
-class Auto(_Combinable, msgspec.Struct, frozen=True):
+class Auto(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves as often as pays: by the measured cost of a save and the mean time between failures.
 
     The interval is that of Young and Daly, at which the time spent on saves and the work that failures are

@@ -18,7 +18,7 @@ from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerErro
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
-from holdfast.preemption.consensus.single import CallRecord, Outcome, SingleConsensus, Turn
+from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, SingleConsensus, Turn
 from holdfast.preemption.consensus.stop_step import Wanted
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
 from holdfast.preemption.grace import (
@@ -429,19 +429,19 @@ class Guard:
         by_hand = together.by_hand if self._consensus.has_peers else None
         self._leave(step, call.reason, together.error, time.monotonic() - begun_at, by_hand=by_hand, met=met)
 
-    def _conclude(self, error: str, end_at: float | None) -> Outcome:
+    def _conclude(self, error: str, end_at: float | None) -> SaveOutcome:
         """The result of the last save for all workers, in this worker's words where it has failed here."""
         changed = "" if self._pause is None else self._pause.changed
         mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
         is_proof = not error and self._save_fn is None
-        own = Outcome(mistake or error, self.inbox.is_by_hand(), is_proof, is_cause=bool(mistake))
+        own = SaveOutcome(mistake or error, self.inbox.is_by_hand(), is_proof, is_cause=bool(mistake))
         # The others may be in a save of theirs that this worker takes no part in.
         told = self._manager.abandon if error and (changed or self._save_fn) else None
         together = self._consensus.conclude(own, end_at, told)
         # What failed here says more than what the others have seen of it, unless it results from what failed there.
         is_theirs = not error or (together.is_cause and not mistake)
         shown = together.error and (together.error if is_theirs else error)
-        return Outcome(shown, together.by_hand, together.is_proof)
+        return SaveOutcome(shown, together.by_hand, together.is_proof)
 
     def _may_save_again(self, call: CallRecord) -> bool:
         """Whether there is time for another save than the one that was begun after the notice; the same on all."""

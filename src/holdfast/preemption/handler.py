@@ -20,7 +20,7 @@ from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.final_save import Tolerance
 from holdfast.preemption.guard import make_guard
-from holdfast.preemption.run_calls import Manager, PlaceWatch, Steps, check_loaders, restore_calls
+from holdfast.preemption.run_calls import Manager, PlaceWatch, StepNumbers, check_loaders, restore_calls
 from holdfast.save.arguments import check_metrics, check_notes, check_switches
 from holdfast.save.drain import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
@@ -182,7 +182,7 @@ class PreemptionCheckpointHandler:
             self._watch.end_step()
         return result
 
-    def steps(self, total: int) -> Steps:
+    def steps(self, total: int) -> StepNumbers:
         """The numbers of the steps that are still to be run, from `total_run_calls` to `total`, exclusive.
 
         At each turn of the loop the step before counts as complete. Leaving with `break` counts the current one as
@@ -206,7 +206,7 @@ class PreemptionCheckpointHandler:
         whole = check_whole("total", total)
         numbers = self._steps(whole)
         count_left = lambda: max(whole - self._count_done(), 0)  # noqa: E731
-        return Steps("handler.steps(n)", self._manager.checkpoint, lambda _: next(numbers), count_left)
+        return StepNumbers("handler.steps(n)", self._manager.checkpoint, lambda _: next(numbers), count_left)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.

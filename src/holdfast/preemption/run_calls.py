@@ -162,11 +162,11 @@ def restore_calls(
     return calls, restoration
 
 
-class Steps(Iterator[int]):
+class StepNumbers(Iterator[int]):
     """The numbers of the steps that are still to be done, for one loop; `len` is how many are left."""
 
     def __init__(
-        self, name: str, checkpoint: Checkpoint, begin: Callable[[Steps], int], count_left: Callable[[], int]
+        self, name: str, checkpoint: Checkpoint, begin: Callable[[StepNumbers], int], count_left: Callable[[], int]
     ) -> None:
         """Makes the steps of a loop that begins at once: between this and the first step, no batch is taken.
 

@@ -216,11 +216,11 @@ class _Candidates:
         return choose_candidates(catalog, find_lost(self._storage, catalog), self._step, self._storage.url)
 
 
-def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: Agreement) -> _Trial:
+def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: Agreement) -> _RestoreTrial:
     """**Blocks.** Tries one checkpoint after the other until one has been restored."""
     touched = False
     while (name := candidates.take()) is not None:
-        trial = _Trial(request, name, touched)
+        trial = _RestoreTrial(request, name, touched)
         try:
             damage = trial.go(agreement)
             if damage is None:
@@ -234,7 +234,7 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
     raise _no_whole(request.storage, request.step, tuple(candidates.damages.values()), touched)
 
 
-class _Trial:
+class _RestoreTrial:
     """One checkpoint that is tried.
 
     Attributes:
@@ -429,7 +429,7 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
         ) from error
 
 
-def _tell_of_resize(storage: Storage, trial: _Trial, worker: Worker, emit: Sink) -> None:
+def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
     """**Blocks.** Tells of another number of workers than the checkpoint's."""
     emit(
         Resized(

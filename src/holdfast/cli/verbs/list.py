@@ -35,7 +35,7 @@ from holdfast.cli.survey import (
     survey_run,
     time_fields,
 )
-from holdfast.cli.target import Target, find_run, no_living
+from holdfast.cli.target import RunTarget, find_run, no_living
 from holdfast.cli.wording import age_text, counted, figure_text, iso_text, local_time_text, size_text
 from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.storage import open_storage
@@ -75,7 +75,7 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
         raise problem
 
 
-def _show(target: Target, survey: Survey, show_all: bool, screen: Screen) -> None:
+def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> None:
 
     shown = survey.found if show_all else tuple(survey.of(State.LIVING))
     if not screen.is_terminal:

@@ -20,7 +20,7 @@ from holdfast.cli.removals import (
 )
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, Column, Screen, Styled, Words, write_json
 from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
-from holdfast.cli.target import Target, find_run
+from holdfast.cli.target import RunTarget, find_run
 from holdfast.cli.wording import counted, size_text
 from holdfast.errors import UsageError
 
@@ -167,7 +167,7 @@ def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
             screen.say(Styled("kept: ", NOTABLE), f"{removed.found.directory} holds files that are not holdfast's")
 
 
-def _document(target: Target, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
+def _document(target: RunTarget, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
 
     outcomes = {
         removed.found.directory: "failed" if removed.error else "removed" if removed.is_gone else "kept_foreign_files"

@@ -15,7 +15,7 @@ import click
 from holdfast.cli.contents import Array, Contents, Heading, read_checkpoint
 from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, Styled, Words, write_json
 from holdfast.cli.survey import State
-from holdfast.cli.target import Target, find_target
+from holdfast.cli.target import RunTarget, find_target
 from holdfast.cli.values import count_values, describe, list_values
 from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
 from holdfast.errors import DamageError, UsageError
@@ -61,7 +61,7 @@ def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None
         page.show_details(contents, arrays, values)
 
 
-def _check_found(contents: Contents, selection: Selection | None, target: Target) -> None:
+def _check_found(contents: Contents, selection: Selection | None, target: RunTarget) -> None:
 
     if selection is not None and selection.unmatched:
         raise UsageError(

@@ -13,8 +13,8 @@ from holdfast.catalog import Catalog, find_lost, read_catalog, read_generations,
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, Screen, Styled, Words, write_json
 from holdfast.cli.survey import State, name_fields, problem_fields
-from holdfast.cli.target import MOST_LOOKS, Target, choose_step, find_target, no_living
-from holdfast.cli.verdicts import Outcome, Verdict, judge_step
+from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
+from holdfast.cli.verdicts import CheckOutcome, CheckVerdict, judge_step
 from holdfast.cli.wording import counted, duration_text, size_text
 from holdfast.errors import DamageError, NotFoundError, UsageError
 from holdfast.format.names import StepName
@@ -46,7 +46,7 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
         is_removed = False
         for verdict in _judge(target, names):
             report.add(verdict)
-            is_removed = verdict.outcome is Outcome.REMOVED
+            is_removed = verdict.outcome is CheckOutcome.REMOVED
             if screen is not None:
                 report.show_verdict(screen, verdict)
                 sys.stdout.flush()
@@ -61,7 +61,7 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
     raise click.exceptions.Exit(report.exit_code)
 
 
-def _choose(target: Target, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
+def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
     """The run, and what of it to read."""
     if target.is_step:
         return None, [None]
@@ -73,7 +73,7 @@ def _choose(target: Target, verify_all: bool) -> tuple[Catalog | None, Sequence[
     return catalog, catalog.committed
 
 
-def _find_damaged_records(target: Target, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
+def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
     """The run's own records that are damaged: which step follows which is told by them."""
     if catalog is None:
         return
@@ -91,7 +91,7 @@ def _find_damaged_records(target: Target, catalog: Catalog | None, verify_all: b
             yield damage
 
 
-def _judge(target: Target, names: Sequence[StepName | None]) -> Iterator[Verdict]:
+def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[CheckVerdict]:
 
     checked = Checked()
     for number, name in enumerate(names, start=1):
@@ -103,18 +103,18 @@ def _judge(target: Target, names: Sequence[StepName | None]) -> Iterator[Verdict
 
 _SHOWN_PROBLEMS: Final = 20
 _STYLES: Final = {
-    Outcome.WHOLE: ("✓ ", GOOD),
-    Outcome.RESTORABLE: ("! ", NOTABLE),
-    Outcome.DAMAGED: ("✗ ", BAD),
-    Outcome.UNREADABLE: ("✗ ", BAD),
-    Outcome.REMOVED: ("- ", FAINT),
+    CheckOutcome.WHOLE: ("✓ ", GOOD),
+    CheckOutcome.RESTORABLE: ("! ", NOTABLE),
+    CheckOutcome.DAMAGED: ("✗ ", BAD),
+    CheckOutcome.UNREADABLE: ("✗ ", BAD),
+    CheckOutcome.REMOVED: ("- ", FAINT),
 }
 
 
 class VerifyReport:
     """Gathers verdicts; shows each as it comes, and the sum of them at the end."""
 
-    def __init__(self, target: Target, catalog: Catalog | None, records: tuple[DamageError, ...]) -> None:
+    def __init__(self, target: RunTarget, catalog: Catalog | None, records: tuple[DamageError, ...]) -> None:
         """Begins without verdicts.
 
         Args:
@@ -125,13 +125,13 @@ class VerifyReport:
         self._target = target
         self._catalog = catalog
         self._records = records
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[CheckVerdict] = []
 
     def look_again(self, catalog: Catalog | None) -> None:
         """Goes by what the run is now."""
         self._catalog = catalog
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: CheckVerdict) -> None:
         """Takes in a verdict."""
         self._verdicts.append(verdict)
 
@@ -139,18 +139,18 @@ class VerifyReport:
     def exit_code(self) -> ExitCode:
         """What the verb ends with."""
         outcomes = self._count()
-        if self._records or outcomes[Outcome.DAMAGED] or outcomes[Outcome.RESTORABLE]:
+        if self._records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
             return ExitCode.DAMAGED
-        if outcomes[Outcome.UNREADABLE]:
+        if outcomes[CheckOutcome.UNREADABLE]:
             return ExitCode.FAILED
-        return ExitCode.OK if outcomes[Outcome.WHOLE] else ExitCode.NOTHING_THERE
+        return ExitCode.OK if outcomes[CheckOutcome.WHOLE] else ExitCode.NOTHING_THERE
 
     @property
     def newest_whole(self) -> StepName | None:
         """The newest checkpoint of the living line that was found whole, or None."""
-        return self._find_newest(Outcome.WHOLE)
+        return self._find_newest(CheckOutcome.WHOLE)
 
-    def _find_newest(self, *outcomes: Outcome) -> StepName | None:
+    def _find_newest(self, *outcomes: CheckOutcome) -> StepName | None:
         if self._catalog is None:
             return None
         names = {verdict.name for verdict in self._verdicts if verdict.outcome in outcomes}
@@ -161,7 +161,7 @@ class VerifyReport:
         for damage in self._records:
             screen.say(Styled("damaged   ", BAD), damage.message)
 
-    def show_verdict(self, screen: Screen, verdict: Verdict) -> None:
+    def show_verdict(self, screen: Screen, verdict: CheckVerdict) -> None:
         """One checkpoint: a line, and one more for each place that is damaged."""
         symbol, style = _STYLES[verdict.outcome]
         step = f"step {verdict.name.step}" if verdict.name else "step ?"
@@ -171,7 +171,7 @@ class VerifyReport:
             f"  {step}  ",
             Styled(f"{verdict.directory or self._target.location}  {size} read", FAINT),
         )
-        if verdict.outcome is Outcome.REMOVED:
+        if verdict.outcome is CheckOutcome.REMOVED:
             return
         for problem in verdict.problems[:_SHOWN_PROBLEMS]:
             screen.say("    ", problem.message)
@@ -192,7 +192,7 @@ class VerifyReport:
         newest = self._catalog.newest if self._catalog else None
         if newest is None or newest == self.newest_whole or newest not in {verdict.name for verdict in self._verdicts}:
             return
-        taken = self._find_newest(Outcome.WHOLE, Outcome.RESTORABLE)
+        taken = self._find_newest(CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
         if taken == newest:
             text = f"A restore takes step {taken.step}; programs that read its data file without holdfast may fail."
             screen.say(Styled(text, NOTABLE))
@@ -229,5 +229,5 @@ class VerifyReport:
             "damaged_records": [problem_fields(damage) for damage in self._records],
         }
 
-    def _count(self) -> Counter[Outcome]:
+    def _count(self) -> Counter[CheckOutcome]:
         return Counter(verdict.outcome for verdict in self._verdicts)

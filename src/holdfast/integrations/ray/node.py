@@ -24,7 +24,7 @@ from holdfast.storage import open_storage
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NodeCall:
     """A task, as it travels to its node.
 
     Attributes:
@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class NodeAnswer:
     """What became of the tasks of a node.
 
     Attributes:
@@ -80,21 +80,21 @@ class NodeActor:
         self._parts: dict[int, NodePart] = {}
         self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def run(self, group: str, calls: Sequence[Call], epoch: int | None, grace_seconds: float) -> Answer:
+    def run(self, group: str, calls: Sequence[NodeCall], epoch: int | None, grace_seconds: float) -> NodeAnswer:
         """Runs tasks at the same time."""
         workspace = self._workspace
         if epoch is not None:
             workspace.begin_epoch(epoch)
         if not calls:
-            return Answer({})
+            return NodeAnswer({})
         placed = {call.place: Placed(Task(call.function, name=call.name), workspace.node) for call in calls}
         try:
             results = run_tasks(group, list(placed.values()), {workspace.node: workspace}, grace_seconds)
         except TaskFailedError as error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
-            return Answer({}, error.task, error.message + notes, trace)
-        return Answer({place: results[one] for place, one in placed.items()})
+            return NodeAnswer({}, error.task, error.message + notes, trace)
+        return NodeAnswer({place: results[one] for place, one in placed.items()})
 
     def open_part(
         self,

@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, Usage
 from holdfast.events import Fanout
 from holdfast.events.kinds import decode_event
 from holdfast.events.sinks import LoggingSink
-from holdfast.integrations.ray.node import Answer, Call, NodeActor
+from holdfast.integrations.ray.node import NodeActor, NodeAnswer, NodeCall
 from holdfast.integrations.ray.store import StoreActor
 from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
@@ -107,9 +107,9 @@ class RaySession(Session):
             NodeLostError: If a node is gone.
             UsageError: If a task cannot be sent to its node, or what it returns cannot be sent back.
         """
-        calls: dict[str, list[Call]] = {node: [] for node in self.nodes}
+        calls: dict[str, list[NodeCall]] = {node: [] for node in self.nodes}
         for place, one in enumerate(placed):
-            calls[one.node].append(Call(place, one.task.name, one.task.function))
+            calls[one.node].append(NodeCall(place, one.task.name, one.task.function))
         try:
             sent = {node: ray.put(calls[node]) for node in self.nodes}
         except TypeError as error:
@@ -241,7 +241,7 @@ class RaySession(Session):
                 except RayTaskError as failure:
                     answers[node] = None
                     unsent.append((node, failure))
-                if lost or unsent or (isinstance(answers.get(node), Answer) and answers[node].task):
+                if lost or unsent or (isinstance(answers.get(node), NodeAnswer) and answers[node].task):
                     deadline = deadline or time.monotonic() + (0.0 if lost else self._grace_seconds)
         if lost:
             raise NodeLostError(
@@ -256,7 +256,7 @@ class RaySession(Session):
                 hint="What tasks return travels to this process: return plain values or arrays.",
             ) from error
 
-    def _raise_failure(self, group: str, answers: Mapping[str, Answer]) -> None:
+    def _raise_failure(self, group: str, answers: Mapping[str, NodeAnswer]) -> None:
         failed = {node: answer for node, answer in answers.items() if answer.task}
         if not failed:
             return

@@ -190,7 +190,7 @@ class ResumableDataLoader:
         self._sampler.load_state_dict(state)
 
 
-class _Task(NamedTuple):
+class _SampleTask(NamedTuple):
     """What one batch is made of; a worker needs no more to make it.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Tasks:
     def __iter__(self) -> Iterator[Any]:
         # The key is taken along with the position: seed and epoch are those of the sampler when a loader begins.
         key = derive(self._sampler.seed, current_epoch(self._sampler), _FOR_SAMPLES)
-        return (_Task(key, indices) for indices in iter(self._sampler))
+        return (_SampleTask(key, indices) for indices in iter(self._sampler))
 
 
 class _SeededDataset(Dataset[Any]):
@@ -225,11 +225,11 @@ class _SeededDataset(Dataset[Any]):
         self._collate = collate
         self._seed_samples = seed_samples
 
-    def __getitems__(self, task: _Task) -> Any:
+    def __getitems__(self, task: _SampleTask) -> Any:
         with self._putting_back():
             return self._collate(self._load(task))
 
-    def _load(self, task: _Task) -> list[Any]:
+    def _load(self, task: _SampleTask) -> list[Any]:
         load_many = getattr(self.dataset, "__getitems__", None)
         if callable(load_many):
             self._seed(task.key, task.indices[0])

@@ -23,8 +23,8 @@ from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.abort import StuckThreadAborter
 from holdfast.preemption.consensus.peer_failures import PeerFailures
 from holdfast.preemption.consensus.records import CALL, HEARD, OUTCOME, PLEDGE, STOP, VERDICT, CoordinationStore
-from holdfast.preemption.consensus.single import CallRecord, Outcome, StopRecord, Turn, make_call
-from holdfast.preemption.consensus.stop_step import Agreement, Announce, Call, Deed, Pledge, Promise, Wanted
+from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord, Turn, make_call
+from holdfast.preemption.consensus.stop_step import Announce, Deed, Pledge, Promise, StopCall, StopStepAgreement, Wanted
 from holdfast.preemption.consensus.store_thread import StoreThread
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
@@ -37,7 +37,7 @@ _WARN_SECONDS: Final = 10.0
 """After how long a wait for the others is warned of."""
 
 _P = ParamSpec("_P")
-_Known: TypeAlias = tuple[Agreement, list[Deed]]
+_Known: TypeAlias = tuple[StopStepAgreement, list[Deed]]
 
 
 class StopCoordinator:
@@ -76,17 +76,17 @@ class StopCoordinator:
         self._is_tentative = False
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
-        self._agreement = Agreement(peers.rank, peers.world_size)
+        self._agreement = StopStepAgreement(peers.rank, peers.world_size)
         self._asked: tuple[CallRecord, float] | None = None
         self._is_over = False
-        self._outcome: Outcome | None = None
-        self._verdict: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
+        self._verdict: SaveOutcome | None = None
         self._is_stale = True
         # What the thread has to write down; each is forgotten once the store has it.
         self._deeds: deque[Deed] = deque()
         # These are the thread's own.
         self._news: bytes | None = None
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, SaveOutcome] = {}
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
         """See `SingleConsensus`, as for those that follow."""
@@ -179,7 +179,7 @@ class StopCoordinator:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
         return self._thread.ask(lambda: end(late)) is not False
 
-    def conclude(self, outcome: Outcome, end_at: float | None, told: Callable[[], object] | None) -> Outcome:
+    def conclude(self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None) -> SaveOutcome:
         """**Blocks.** Tells the result of the last save here, and gives that on all workers."""
         if outcome.is_cause:
             mistake = Failure.of(self._peers.rank, *outcome.error.split(": ", 1))
@@ -267,7 +267,7 @@ class StopCoordinator:
     def _do(self, deed: Deed) -> None:
         """Writes something down, and hears what is in the store then."""
         match deed:
-            case Call(number):
+            case StopCall(number):
                 if self._asked is not None:
                     call, asked_at = self._asked
                     left = call.left_seconds
@@ -277,7 +277,7 @@ class StopCoordinator:
                     self._hear_call(number, first)
             case Promise(number, rank, pledge):
                 pledge = self._store.set_once(PLEDGE, pledge, number, rank)
-                self._update(Agreement.hear_pledge, rank, pledge)
+                self._update(StopStepAgreement.hear_pledge, rank, pledge)
             case Announce(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
@@ -289,7 +289,7 @@ class StopCoordinator:
 
     def _update(
         self,
-        hear: Callable[Concatenate[Agreement, _P], tuple[Agreement, list[Deed]]],
+        hear: Callable[Concatenate[StopStepAgreement, _P], tuple[StopStepAgreement, list[Deed]]],
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
@@ -380,11 +380,11 @@ class StopCoordinator:
                 if end is not None:
                     pledge = Pledge(end.step, final=True)
                 if pledge is not None:
-                    self._update(Agreement.hear_pledge, rank, pledge)
+                    self._update(StopStepAgreement.hear_pledge, rank, pledge)
                 elif rank in dead:
-                    self._update(Agreement.fence, rank)
+                    self._update(StopStepAgreement.fence, rank)
 
-    def _seek_verdict(self, own: Outcome, stop: StopRecord) -> None:
+    def _seek_verdict(self, own: SaveOutcome, stop: StopRecord) -> None:
         number = self._agreement.round
         verdict = self._store.read(VERDICT, number)
         if verdict is None and self._is_collector():
@@ -395,7 +395,7 @@ class StopCoordinator:
             for rank in sorted(missing):
                 outcome = self._store.read(OUTCOME, number, rank)
                 if outcome is None and rank in dead:
-                    outcome = Outcome(f"rank {rank} was gone before it had said that all is saved", True, False)
+                    outcome = SaveOutcome(f"rank {rank} was gone before it had said that all is saved", True, False)
                 if outcome is not None:
                     outcomes[rank] = outcome
                     missing.discard(rank)
@@ -405,7 +405,7 @@ class StopCoordinator:
         if verdict is not None:
             self._hear_verdict(verdict, number)
 
-    def _hear_verdict(self, verdict: Outcome, number: int) -> None:
+    def _hear_verdict(self, verdict: SaveOutcome, number: int) -> None:
         if self._verdict is None:
             self._store.count(HEARD, number, amount=1)
             self._verdict = verdict
@@ -457,7 +457,7 @@ class ConsensusTimeout:
         return ""
 
 
-def merge(outcomes: list[Outcome], *, is_complete: bool) -> Outcome:
+def merge(outcomes: list[SaveOutcome], *, is_complete: bool) -> SaveOutcome:
     """**Pure.** The result of a save on all workers.
 
     Args:
@@ -466,8 +466,8 @@ def merge(outcomes: list[Outcome], *, is_complete: bool) -> Outcome:
     """
     by_hand = all(outcome.by_hand for outcome in outcomes)
     if any(outcome.is_proof for outcome in outcomes):
-        return Outcome("", by_hand, True)
+        return SaveOutcome("", by_hand, True)
     failed = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: not outcome.is_cause)
     if failed:
-        return Outcome(failed[0].error, by_hand, False, failed[0].is_cause)
-    return Outcome("" if is_complete else "the others have not said whether their state is saved", by_hand, False)
+        return SaveOutcome(failed[0].error, by_hand, False, failed[0].is_cause)
+    return SaveOutcome("" if is_complete else "the others have not said whether their state is saved", by_hand, False)

@@ -19,7 +19,7 @@ from holdfast.events import Event, Failed
 from holdfast.preemption.consensus.abort import StuckThreadAborter
 from holdfast.preemption.consensus.collectives import count_begun, find_library_call
 from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
-from holdfast.preemption.consensus.records import DONE, END, FAILURE, FAILURE_HEARD, CoordinationStore, EndRecord
+from holdfast.preemption.consensus.records import DONE, END, FAILURE, FAILURE_HEARD, CoordinationStore, TrainingEnd
 from holdfast.preemption.consensus.single import FailureReport
 from holdfast.preemption.consensus.store_thread import StoreThread
 
@@ -79,7 +79,7 @@ class PeerFailures:
         # Known to the thread that speaks with the others.
         self._done: set[int] = set()
         self._asked: set[int] = set()
-        self._end: EndRecord | None = None
+        self._end: TrainingEnd | None = None
         self._failure: Failure | None = None
         # How many collectives were begun, and in which call of the library the training thread is; and since when.
         self._training_thread = threading.get_ident()
@@ -140,9 +140,9 @@ class PeerFailures:
     def finish(self, step: int) -> None:
         """**Blocks** for a moment. Training has ended here for good, as it should."""
         self._is_over = True
-        end = EndRecord(self._peers.rank, step, count_begun())
+        end = TrainingEnd(self._peers.rank, step, count_begun())
 
-        def write() -> EndRecord:
+        def write() -> TrainingEnd:
             self._store.set_once(DONE, end, end.rank)
             first = self._store.set_once(END, end)
             self._store.announce()
@@ -193,7 +193,7 @@ class PeerFailures:
             self._erred_at = time.monotonic()
             self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
 
-    def find_end(self, rank: int) -> EndRecord | None:
+    def find_end(self, rank: int) -> TrainingEnd | None:
         """**Blocks.** Where another worker's training has ended for good, if it has."""
         end = self._store.read(DONE, rank)
         if end is not None:
@@ -293,7 +293,7 @@ class PeerFailures:
         if not self._peers.is_leader:
             self._store.count(FAILURE_HEARD, amount=1)
 
-    def _look_for_vain_wait(self, end: EndRecord) -> None:
+    def _look_for_vain_wait(self, end: TrainingEnd) -> None:
         """Whether this worker is in a collective of the step amid which another one has left its loop.
 
         The counts alone do not say so: where workers send to each other, those in the middle count more.
@@ -370,11 +370,11 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _fail_early(end: EndRecord, step: int) -> Failure:
+def _fail_early(end: TrainingEnd, step: int) -> Failure:
     text = f"its training has ended after step {end.step}, that of another worker has come to step {step}"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)
 
 
-def _fail_absent(end: EndRecord) -> Failure:
+def _fail_absent(end: TrainingEnd) -> Failure:
     text = f"its training has ended after step {end.step}, without a collective in which another worker is"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)

@@ -23,13 +23,13 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from holdfast.cluster.peers import Failure, Peers
-from holdfast.preemption.consensus.single import CallRecord, Outcome, StopRecord
+from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord
 from holdfast.preemption.consensus.stop_step import Pledge
 
 _T = TypeVar("_T")
 
 
-class EndRecord(msgspec.Struct, frozen=True):
+class TrainingEnd(msgspec.Struct, frozen=True):
     """Where a worker's training has ended.
 
     Attributes:
@@ -53,10 +53,10 @@ class RecordKey(msgspec.Struct, Generic[_T], frozen=True):
 CALL: Final = RecordKey("call", CallRecord)
 PLEDGE: Final = RecordKey("pledge", Pledge)
 STOP: Final = RecordKey("stop", StopRecord)
-OUTCOME: Final = RecordKey("outcome", Outcome)
-VERDICT: Final = RecordKey("verdict", Outcome)
-DONE: Final = RecordKey("done", EndRecord)
-END: Final = RecordKey("end", EndRecord)
+OUTCOME: Final = RecordKey("outcome", SaveOutcome)
+VERDICT: Final = RecordKey("verdict", SaveOutcome)
+DONE: Final = RecordKey("done", TrainingEnd)
+END: Final = RecordKey("end", TrainingEnd)
 FAILURE: Final = RecordKey("failure", Failure)
 HEARD: Final = "heard"
 FAILURE_HEARD: Final = "failure-heard"

@@ -64,7 +64,7 @@ class StopRecord(msgspec.Struct, frozen=True):
     done: tuple[int, ...] = ()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SaveOutcome(msgspec.Struct, frozen=True):
     """The result of the last save: on one worker, or of all.
 
     Attributes:
@@ -241,7 +241,7 @@ class SingleConsensus:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
         return end(late)
 
-    def conclude(self, outcome: Outcome, end_at: float | None, told: Callable[[], object] | None) -> Outcome:
+    def conclude(self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None) -> SaveOutcome:
         """**Blocks.** Tells the result of the last save here.
 
         Args:

@@ -49,7 +49,7 @@ ABSENT = Pledge(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StopCall:
     """To be written, unless a call of that round stands there: what is wanted."""
 
     round: int
@@ -73,12 +73,12 @@ class Announce:
     step: int
 
 
-Deed: TypeAlias = Call | Promise | Announce
+Deed: TypeAlias = StopCall | Promise | Announce
 """What a driver has to do for the agreement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class StopStepAgreement:
     """What one worker knows. Each method gives what it knows then, and what is to be done.
 
     Attributes:
@@ -133,26 +133,26 @@ class Agreement:
             return []
         return [rank for rank in range(self.world_size) if rank not in self.pledges]
 
-    def begin(self, step: int) -> Agreement:
+    def begin(self, step: int) -> StopStepAgreement:
         """This worker begins the step after which `step` steps are complete. Ask `may_begin` first."""
         return replace(self, begun=step)
 
-    def finish(self) -> Agreement:
+    def finish(self) -> StopStepAgreement:
         """This worker's training has ended; it may only save what it has."""
         return replace(self, finished=True)
 
-    def resume(self, step: int) -> Agreement:
+    def resume(self, step: int) -> StopStepAgreement:
         """This worker stands at that step, and training begins (again)."""
         return replace(self, begun=step, finished=False)
 
-    def wish(self, wanted: Wanted) -> tuple[Agreement, list[Deed]]:
+    def wish(self, wanted: Wanted) -> tuple[StopStepAgreement, list[Deed]]:
         """This worker wants that; it is called for at once, or in the next round if this one does not bring it."""
         if self.called is not None and self.called >= wanted:
             return self, []
         known = replace(self, wished=max(wanted, self.wished or wanted))
-        return known, [Call(self.round, wanted)] if self.called is None else []
+        return known, [StopCall(self.round, wanted)] if self.called is None else []
 
-    def hear_call(self, wanted: Wanted) -> tuple[Agreement, list[Deed]]:
+    def hear_call(self, wanted: Wanted) -> tuple[StopStepAgreement, list[Deed]]:
         """A call of this round stands in the store."""
         if self.called is not None:
             return self, []
@@ -161,13 +161,13 @@ class Agreement:
         known = replace(self, called=wanted, wished=wished, pledge=pledge)
         return known, [Promise(self.round, self.rank, pledge)]
 
-    def fence(self, rank: int) -> tuple[Agreement, list[Deed]]:
+    def fence(self, rank: int) -> tuple[StopStepAgreement, list[Deed]]:
         """Another worker is not waited for any more: it is dead, or the time is over."""
         if rank not in self.unheard or rank == self.rank:
             return self, []
         return self, [Promise(self.round, rank, ABSENT)]
 
-    def hear_pledge(self, rank: int, pledge: Pledge) -> tuple[Agreement, list[Deed]]:
+    def hear_pledge(self, rank: int, pledge: Pledge) -> tuple[StopStepAgreement, list[Deed]]:
         """A pledge of this round stands in the store."""
         if self.called is None or rank in self.pledges:
             return self, []
@@ -179,13 +179,13 @@ class Agreement:
         steps = [each.step for each in known.pledges.values() if each.step is not None]
         return known, [Announce(self.round, max(steps))] if steps else []
 
-    def hear_stop(self, step: int) -> Agreement:
+    def hear_stop(self, step: int) -> StopStepAgreement:
         """The stop step of this round stands in the store."""
         return self if self.stop is not None or self.called is None else replace(self, stop=step)
 
-    def end_round(self) -> tuple[Agreement, list[Deed]]:
+    def end_round(self) -> tuple[StopStepAgreement, list[Deed]]:
         """This worker has done what was called for, or tried to. What it wished beyond that is called for now."""
-        known = Agreement(
+        known = StopStepAgreement(
             self.rank, self.world_size, self.round + 1, self.begun, finished=self.finished, wished=self.wished
         )
-        return known, [] if self.wished is None else [Call(known.round, self.wished)]
+        return known, [] if self.wished is None else [StopCall(known.round, self.wished)]

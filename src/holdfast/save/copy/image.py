@@ -28,7 +28,7 @@ class Stager:
 
     def __init__(self, buffer: HostBuffer) -> None:
         self._buffer = buffer
-        self._plan: _Plan | None = None
+        self._plan: _LayoutPlan | None = None
 
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; nothing is copied yet.
@@ -70,7 +70,7 @@ class Stager:
         staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
 
-    def _add_others(self, staging: Staging, moves: _Moves, plan: _Plan, captured: Captured) -> list[int]:
+    def _add_others(self, staging: Staging, moves: _Moves, plan: _LayoutPlan, captured: Captured) -> list[int]:
         """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library.
 
         Returns:
@@ -206,7 +206,7 @@ def _record_moments(compared: Iterable[tuple[ArrayBackend, Any] | None]) -> dict
     return {name: copiers[name].moment(own) for name, own in arrays.items()}
 
 
-class _Plan(msgspec.Struct):
+class _LayoutPlan(msgspec.Struct):
     """What follows from names, types and shapes alone.
 
     Attributes:
@@ -228,7 +228,7 @@ class _Plan(msgspec.Struct):
     moves: _Moves | None = None
 
 
-def _plan_for(captured: Captured, metadata: dict[str, str], plan: _Plan | None) -> _Plan:
+def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | None) -> _LayoutPlan:
     """What follows for these arrays; the plan of the save before, if they are the same."""
     if plan is not None and plan.names == captured.names and plan.specs == captured.specs:
         layout = relabel(plan.layout, metadata)
@@ -238,7 +238,7 @@ def _plan_for(captured: Captured, metadata: dict[str, str], plan: _Plan | None) 
     arrays = [(name, spec.dtype, spec.shape) for name, spec in zip(captured.names, captured.specs, strict=True)]
     layout = plan_layout(arrays, metadata)
     places = {name: place for place, name in enumerate(captured.names)}
-    return _Plan(
+    return _LayoutPlan(
         captured.names,
         captured.specs,
         layout,
@@ -264,7 +264,7 @@ class _Moves:
         return self.base == base and self.held == captured.held and self.addresses == captured.addresses
 
 
-def _plan_moves(plan: _Plan, captured: Captured, base: int) -> _Moves:
+def _plan_moves(plan: _LayoutPlan, captured: Captured, base: int) -> _Moves:
     moves = _Moves(base, captured.addresses, captured.held)
     for is_held, copies, others in (
         (False, moves.now, moves.others_now),

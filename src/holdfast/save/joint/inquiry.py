@@ -28,7 +28,7 @@ _MOST_PIECES: Final = 64
 """So many values of the store may take what one worker has to say. Who would need more says nothing."""
 
 
-class _Question(msgspec.Struct, frozen=True, array_like=True):
+class _ReplicaQuestion(msgspec.Struct, frozen=True, array_like=True):
     """Who is to say what is held, by which groups of workers."""
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class Inquiry:
         # Those that agree would say the same.
         asked = sorted({camp[0] for suspect in suspects for camp in suspect.camps[:MOST_CAMPS]} - {self._peers.rank})
         self._asked = tuple(asked)
-        self._peers.cluster.set(self.question, msgspec.msgpack.encode(_Question(self._asked, named)))
+        self._peers.cluster.set(self.question, msgspec.msgpack.encode(_ReplicaQuestion(self._asked, named)))
         end_at = time.monotonic() + ANSWER_SECONDS
         details = {self._peers.rank: own.details(named)}
         for rank in asked:
@@ -95,7 +95,7 @@ class Inquiry:
 
     def answer(self, question: bytes, own: Holding) -> None:
         """Says what this worker holds, if it is asked."""
-        asked = msgspec.msgpack.decode(question, type=_Question)
+        asked = msgspec.msgpack.decode(question, type=_ReplicaQuestion)
         if self._peers.rank not in asked.ranks:
             return
         data = msgspec.msgpack.encode(own.details(asked.groups))

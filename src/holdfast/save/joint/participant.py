@@ -19,7 +19,7 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Worker
 from holdfast.policies import SaveMoment, SavePolicy
-from holdfast.save.joint.protocol import CommitProtocol, Places, try_end
+from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_end
 from holdfast.save.joint.roster import find_holders
 from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
@@ -91,7 +91,7 @@ class JointParticipant:
         self.left_behind: queue.SimpleQueue[CommitProtocol] = queue.SimpleQueue()
         self.named: list[frozenset[str]] = []
         self.holders: dict[str, tuple[int, ...]] = {}
-        self._places = Places()
+        self._places = SaveIdAllocator()
         # Guards the rest. Nobody does anything slow with it.
         self._lock = threading.Lock()
         self._step = -1

@@ -37,7 +37,7 @@ from holdfast.save.records import LeftOutError
 from holdfast.state.data.position import PositionRecord
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class SaveId(msgspec.Struct, frozen=True, array_like=True):
     """One save, as all workers know it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         return f"save/{self.epoch}.{self.step}.{self.turn}/{name}"
 
 
-class Position(msgspec.Struct, frozen=True, array_like=True):
+class WorkerProgress(msgspec.Struct, frozen=True, array_like=True):
     """Where a worker is.
 
     Attributes:
@@ -66,16 +66,16 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """
 
     count: int
-    place: Place
+    place: SaveId
     has_ended: bool = False
     was_committed: bool = False
 
-    def is_beyond(self, other: Position) -> bool:
+    def is_beyond(self, other: WorkerProgress) -> bool:
         """Whether a worker at this position will not come to that of another one any more."""
         return self.place != other.place and self.count >= other.count
 
 
-class Places:
+class SaveIdAllocator:
     """**Thread-safe.** Gives each save of this worker its place."""
 
     def __init__(self) -> None:
@@ -106,12 +106,12 @@ class Places:
         with self._lock:
             self._count += 1
 
-    def take(self, step: int) -> Position:
+    def take(self, step: int) -> WorkerProgress:
         """Where the next save of a step has its place."""
         with self._lock:
             self._count += 1
             turn = self._turns[step] = self._turns.get(step, 0) + 1
-            return Position(self._count, Place(self._epoch, step, turn))
+            return WorkerProgress(self._count, SaveId(self._epoch, step, turn))
 
 
 class NameRecord(msgspec.Struct, frozen=True):
@@ -209,7 +209,7 @@ class CommitProtocol:
         inquiry: What the leader asks where workers do not hold the same.
     """
 
-    def __init__(self, peers: Peers, position: Position, watched: str = "") -> None:
+    def __init__(self, peers: Peers, position: WorkerProgress, watched: str = "") -> None:
         """Says nothing yet.
 
         Args:
@@ -468,12 +468,12 @@ class CommitProtocol:
             text = f"came to the save of step {self.place.step} when the others had given it up"
             raise self._peers.failures.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
-    def _find_position(self, rank: int) -> Position | None:
+    def _find_position(self, rank: int) -> WorkerProgress | None:
         """Where a worker is; None if it has come to no save yet."""
         data = self._peers.cluster.try_get(self._peers.key("at", rank))
-        return None if data is None else msgspec.json.decode(data, type=Position)
+        return None if data is None else msgspec.json.decode(data, type=WorkerProgress)
 
-    def _announce(self, position: Position) -> None:
+    def _announce(self, position: WorkerProgress) -> None:
         self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
 
     def _take_back(self, key: str) -> None:

@@ -30,7 +30,7 @@ SMALL_BYTES: Final = 1 << 20
 """What may be kept beyond that: so few bytes are not weighed."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldSegment(msgspec.Struct, frozen=True):
     """An array that lies on the disk.
 
     Attributes:
@@ -47,15 +47,17 @@ class Held(msgspec.Struct, frozen=True):
         return self.record.end - self.record.begin
 
 
-def list_held(index: Index) -> dict[str, Held]:
+def list_held(index: Index) -> dict[str, HeldSegment]:
     """**Pure.** The arrays of a step by name, each with the file that holds its bytes."""
     own = index.own_source
-    held = {leaf.name: Held(leaf, own) for leaf in index.leaves}
-    held |= {leaf.name: Held(leaf, index.sources[leaf.source]) for leaf in index.referred}
+    held = {leaf.name: HeldSegment(leaf, own) for leaf in index.leaves}
+    held |= {leaf.name: HeldSegment(leaf, index.sources[leaf.source]) for leaf in index.referred}
     return held
 
 
-def find_unchanged(places: Sequence[Place], spans: Sequence[str], held: Mapping[str, Held]) -> dict[str, Held]:
+def find_unchanged(
+    places: Sequence[Place], spans: Sequence[str], held: Mapping[str, HeldSegment]
+) -> dict[str, HeldSegment]:
     """**Pure.** The arrays that are what they were: of the same name, type, shape and digests.
 
     Args:
@@ -113,7 +115,7 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
     return frozenset(chosen)
 
 
-def make_references(kept: Mapping[str, Held]) -> tuple[tuple[Source, ...], tuple[ReferredRecord, ...]]:
+def make_references(kept: Mapping[str, HeldSegment]) -> tuple[tuple[Source, ...], tuple[ReferredRecord, ...]]:
     """**Pure.** The sources of an index, and its records of the arrays that are referred to there, in order."""
     sources = tuple(sorted({held.source for held in kept.values()}))
     numbers = {source: number for number, source in enumerate(sources)}
@@ -203,7 +205,7 @@ class Incremental:
             self._newest, self._index = written.name, written
         self._written = None
 
-    def _find_held(self, name: StepName, worker: Worker) -> Mapping[str, Held]:
+    def _find_held(self, name: StepName, worker: Worker) -> Mapping[str, HeldSegment]:
         """The arrays that a step could refer to."""
         if self._newest is None or find_order_problem(self._newest, name):
             return {}
@@ -218,7 +220,7 @@ class Incremental:
             self._index = msgspec.structs.replace(index, objects={})
         return list_held(self._index) if self._index.span_bytes == SPAN_BYTES else {}
 
-    def _make_offers(self, unchanged: Mapping[str, Held]) -> list[Offer]:
+    def _make_offers(self, unchanged: Mapping[str, HeldSegment]) -> list[Offer]:
         held_bytes: dict[Source, int] = {}
         for held in unchanged.values():
             held_bytes[held.source] = held_bytes.get(held.source, 0) + held.size_bytes
@@ -257,7 +259,7 @@ class IncrementalWriting:
         """Nothing is open."""
 
 
-def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, Held]) -> tuple[Layout, list[Segment]]:
+def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, HeldSegment]) -> tuple[Layout, list[Segment]]:
     """The data file without what is kept, and where its bytes are in the image."""
     whole = snapshot.layout
     if not kept:

@@ -270,10 +270,12 @@ def write_segments(
     lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
     piece_bytes = PIECE_BYTES if lies_alike else _GATHERED_BYTES
-    pool.run(_gathered_pieces(_Gathering(image, layout, writer, piece_bytes), segments, piece_bytes))
+    pool.run(_gathered_pieces(_SegmentWriting(image, layout, writer, piece_bytes), segments, piece_bytes))
 
 
-def _gathered_pieces(gathering: _Gathering, segments: list[Segment], piece_bytes: int) -> Iterator[Callable[[], None]]:
+def _gathered_pieces(
+    gathering: _SegmentWriting, segments: list[Segment], piece_bytes: int
+) -> Iterator[Callable[[], None]]:
     size_bytes = gathering.layout.size_bytes
     ahead = 0
     for begin in range(0, size_bytes, piece_bytes):
@@ -286,7 +288,7 @@ def _gathered_pieces(gathering: _Gathering, segments: list[Segment], piece_bytes
         yield partial(gathering.write_piece, begin, end, segments[ahead:last])
 
 
-class _Gathering:
+class _SegmentWriting:
     """**Thread-safe.** One file in the making."""
 
     def __init__(self, image: memoryview, layout: Layout, writer: FileWriter, piece_bytes: int) -> None:

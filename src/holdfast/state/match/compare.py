@@ -63,7 +63,7 @@ _FORMS = {
 }
 
 
-class Job(msgspec.Struct, frozen=True):
+class MatchJob(msgspec.Struct, frozen=True):
     """The loading of one object, prepared.
 
     Attributes:
@@ -92,7 +92,7 @@ class Comparison(Decoder):
         self.context = ObjectsContext(objects)
         self.differences = Differences()
         self.claims = RestoreTargets(self.differences, worker)
-        self.jobs: list[Job] = []
+        self.jobs: list[MatchJob] = []
         self.selected_count = 0
         self.rules = OWNED
         self.like: Any = None
@@ -313,7 +313,7 @@ class Comparison(Decoder):
         finally:
             self.rules = rules
         if self.whole or self.selected_count > selected_before:
-            self.jobs.append(Job(path, adapter.last, load))
+            self.jobs.append(MatchJob(path, adapter.last, load))
         return live
 
     def _begin_anew(self, adapter: Adapter, state: Any, live: Any, path: str) -> None:
@@ -325,7 +325,7 @@ class Comparison(Decoder):
             self.left.append(path)
         else:
             self.reseeded.append(path)
-            self.jobs.append(Job(path, last=True, load=load))
+            self.jobs.append(MatchJob(path, last=True, load=load))
 
     def complete(self, value: Any) -> Any:
         """The value, with arrays in the places of what stands for them, now that all have been read."""

@@ -17,7 +17,7 @@ from holdfast.format.encoding import escape
 from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.match.compare import Comparison, Job
+from holdfast.state.match.compare import Comparison, MatchJob
 from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.sharding import PER_WORKER, PerWorker
 
@@ -44,7 +44,7 @@ class Matching(msgspec.Struct, frozen=True):
     left: tuple[str, ...]
     _complete: Callable[[Any], Any]
     _renewals: tuple[_Renewal, ...]
-    _jobs: tuple[Job, ...]
+    _jobs: tuple[MatchJob, ...]
 
     def apply(self) -> dict[str, object]:
         """Puts everything in place, once all targets are filled: their copies too, then values and objects.
