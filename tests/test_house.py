@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -72,6 +73,26 @@ PUBLIC = [
 
 MAX_LINES = 600
 """A file holds one idea, as long as that needs: it is neither packed nor split to meet a smaller number."""
+
+MAX_FILES_IN_A_FOLDER = 15
+MAX_MODULES, MAX_LINES_IN_ALL = 270, 51_000
+"""The aim is 210 and 39,000: what is saved here is never given back."""
+
+MAX_MEMBERS = 12
+"""Public methods and properties of a class, together."""
+
+LARGER_CLASSES = {
+    "FaultyStorage": 14,
+    "JointParticipant": 13,
+    "JointRunWriter": 14,
+    "LocalStorage": 13,
+    "NoticeInbox": 17,
+    "Saver": 13,
+    "StopStepAgreement": 13,
+    "StorageContract": 0,  # It has a test for each thing that a storage must do.
+    "Writer": 14,
+}
+"""Those that have more, and how many: none of them may grow, and there are to be no others."""
 
 MAX_TOUCHED_MODULES, MAX_TOUCHED_FUNCTIONS, MAX_MORE_TOUCHED_MODULES = 63, 290, 20
 """How many modules and functions a save of one worker calls, and how many modules more that of several. The aim is 36
@@ -245,23 +266,38 @@ def test_a_module_says_what_it_is_and_is_not_too_long() -> None:
     assert list_offences(find) == []
 
 
-def test_a_class_has_at_most_twelve_public_methods() -> None:
+def test_a_class_has_at_most_twelve_public_members() -> None:
     def find(module: Path) -> Iterator[str]:
         for node in ast.walk(parse(module)):
-            if isinstance(node, ast.ClassDef) and len(methods := list_public_methods(node)) > 12:
-                yield f"{node.name} has {methods}"
+            if isinstance(node, ast.ClassDef) and len(members := list_public_members(node)) > MAX_MEMBERS:
+                sizes[node.name] = len(members)
+                if node.name not in LARGER_CLASSES:
+                    yield f"{node.name} has {sorted(members)}"
 
+    sizes: dict[str, int] = {}
     assert list_offences(find) == []
+    assert sizes == LARGER_CLASSES | {"StorageContract": sizes["StorageContract"]}
 
 
-def list_public_methods(node: ast.ClassDef) -> list[str]:
-    return [
-        item.name
-        for item in node.body
-        if isinstance(item, ast.FunctionDef)
-        and not item.name.startswith(("_", "test_"))
-        and not any("property" in ast.unparse(mark) or ".setter" in ast.unparse(mark) for mark in item.decorator_list)
-    ]
+def list_public_members(node: ast.ClassDef) -> set[str]:
+    functions = (item.name for item in node.body if isinstance(item, ast.FunctionDef))
+    return {name for name in functions if not name.startswith("_")}
+
+
+def test_each_class_name_is_defined_once() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in MODULES:
+        for node in ast.walk(parse(module)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(module.relative_to(SOURCE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_the_house_and_its_folders_do_not_grow() -> None:
+    folders = Counter(module.parent.relative_to(SOURCE) for module in MODULES)
+    assert {folder: count for folder, count in folders.items() if count > MAX_FILES_IN_A_FOLDER} == {}
+    assert len(MODULES) <= MAX_MODULES
+    assert sum(len(module.read_text().splitlines()) for module in MODULES) <= MAX_LINES_IN_ALL
 
 
 def test_files_are_named_for_a_stage_or_a_thing() -> None:
