@@ -242,7 +242,7 @@ def test_a_second_exception_right_after_the_first_tears_and_hangs_nothing() -> N
     assert threading.active_count() == before
 
 
-def test_an_interrupt_at_any_call_behind_a_copy_that_fails_leaves_a_manager_that_saves() -> None:
+def test_interrupt_after_a_failing_copy_leaves_a_manager_that_saves() -> None:
     done = run_python(
         """
         import gc, sys, threading, numpy as np, holdfast as hf
@@ -659,7 +659,7 @@ def test_ctrl_c_while_a_program_waits_at_its_end_says_what_is_lost(ending: str) 
     assert errors.endswith("end of the program: step 2 is not saved; leaving with exit code 130.\n"), errors
 
 
-def test_a_handler_of_the_programs_own_that_exits_while_a_save_is_waited_for_does_not_end_it_with_0() -> None:
+def test_own_signal_handler_that_exits_during_a_wait_does_not_exit_with_0() -> None:
     ending = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); save()"
     with subprocess.Popen([sys.executable, "-c", STUCK + ending], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

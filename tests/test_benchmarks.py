@@ -292,7 +292,7 @@ def descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
-def test_what_a_killed_run_has_left_is_removed_and_what_a_live_one_uses_is_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_run_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
     stale, used = tmp_path / "work-stale", tmp_path / "work-used"
     for place in (stale, used):
         place.mkdir()

@@ -286,7 +286,7 @@ def test_a_step_that_a_job_removes_meanwhile_is_not_taken_for_damage(run: Path) 
     assert judge_step(LocalStorage(run), name.directory, name).outcome is CheckOutcome.REMOVED
 
 
-def test_an_export_takes_the_newest_step_where_a_job_removes_the_one_that_it_reads(tmp_path: Path) -> None:
+def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path) -> None:
     run, to = tmp_path / "run", ("--to", "safetensors")
     with hf.CheckpointManager(run, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1)) as trainer:
         trainer.save(1).wait_ended()
@@ -302,7 +302,7 @@ def test_an_export_takes_the_newest_step_where_a_job_removes_the_one_that_it_rea
 
 
 @pytest.mark.parametrize("verb", ["verify", "show"])
-def test_the_newest_step_is_looked_for_again_where_a_job_removes_it_meanwhile(tmp_path: Path, verb: str) -> None:
+def test_newest_step_is_looked_for_again_when_a_job_removes_it(tmp_path: Path, verb: str) -> None:
     trainer = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1))
     trainer.save(1).wait_ended()
     with behind(choose_step, lambda: trainer.save(2).wait_ended()):

@@ -206,7 +206,7 @@ def test_within_a_job_it_is_alone(tmp_path: Path) -> None:
     assert "save_every" in done.stdout
 
 
-def test_what_a_killed_one_leaves_nobody_takes_for_a_run_and_the_next_one_removes(run: Path) -> None:
+def test_files_of_a_killed_doctor_are_no_run_and_the_next_removes_them(run: Path) -> None:
     before, listed = names(run), call("list", run, "--all").stdout
     doctor = Terminal("doctor", run, "--size", "100MB", "--trial", "100MB")
     doctor.read_until("restoring, 1 of 5")

@@ -173,7 +173,7 @@ def test_prune_keeps_what_is_referred_to(run: Path) -> None:
     assert call("verify", run, "--all").exit_code == ExitCode.OK
 
 
-def test_nothing_is_removed_that_came_to_be_needed_while_a_person_was_asked(run: Path) -> None:
+def test_prune_keeps_what_became_needed_while_it_asked(run: Path) -> None:
     storage = LocalStorage(run)
     with hf.CheckpointManager(run, hf.Checkpoint(), incremental=True) as manager:
         manager.save(4)

@@ -35,9 +35,7 @@ class Writer(threading.Thread):
     ends=st.lists(st.integers(0, 120), max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_a_part_is_waited_for_until_all_that_it_holds_is_copied_and_no_longer(
-    begins: list[int], ends: list[int], seed: int
-) -> None:
+def test_wait_for_a_part_ends_when_all_of_it_is_copied(begins: list[int], ends: list[int], seed: int) -> None:
     copied, made = CopyProgress(begins), list[int]()
     writers = [Writer(copied, end, made) for end in ends]
     for writer in writers:

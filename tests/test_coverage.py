@@ -178,7 +178,7 @@ def test_values_that_part_later_end_the_save(tmp_path: Path) -> None:
     assert check_whole(tmp_path) == [1, 2, 4]
 
 
-def test_boxes_of_which_workers_have_some_in_common_are_looked_at_each_time(tmp_path: Path) -> None:
+def test_boxes_shared_by_workers_are_checked_each_time(tmp_path: Path) -> None:
     def states(rank: int) -> dict[str, Any]:
         return {"table": shard(0, 4, 4), "other": shard(3 * rank, 3 * rank + 3, 6)}
 

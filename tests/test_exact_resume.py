@@ -179,7 +179,7 @@ def test_resuming_at_any_step_ends_the_same(tmp_path: Path, workers: int, statef
         assert_same(job, expected)
 
 
-def test_resuming_in_the_midst_of_an_epoch_repeats_and_leaves_out_no_sample(tmp_path: Path) -> None:
+def test_resume_within_an_epoch_repeats_and_skips_no_sample(tmp_path: Path) -> None:
     job = Job(1, 2, 99, False)
     run_whole(job, tmp_path)
     epoch = [index for batch in job.history["samples"][:6] for index in batch]

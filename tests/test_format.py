@@ -72,7 +72,7 @@ def test_impossible_arrays_have_no_size(dtype: str, shape: tuple[int, ...]) -> N
         array_bytes(dtype, shape)
 
 
-def test_an_array_without_elements_has_no_bytes_however_long_its_other_sides() -> None:
+def test_array_without_elements_has_no_bytes_whatever_its_other_sides() -> None:
     assert array_bytes("F64", (1 << 60, 0)) == 0
 
 

@@ -172,7 +172,7 @@ def test_the_same_box_may_stand_twice_if_the_values_agree(tmp_path: Path) -> Non
         open_step(storage, manifest.name.directory, manifest.name)
 
 
-def test_where_a_box_stands_twice_with_other_values_the_older_step_is_taken(tmp_path: Path) -> None:
+def test_box_stored_twice_with_other_values_leads_to_the_older_step(tmp_path: Path) -> None:
     def job(value: float, others: float) -> list[dict[str, Any]]:
         rows = [(0, value), (0, others), (2, value)]
         return [{"rows": hf.Shard(np.full((2, 2), each), (4, 2), (begin, 0))} for begin, each in rows]

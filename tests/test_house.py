@@ -208,7 +208,7 @@ def test_importing_holdfast_is_quiet() -> None:
     assert ended.stdout.strip() == "[]", ended.stderr
 
 
-def test_one_worker_imports_nothing_of_several_and_a_save_nothing_of_holdfast() -> None:
+def test_one_worker_imports_nothing_of_several_and_a_save_no_module() -> None:
     program = f"""
 import sys
 import holdfast as hf

@@ -182,7 +182,7 @@ def test_those_that_hold_most_are_taken_first() -> None:
     assert len(choose_sources(offers, everything)) == MAX_KEPT_STEPS, "a reader has them all open"
 
 
-def test_a_step_is_not_kept_for_a_small_part_of_it_unless_it_is_kept_anyway() -> None:
+def test_step_is_kept_for_a_small_part_only_if_it_is_kept_anyway() -> None:
     name = StepName(1, 1)
     offer = Offer(name, 10 * SMALL_BYTES, {name: 30 * SMALL_BYTES})
     assert choose_sources([offer], ()) == frozenset()

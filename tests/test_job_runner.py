@@ -640,7 +640,7 @@ def remove_manifests(place: Path) -> None:
         manifest.unlink()
 
 
-def test_a_job_whose_manifests_are_all_gone_does_not_begin_again_in_silence(tmp_path: Path) -> None:
+def test_job_without_manifests_does_not_begin_again_in_silence(tmp_path: Path) -> None:
     assert train(tmp_path)[0] == 4
     remove_manifests(tmp_path)
     before = sorted(tmp_path.glob("step-*/*"))

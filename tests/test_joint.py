@@ -718,9 +718,7 @@ class Hosted(MemoryEngine):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_leader_that_hosts_the_store_goes_when_all_know_how_the_restore_has_ended(
-    tmp_path: Path, fails: bool
-) -> None:
+def test_leader_that_hosts_the_store_leaves_when_all_know_the_result(tmp_path: Path, fails: bool) -> None:
     engine = Hosted()
 
     def restore(cluster: Cluster) -> None:

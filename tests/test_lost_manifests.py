@@ -114,7 +114,7 @@ def test_one_in_the_middle_is_kept_and_retention_goes_on(tmp_path: Path) -> None
         assert (restored.step, restored.passed_over) == (5, ())
 
 
-def test_what_one_needs_of_earlier_steps_is_kept_with_it_and_the_copy_brings_it_back(tmp_path: Path) -> None:
+def test_steps_that_a_lost_step_refers_to_are_kept_and_restored(tmp_path: Path) -> None:
     arrays = {"frozen": np.full(50_000, 7.0), "trained": np.zeros(10)}
 
     def go_on(*steps: int, **options: Any) -> None:
@@ -178,7 +178,7 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
     assert call("verify", tmp_path).exit_code == ExitCode.OK
 
 
-def test_prune_removes_no_step_that_the_journal_names_without_a_second_word(tmp_path: Path) -> None:
+def test_prune_asks_twice_before_it_removes_a_step_in_the_journal(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     middle = tmp_path / "step-000000002.g0001"
     for name in ("manifest.json", "committed"):
@@ -197,7 +197,7 @@ def test_prune_removes_no_step_that_the_journal_names_without_a_second_word(tmp_
     assert not middle.exists()
 
 
-def test_the_command_line_says_so_too_where_steps_of_an_earlier_line_are_left(tmp_path: Path) -> None:
+def test_cli_names_lost_steps_beside_those_of_an_earlier_line(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_steps(run, 1)
     save_steps(run, 5, begin_anew=True)
@@ -230,7 +230,7 @@ def test_a_run_that_begins_without_them_says_so_and_leaves_them(
     assert set(before) < set(files_in(tmp_path)), "by a later start neither"
 
 
-def test_a_generation_that_began_from_one_tells_of_it_where_there_is_no_journal(tmp_path: Path) -> None:
+def test_generation_that_began_from_a_lost_step_says_so_without_a_journal(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     save_steps(tmp_path, 2)
     make_old(tmp_path)
@@ -292,7 +292,7 @@ def test_all_workers_are_told_alike(tmp_path: Path) -> None:
         assert "step 1 was committed" in error.message
 
 
-def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp_path: Path) -> None:
+def test_backup_without_a_manifest_is_neither_deleted_nor_replaced(tmp_path: Path) -> None:
     with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         state.back_up(0)
     remove_manifests(tmp_path)
@@ -306,7 +306,7 @@ def test_a_backup_that_has_lost_its_manifest_is_neither_deleted_nor_replaced(tmp
     assert files_in(tmp_path) == kept
 
 
-def test_a_backup_is_restored_without_the_newer_one_that_lost_its_manifest_and_both_are_deleted(tmp_path: Path) -> None:
+def test_older_backup_is_restored_if_the_newer_lost_its_manifest(tmp_path: Path) -> None:
     with hf.WorkerTrainingState(tmp_path, hf.Checkpoint(w=np.zeros(3))) as state:
         state.back_up(0)
         state.back_up(1)

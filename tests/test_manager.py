@@ -346,7 +346,7 @@ def test_waits_have_deadlines() -> None:
         manager.save(3)
 
 
-def test_a_failure_is_an_event_at_once_and_raised_once_while_the_next_save_still_saves() -> None:
+def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
     events: list[Event] = []
     storage = FullStorage("full")
     manager = manager_of(storage, sinks=[events.append])
@@ -576,7 +576,7 @@ def test_a_users_own_files_are_never_removed(tmp_path: Path) -> None:
     assert [entry.name for entry in notes.parent.iterdir()] == ["notes.txt"]
 
 
-def test_old_files_that_cannot_be_removed_are_told_but_the_checkpoint_stands() -> None:
+def test_old_files_that_cannot_be_removed_do_not_fail_the_save() -> None:
     class Stubborn(MemoryStorage):
         def remove(self, path: str) -> None:
             if path.endswith("manifest.json"):

@@ -196,7 +196,7 @@ def test_live_arrays_keep_their_own_layout() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_order_of_dimensions_is_kept_where_the_job_is_divided_otherwise(workers: int) -> None:
+def test_order_of_dimensions_is_kept_when_the_job_is_resharded(workers: int) -> None:
     whole = torch.randn(6, 1, 4, 5).to(memory_format=torch.channels_last)
 
     def shard(values: torch.Tensor, rank: int, of: int) -> Any:

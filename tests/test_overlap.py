@@ -180,7 +180,7 @@ def begin(hold: OptimizerStepBarrier, step: int = 7, check: Callable[[], None] =
     hold.begin(step, threading.get_ident(), check)
 
 
-def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends() -> None:
+def test_step_without_a_barrier_of_its_own_waits_for_the_copy() -> None:
     """The hold by itself, with the copy in the test's hand."""
     seen: list[tuple[int, float]] = []
     hold = make_hold(report=lambda step, seconds: seen.append((step, seconds)))
@@ -205,7 +205,7 @@ def test_a_step_that_has_no_hold_of_its_own_does_not_begin_before_the_copy_ends(
     assert len(job.optimizer._optimizer_step_pre_hooks) == 1
 
 
-def test_a_copy_that_never_ends_is_an_error_of_the_step_and_nothing_changes() -> None:
+def test_copy_that_never_ends_is_an_error_of_the_step() -> None:
     hold = make_hold(0.01)
     job = Job()
     job.forward_and_backward()
@@ -237,9 +237,7 @@ def restless() -> Iterator[Job]:
     thread.join(60)
 
 
-def test_what_changes_under_the_copy_is_never_committed_and_copied_at_once_from_then_on(
-    restless: Job, tmp_path: Path
-) -> None:
+def test_change_under_the_copy_is_never_committed(restless: Job, tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True, failures_allowed=1) as manager:
         first = manager.save(1)
         with pytest.raises(SaveFailedError, match=r"model/big.*changed while being copied") as caught:
@@ -297,7 +295,7 @@ def step_by_hand(job: Job) -> None:
         )
 
 
-def test_after_one_change_everything_is_copied_at_once_since_others_may_go_unseen(tmp_path: Path) -> None:
+def test_after_one_change_under_the_copy_all_is_copied_at_once(tmp_path: Path) -> None:
     job = Job()
     job.train()
     events: list[Event] = []
@@ -395,7 +393,7 @@ def test_a_wait_that_has_begun_before_the_copy_ended_makes_it_certain() -> None:
     copying.join(60)
 
 
-def test_an_optimizer_of_the_checkpoint_may_step_in_another_thread_while_training_waits_for_it(tmp_path: Path) -> None:
+def test_kept_optimizer_may_step_in_a_thread_that_training_waits_for(tmp_path: Path) -> None:
     """As where optimizers step within `backward()`, on a thread of autograd's."""
     job = Job()
     job.train()
@@ -434,7 +432,7 @@ class OnDevice:
         pass
 
 
-def test_each_step_waits_for_what_a_device_still_copies_since_each_thread_has_its_stream() -> None:
+def test_each_step_waits_for_copies_of_a_device_on_any_stream() -> None:
     hold, transfer = make_hold(), OnDevice()
     begin(hold)
     hold.release([transfer])
@@ -449,7 +447,7 @@ def test_each_step_waits_for_what_a_device_still_copies_since_each_thread_has_it
     assert not transfer.held
 
 
-def test_a_step_waits_as_well_for_a_save_that_a_signal_handler_makes_while_it_waits() -> None:
+def test_step_waits_for_a_save_that_a_signal_handler_makes_meanwhile() -> None:
     at_the_step, has_saved = threading.Event(), threading.Event()
     hold = make_hold(check_caller=at_the_step.set)
 
@@ -551,7 +549,7 @@ def test_a_loop_that_asks_whether_a_save_is_committed_sees_it_committed(tmp_path
     far.close()
 
 
-def test_a_save_before_an_evaluation_is_committed_when_the_program_comes_by(tmp_path: Path) -> None:
+def test_save_before_an_evaluation_commits_at_the_next_call(tmp_path: Path) -> None:
     job, written, committed = Job(), threading.Event(), threading.Event()
 
     def note(event: Event) -> None:
@@ -572,7 +570,7 @@ def test_a_save_before_an_evaluation_is_committed_when_the_program_comes_by(tmp_
         assert handle.committed
 
 
-def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(tmp_path: Path) -> None:
+def test_rows_changed_by_a_forward_pass_are_never_committed_torn(tmp_path: Path) -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -602,7 +600,7 @@ def test_rows_that_a_forward_pass_changes_in_one_call_are_never_committed_torn(t
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_arrays_that_are_given_other_memory_are_copied_from_the_one_that_they_had(strided: bool) -> None:
+def test_arrays_given_other_memory_are_copied_from_what_they_had(strided: bool) -> None:
     first = torch.arange(300_000.0).reshape(500, 600)
     tensor = torch.nn.Parameter(first.t() if strided else first)
     expected = tensor.detach().clone()
@@ -643,7 +641,7 @@ def test_steps_that_tell_nobody_of_what_they_change_wait(tmp_path: Path, kind: s
         assert torch.equal(module.big, torch.full_like(module.big, value)), number
 
 
-def test_frozen_parameters_and_those_of_no_optimizer_are_copied_before_save_returns(tmp_path: Path) -> None:
+def test_parameters_without_an_optimizer_are_copied_before_save_returns(tmp_path: Path) -> None:
     job = Job()
     average = Net()
     job.train()
@@ -717,7 +715,7 @@ def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
     assert not calls._calls
 
 
-def test_an_optimizer_may_be_collected_wherever_the_collector_of_garbage_comes() -> None:
+def test_optimizer_may_be_garbage_collected_anywhere() -> None:
     """Its end takes its hook away, and may come in the midst of another one being put there or taken away."""
     done = run_python(
         """
@@ -778,7 +776,7 @@ def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes:
     assert_same(restored(tmp_path, 1), expected)
 
 
-def test_objects_that_no_weak_reference_can_be_made_to_are_saved_all_the_same(tmp_path: Path) -> None:
+def test_objects_without_weak_references_are_saved(tmp_path: Path) -> None:
     generator = np.random.default_rng(1)
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(gen=generator), overlap_copy=True) as manager:
         manager.save(1).wait_committed()
@@ -807,7 +805,7 @@ class Unready:
 
 
 @pytest.mark.parametrize("kind", ["lazy", "meta", "unready"])
-def test_objects_that_cannot_be_saved_yet_are_no_error_where_memory_is_made_ready(kind: str) -> None:
+def test_objects_that_cannot_be_saved_yet_do_not_fail_a_reservation(kind: str) -> None:
     module, tree, unready = nn.LazyLinear(4), {"w": torch.empty(3, device="meta")}, Unready()
     kept = {"lazy": module, "meta": tree, "unready": unready}[kind]
     events: list[Event] = []
@@ -825,7 +823,7 @@ def test_objects_that_cannot_be_saved_yet_are_no_error_where_memory_is_made_read
         manager.save(1).wait_committed(60)
 
 
-def test_what_is_reckoned_is_what_a_save_takes_once_the_optimizer_has_stepped() -> None:
+def test_estimated_memory_is_what_a_save_takes_after_a_step() -> None:
     from holdfast.save.prepare import reckon_bytes
     from holdfast.state import capture_objects
 

@@ -382,7 +382,7 @@ def test_what_is_shown_is_there_when_a_job_goes_on() -> None:
         assert all(not found.damages for found in survey_run(going.storage).found)
 
 
-def test_a_job_that_removes_everything_at_once_does_not_hold_a_restore_for_ever() -> None:
+def test_job_that_removes_everything_does_not_hold_up_a_restore() -> None:
     class Restless(Interrupted):
         def read(self, path: str, limit_bytes: int) -> bytes:
             if path.endswith("index-00000-of-00001.json") and threading.current_thread() is threading.main_thread():

@@ -192,7 +192,7 @@ def test_values_that_differ_from_the_beginning_fail_the_save_on_all(
     assert not [key for key in engine.keys if "/save/" in key]
 
 
-def test_statistics_of_batch_norm_may_differ_and_those_of_the_first_worker_are_saved(tmp_path: Path) -> None:
+def test_batch_norm_statistics_may_differ_and_rank_0_saves_its_own(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 
     # The second one has too many channels for what the first worker writes of the rest.
@@ -533,7 +533,7 @@ def read_stage(job: dict[str, Any]) -> list[Any]:
         ((0, 1), (0, 1), (0, 1)),
     ],
 )
-def test_the_stages_of_a_pipeline_are_plain_arrays_under_names_of_their_own(tmp_path: Path, stages: Any) -> None:
+def test_stages_of_a_pipeline_are_plain_arrays_with_own_names(tmp_path: Path, stages: Any) -> None:
     def save(cluster: Cluster) -> None:
         job = make_stage(cluster.rank // 2, 7)
         with make_manager(tmp_path, job, cluster) as manager:
@@ -589,7 +589,7 @@ def test_who_holds_what() -> None:
     assert find_holders([{"a"}, {"b"}, set()]) == {"a": (0, 2), "b": (1, 2)}
 
 
-def test_what_one_worker_had_as_its_own_keeps_no_other_number_of_workers_out(tmp_path: Path) -> None:
+def test_per_worker_values_of_one_worker_allow_other_numbers_of_workers(tmp_path: Path) -> None:
     def save(cluster: Cluster) -> None:
         own: dict[str, Any] = {"log": hf.PerWorker(["begun"])} if cluster.rank == 0 else {}
         with make_manager(tmp_path, {"x": np.ones(3)} | own, cluster) as manager:
@@ -661,7 +661,7 @@ def test_workers_at_different_places_of_the_data_are_told_of_once(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_another_number_of_workers_is_told_that_the_places_were_not_the_same(tmp_path: Path, world_size: int) -> None:
+def test_other_number_of_workers_is_refused_if_storage_was_not_shared(tmp_path: Path, world_size: int) -> None:
     def reader(cluster: Cluster) -> hf.ResumableSampler:
         return hf.ResumableSampler(20, batch_size=6, rank=cluster.rank, world_size=cluster.world_size)
 

@@ -386,9 +386,7 @@ CALLS = ("renameat", "unlinkat", "fsync", "ftruncate", "fallocate", "pwrite64", 
         *(pytest.param(name, "error=EIO", marks=[] if name in OF_THE_SPARE else pytest.mark.long) for name in CALLS),
     ],
 )
-def test_at_whatever_call_it_ends_there_is_a_whole_checkpoint_and_at_most_one_more_file(
-    run: Path, tmp_path: Path, call_name: str, fault: str
-) -> None:
+def test_death_at_any_call_leaves_a_whole_checkpoint(run: Path, tmp_path: Path, call_name: str, fault: str) -> None:
     """The save takes the spare that lies there, and its retention leaves another one."""
     array = np.zeros(LENGTH)
     ground, log = tmp_path / "ground", tmp_path / "log"

@@ -230,7 +230,7 @@ def test_the_position_has_moved_when_the_loop_has_the_batch() -> None:
     assert positions == [4, 8, 10]
 
 
-def test_saved_after_the_last_batch_the_epoch_is_entered_once_more_without_a_batch() -> None:
+def test_save_after_the_last_batch_resumes_with_an_empty_epoch() -> None:
     sampler = ResumableSampler(8, batch_size=4)
     batches = sampler.batches(sampler)
     next(batches)
@@ -439,7 +439,7 @@ class TestPasses:
         fresh.set_epoch(1)
         assert fresh.epoch == 1, "what was not restored goes wherever it is told to"
 
-    def test_what_was_restored_at_the_end_of_an_epoch_gives_nothing_of_it_to_a_loop_over_epochs(self) -> None:
+    def test_epoch_restored_at_its_end_gives_no_batch_to_epochs(self) -> None:
         before, after = sampler_of_nine(), sampler_of_nine()
         following = iter(before.batches(before))
         for _ in range(len(before)):
@@ -713,7 +713,7 @@ def test_loops_over_epochs_have_as_many_batches_on_all_workers(
     assert len(seen) - 3 * length < max(world_size for world_size, _, _ in teams)
 
 
-def test_fewer_samples_than_workers_are_joined_by_the_first_of_the_next_epoch() -> None:
+def test_last_samples_are_joined_by_the_first_of_the_next_epoch() -> None:
     """Two workers stop at 20 of 23, six go on: three samples are left. Then three workers take the rest."""
     pair = team(23, 2, 10, seed=3)
     first, states = shares(pair, 2)

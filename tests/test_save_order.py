@@ -102,7 +102,7 @@ def test_each_thing_lasts_before_what_relies_on_it(trace: list[str]) -> None:
     assert linked + min(copied) > min(after), "after the commit"
 
 
-def test_the_old_step_goes_after_the_new_one_is_committed_and_its_manifest_first(trace: list[str]) -> None:
+def test_old_step_goes_after_the_new_commit_manifest_first(trace: list[str]) -> None:
     linked = only(trace, r"^linkat\(.*\"manifest\.json\"")
     committed = min(number for number in where(trace, SYNC + STEP + ">") if number > linked)
     copy_removed = only(trace, r"^unlink(at)?\(\d+<RUN/step-000000001\.g0001>, \"committed\"")

@@ -405,7 +405,7 @@ def test_parts_that_are_shared_come_back() -> None:
     assert str(live["x"]) == str(tree)
 
 
-def test_state_made_of_one_container_again_and_again_is_that_of_each_object() -> None:
+def test_reused_container_gives_each_object_its_own_state() -> None:
     template: dict[str, Any] = {"inner": {}}
 
     class Frugal(Counter):

@@ -160,7 +160,7 @@ def test_read_only(tmp_path: Path) -> None:
             LocalStorage(root).publish("manifest", b"")
 
 
-def test_a_job_that_is_killed_in_its_first_save_again_and_again_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_job_killed_in_its_first_save_again_and_again_fills_no_disk(tmp_path: Path) -> None:
     """The disk has room for a checkpoint and two more, unfinished or not."""
     weights = np.zeros(130_000)
 

@@ -102,7 +102,7 @@ def held_below(directory: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="it looks into /proc")
-def test_no_file_is_held_once_it_has_been_read_however_long_python_collects_no_cycles(tmp_path: Path) -> None:
+def test_no_file_is_held_after_its_read_without_garbage_collection(tmp_path: Path) -> None:
     run = tmp_path / "run"
     state = {"array": np.ones(3 << 20, np.uint8)}
     with hf.CheckpointManager(run, hf.Checkpoint(state=state)) as manager:

@@ -276,7 +276,7 @@ class TestPlainDataLoader:
         with pytest.raises(UsageError, match="iterated directly"):
             capture_objects({"data": loader})
 
-    def test_beginning_an_epoch_does_not_disturb_the_generators_but_workers_differ(self) -> None:
+    def test_epoch_begin_leaves_generators_alone_and_workers_differ(self) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH, shuffle=False)
         loader = DataLoader(Augmented(), batch_sampler=sampler, num_workers=1)
         rng = RNG()

@@ -243,7 +243,7 @@ def leave_gathered(model: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
-def test_the_names_of_an_optimizers_state_are_those_of_its_module_when_it_was_left_gathered(
+def test_optimizer_state_has_the_names_of_a_module_left_gathered(
     order: tuple[str, str],
 ) -> None:
     storage = MemoryStorage()

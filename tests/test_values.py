@@ -244,7 +244,7 @@ def test_only_time_zones_of_this_machine_are_looked_for(key: str) -> None:
     assert not [name for name in set(sys.modules) - modules if name.startswith(("tzdata.", "os."))]
 
 
-def test_a_time_zone_that_could_not_be_made_again_is_refused_with_what_to_do() -> None:
+def test_time_zone_that_cannot_be_rebuilt_is_refused_with_a_hint() -> None:
     file = next(path for directory in zoneinfo.TZPATH if (path := pathlib.Path(directory, "UTC")).is_file())
     without_key, of_its_own = (
         zoneinfo.ZoneInfo.from_file(io.BytesIO(file.read_bytes()), key=key) for key in (None, "My/Own")

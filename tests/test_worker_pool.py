@@ -90,7 +90,7 @@ def test_the_threads_do_jobs_by_themselves_while_their_owner_goes_on() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool")]
 
 
-def test_an_error_of_what_gives_the_jobs_is_the_callers_whoever_asked_for_the_job() -> None:
+def test_error_of_the_jobs_iterator_is_raised_to_the_caller() -> None:
     gathered = threading.Barrier(2)
 
     def jobs() -> Iterator[Callable[[], object]]:

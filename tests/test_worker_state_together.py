@@ -170,7 +170,7 @@ def test_what_the_leader_meets_with_is_told_to_the_others(tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("step-*/manifest.json"))) == 2
 
 
-def test_a_full_disk_of_one_worker_loses_that_backup_for_all_and_ends_nothing() -> None:
+def test_full_disk_of_one_worker_loses_that_backup_for_all() -> None:
     storage = FullStorage("full for one worker")
     storage.full, storage.file = frozenset({3, 4}), "data-00002"
 
