@@ -168,6 +168,8 @@ class Engine:
         order, staging = request.order, request.staging
         assert staging is not None, "it is set before"
         if isinstance(staging, OutOfMemoryError):
+            # There is nothing to wait for. The end of the program waits for this save by now.
+            request.copied.begin()
             self._check_confirmed(request)
             self._writer.begin(order)
             raise staging

@@ -47,8 +47,6 @@ class SaveRequest:
         """Notes what is to be copied."""
         if isinstance(staging, Staging):
             self.copied = staging.snapshot.copied
-        else:
-            self.copied.begin()  # There is nothing to wait for.
         self.staging = staging
 
     @property
