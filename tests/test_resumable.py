@@ -659,6 +659,51 @@ def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
     ]
 
 
+@pytest.mark.parametrize("door", ["run", "handler"])
+def test_a_resumed_loop_of_ones_own_that_asks_for_no_step_is_warned_of(tmp_path: Path, door: str) -> None:
+    model = torch.nn.Linear(1, 1)
+
+    def train(begin: Callable[[Any, Any], int], **objects: Any) -> list[str]:
+        kept = hf.Checkpoint(**{"model": model, "loader": hf.ResumableSampler(40, batch_size=4), **objects})
+        events: list[Event] = []
+        with ExitStack() as stack:
+            options: Any = {"save_every": hf.Steps(1), "sinks": [events.append], "keep": hf.Latest(1)}
+            if door == "run":
+                run: Any = stack.enter_context(hf.resumable(tmp_path, kept, **options))
+                count = run.finish_step
+            else:
+                manager = stack.enter_context(hf.CheckpointManager(tmp_path, kept, **options))
+                run = stack.enter_context(hf.PreemptionCheckpointHandler(manager))
+                count = run.save_checkpoint_if_preempted
+            begin(run, kept)
+            batches = kept.loader.stream(kept.loader)
+            for _ in range(2):
+                next(batches)
+                count()
+        return [event.text.partition(": ")[0] for event in events if isinstance(event, Warned)]
+
+    def read_step(run: Any, kept: Any) -> int:
+        return int(run.step if door == "run" else run.total_run_calls)
+
+    told = "and this loop has not asked for it. A loop over range(n) trains n more"
+    assert train(lambda *_: 0) == [], "nothing was restored"
+    assert train(lambda *_: 0) == [f"resumed at step 2, {told}"]
+    assert train(read_step) == []
+    assert train(lambda _, kept: kept.loader.epoch) == []
+    assert train(lambda *_: 0) == [f"resumed at step 8, {told}"]
+    if door == "run":
+        assert train(lambda run, _: run.restored.step) == []
+
+
+def test_a_resumed_program_that_keeps_a_count_of_its_own_is_not_warned(tmp_path: Path) -> None:
+    events: list[Event] = []
+    for _ in range(2):
+        with hf.resumable(tmp_path, progress={"done": 0}, sinks=[events.append]) as run:
+            run.checkpoint.progress["done"] += 1
+            run.finish_step()
+    assert told(events) == []
+
+
 def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     sampler = hf.ResumableSampler(8, batch_size=4)
     seen = []

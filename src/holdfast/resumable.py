@@ -180,8 +180,6 @@ class Run:
     Attributes:
         manager: The manager that saves and restores.
         checkpoint: The objects by name. What cannot be changed where it is, as arrays of JAX, is put here anew.
-        step: How many steps are complete.
-        restored: What was restored when the run was entered, or None if it began from nothing.
     """
 
     def __init__(
@@ -203,8 +201,8 @@ class Run:
 
         self.manager = manager
         self.checkpoint = manager.checkpoint
-        self.step = 0
-        self.restored: Restoration | None = None
+        self._step = 0
+        self._restored: Restoration | None = None
         self._strict, self._begin_anew, self._keep_current = strict, begin_anew, keep_current
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self._metrics: dict[str, Any] = {}
@@ -222,6 +220,18 @@ class Run:
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.inbox)
+
+    @property
+    def step(self) -> int:
+        """How many steps are complete, those of earlier processes included: where a loop of one's own begins."""
+        self._watch.resumption = ""
+        return self._step
+
+    @property
+    def restored(self) -> Restoration | None:
+        """What was restored when the run was entered, or None if it began from nothing."""
+        self._watch.resumption = ""
+        return self._restored
 
     def steps(self, total: int) -> StepNumbers:
         """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
@@ -269,9 +279,9 @@ class Run:
             )
         self._watch.note_own_step()
         self._go_on()
-        self.step += 1
+        self._step += 1
         self._guard.is_tentative = True
-        self._guard.pass_boundary(self.step)
+        self._guard.pass_boundary(self._step)
         self._save_if_due()
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
@@ -318,7 +328,7 @@ class Run:
         from holdfast.preemption.checkpointable import Checkpointable
 
         self._check_entered()
-        step = self._count_done() if step_done else self.step
+        step = self._count_done() if step_done else self._step
         mark = None if self._guard.in_block or self._is_safe(step) or step == 0 else self.manager.mark(self._metrics)
         return Checkpointable(self._guard, step, mark=mark, saved=self._last.find(step), note=self._note_behind)
 
@@ -342,7 +352,7 @@ class Run:
         return self._begin_save(step, metadata)
 
     def __repr__(self) -> str:
-        state = f"at step {self.step}" if self._entered else "not entered"
+        state = f"at step {self._step}" if self._entered else "not entered"
         return f"<Run {state}, {self.manager!r}>"
 
     def __enter__(self) -> Self:
@@ -365,7 +375,7 @@ class Run:
             self._guard.pause(None)
             self._guard.open()
             if not self._begin_anew:
-                self.restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
+                self._restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
             self.manager.check_ready()
         except BaseException as error:
             try:
@@ -373,12 +383,12 @@ class Run:
             finally:
                 self._guard.close()
             raise
-        if self.restored is not None:
-            self.step = self.restored.step
-            self._last.note(self.step, None)
-        self._guard.pause(self.step)
+        if self._restored is not None:
+            self._step = self._restored.step
+            self._last.note(self._step, None)
+        self._guard.pause(self._step)
         self._watch = self._make_watch(self.checkpoint.objects)
-        self._announcements.begin(self.manager, self.restored, self.step)
+        self._announcements.begin(self.manager, self._restored, self._step)
         self._entered = True
         return self
 
@@ -414,17 +424,17 @@ class Run:
     def _end_well(self) -> None:
         try:
             self._go_on()
-            self._guard.pass_last(self.step, is_over=True)
+            self._guard.pass_last(self._step, is_over=True)
             self._save_last()
             if self.manager.company is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
-            if (last := self._last.find(self.step)) is not None:
+            if (last := self._last.find(self._step)) is not None:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
-            self._guard.pass_end(self.step)
+            self._guard.pass_end(self._step)
             self.manager.__exit__(None, None, None)
-            self._announcements.end(self.manager, self.step, self._total)
+            self._announcements.end(self.manager, self._step, self._total)
         except Exception as error:
             self._end_badly(error)
             raise
@@ -449,17 +459,17 @@ class Run:
         if self._in_step and self._turn() is None and not self._watch.is_step_empty():
             self._note_left()
         self._go_on()
-        if self._stop or self.step >= total:
-            self._guard.pass_last(self.step)
+        if self._stop or self._step >= total:
+            self._guard.pass_last(self._step)
             self._save_last()
             self._guard.inbox.patient = False
-            self._guard.pause(self.step, saved=self._last.find(self.step))
+            self._guard.pause(self._step, saved=self._last.find(self._step))
             raise StopIteration
-        self._guard.pass_boundary(self.step)
+        self._guard.pass_boundary(self._step)
         self._save_if_due()
         self._watch.begin_step()
         self._in_step, self._turn = True, weakref.ref(steps)
-        return self.step
+        return self._step
 
     def _note_left(self) -> None:
         """A loop of `steps` was left within a step, and a new one begins."""
@@ -473,28 +483,30 @@ class Run:
 
     def _count_done(self) -> int:
         """How many steps are complete if the one in progress counts."""
-        return self.step + (self._in_step and not self._watch.is_step_empty())
+        return self._step + (self._in_step and not self._watch.is_step_empty())
 
     def _make_watch(self, objects: Mapping[str, object]) -> TrainingWatch:
-        from holdfast.state.oversights import TrainingWatch
+        from holdfast.state.oversights import TrainingWatch, describe_resumption
 
         advice = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
-        return TrainingWatch(objects, self._warn_uncounted, advice, self._warn)
+        watch = TrainingWatch(objects, self._warn_uncounted, advice, self._warn)
+        watch.resumption = describe_resumption(self._step, "run.step", "run.steps(n)") if self._step else ""
+        return watch
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
-        if self.manager.newest_asked <= self.step:  # Otherwise the program saves by the manager, and counts by itself.
+        if self.manager.newest_asked <= self._step:  # Otherwise the program saves by the manager, and counts by itself.
             self._warn(text, is_error=is_error)
 
     def _warn(self, text: str, *, is_error: bool = False) -> None:
         from holdfast.events import Warned
 
-        self.manager.emit(Warned(text=text, step=self.step, is_error=is_error))
+        self.manager.emit(Warned(text=text, step=self._step, is_error=is_error))
 
     def _save_if_due(self) -> None:
-        with self._tolerance, self._noting(self.step):
-            handle = self.manager.save_if_due(self.step, metrics=self._metrics)
+        with self._tolerance, self._noting(self._step):
+            handle = self.manager.save_if_due(self._step, metrics=self._metrics)
             if handle is not None:
-                self._note_saved(self.step, handle)
+                self._note_saved(self._step, handle)
 
     def _check_entered(self) -> None:
         if not self._entered:
@@ -506,18 +518,18 @@ class Run:
         """Counts the step in progress as complete, after whatever was done while the loop rested."""
         self._note_behind(self._guard.begin_steps())
         if self._in_step:
-            self.step, self._in_step = self._count_done(), False
+            self._step, self._in_step = self._count_done(), False
 
     def _save_last(self) -> None:
         """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
-        if self.step > 0 and not self._is_safe(self.step):
+        if self._step > 0 and not self._is_safe(self._step):
             with self._tolerance:
                 self.manager.wait()
             try:
-                self._begin_save(self.step)
+                self._begin_save(self._step)
             except StepExistsError:
                 # The user has saved it by the manager, and it is committed.
-                self._last.note(self.step, None)
+                self._last.note(self._step, None)
 
     def _keep(self, step: int) -> SaveHandle | None:
         """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""

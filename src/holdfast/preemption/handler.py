@@ -26,7 +26,7 @@ from holdfast.save.drain import end_interrupted, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import TrainingWatch
+from holdfast.state.oversights import TrainingWatch, describe_resumption
 from holdfast.tracebacks import short_traceback
 
 P = ParamSpec("P")
@@ -122,12 +122,17 @@ class PreemptionCheckpointHandler:
             raise
         self._first_count, self._first_asked = self._calls.count, manager.newest_asked
         self._training = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, self._warn)
+        if self._calls.count and self.restored is not earlier:
+            self._training.resumption = describe_resumption(
+                self._calls.count, "handler.total_run_calls", "handler.steps(n)"
+            )
         atexit.register(self._close_at_exit)
         manager.closing.append(self._save_last)
 
     @property
     def total_run_calls(self) -> int:
         """How many steps are complete, those of earlier processes included; the step number of the next save."""
+        self._training.resumption = ""
         return self._calls.count
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

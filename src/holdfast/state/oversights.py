@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from holdfast.state.adapters import Adapter
+from holdfast.state.adapters import Adapter, StateDictAdapter
 from holdfast.state.data.sampler import (
     BatchCount,
     ResumableSampler,
@@ -92,10 +92,14 @@ def _are_kept(parameters: Sequence[object], objects: Mapping[str, object]) -> bo
 
 
 def _list_values(obj: object) -> Iterator[object]:
-    yield obj
-    inner = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) else ()
-    for value in inner:
-        yield from _list_values(value)
+    seen: dict[int, object] = {}  # A tree may contain itself.
+    ahead = [obj]
+    while ahead:
+        value = ahead.pop()
+        yield value
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen[id(value)] = value
+            ahead += value.values() if isinstance(value, dict) else value
 
 
 class KeptEpoch:
@@ -140,6 +144,10 @@ class TrainingWatch:
 
     Training shows by the steps of the kept optimizers. Where there is none that can be followed, it shows by the
     batches that were taken from the kept loaders.
+
+    Attributes:
+        resumption: What to say when a loop of the program's own counts its first step, unless the program has asked
+            where to go on; empty to say nothing.
     """
 
     _lack = "no step was counted"
@@ -163,6 +171,8 @@ class TrainingWatch:
         self._warn, self._advice, self._warn_else = warn, advice, warn_else
         # Then the program begins with its own epoch.
         self._keeps_epoch = any(_is_number(objects.get(name)) for name in _EPOCHS)
+        self._may_count = any(map(_may_count, objects.values()))
+        self.resumption = ""
         self._is_counted = self._has_warned = False
         self._counted = 0
         self._counts: dict[str, BatchCount] = {
@@ -264,6 +274,8 @@ class TrainingWatch:
                     "number of steps in all, this is well"
                 )
                 return
+        if self.resumption and not self._may_count and not any(count.is_asked for count in counts):
+            self._warn_else(self.resumption)
 
     def _note_update(self, path: str, _: object) -> None:
         self._updates[path] += 1
@@ -341,6 +353,21 @@ def describe_epochs(objects: Mapping[str, object]) -> str:
     return ""
 
 
+def describe_resumption(step: int, asked: str, loop: str) -> str:
+    """**Pure.** What to say of a resumed program whose own loop counts a step and has not asked where to go on.
+
+    Args:
+        step: How many steps were complete.
+        asked: What the program reads to learn that.
+        loop: The loop that goes on there by itself.
+    """
+    return (
+        f"resumed at step {step}, and this loop has not asked for it. A loop over range(n) trains n more: begin at "
+        f"{asked}, or loop over {loop}, or over the epochs(n) of a ResumableDataLoader that is kept. If your loop goes "
+        "on there by other means, all is well"
+    )
+
+
 def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
     """The objects with state, those within trees too, each with its path and adapter."""
     return [
@@ -367,6 +394,16 @@ def _largest(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def _epochs_text(number: int) -> str:
     return f"{number} complete {'epoch' if number == 1 else 'epochs'}"
+
+
+def _may_count(obj: object) -> bool:
+    """Whether a program may keep a count of its own there: a whole number, or an object of its own class."""
+    if any(_is_number(value) for value in _list_values(obj)):
+        return True
+    return any(
+        isinstance(adapter, StateDictAdapter) and not type(member).__module__.startswith("torch.")
+        for _, member, adapter in find_stateful(obj, "")
+    )
 
 
 def _is_number(value: Any) -> bool:
