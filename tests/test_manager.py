@@ -39,6 +39,7 @@ from holdfast.events import Committed, Event, Failed, GenerationOpened, PassedOv
 from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
+from patience import PATIENCE_SECONDS
 
 
 def make_objects(value: float = 0.0) -> dict[str, Any]:
@@ -700,3 +701,26 @@ def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == ["StorageFullError", "(1, 3)"], done.stderr
     assert read_catalog(LocalStorage(tmp_path)).unfinished == ()
+
+
+def test_sink_that_saves_or_waits_is_refused_at_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+    handles: list[hf.SaveHandle] = []
+    has_handle = threading.Event()
+
+    def ask(event: hf.events.Event) -> None:
+        if isinstance(event, hf.events.Committed) and event.step == 1:
+            has_handle.wait(PATIENCE_SECONDS)
+            for call in (lambda: manager.save(9), manager.wait, manager.close, handles[0].wait_ended):
+                with pytest.raises(UsageError, match="sink") as caught:
+                    call()
+                asked.append(caught.value.hint)
+
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.zeros(9)), sinks=[ask])
+    with manager:
+        handles.append(manager.save(1))
+        has_handle.set()
+        manager.wait()
+        manager.save(2).wait_committed()
+        assert manager.steps() == (1, 2)
+    assert len(asked) == 4

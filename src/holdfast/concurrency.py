@@ -15,29 +15,37 @@ class Latch:
     """**Thread-safe.** Shut until it is opened, once and for good.
 
     `threading.Event` and `Condition` take their lock in Python code, so that Ctrl-C (or any signal handler that raises)
-    in a thread that waits may leave it locked, and whoever opens it hangs. A plain lock is taken within one
-    instruction, and what is true stays true here: an interrupted wait takes nothing away.
+    in a thread that waits may leave it locked, and the thread that opens it hangs. Here each wait has a lock of its
+    own: what an interrupt leaves behind concerns no other thread.
     """
 
     def __init__(self) -> None:
         self.is_open = False
-        self._barred = threading.Lock()
-        self._barred.acquire()
+        self._waiting: list[threading.Lock] = []
 
     def open(self) -> None:
-        """Lets all through that wait or will come; harmless twice, from any thread."""
-        if not self.is_open:
-            self.is_open = True
-            try:  # noqa: SIM105  A `with` could be interrupted before the release.
-                self._barred.release()
+        """Lets all through that wait or will come. Harmless again, also where an interrupt has cut it off before."""
+        self.is_open = True
+        # A thread that comes to wait from here on sees that it is open.
+        for lock in self._waiting.copy():
+            try:  # noqa: SIM105  This is quicker.
+                lock.release()
             except RuntimeError:
-                pass  # Another thread has opened it at this very moment.
+                pass  # It was let through already.
 
     def wait(self, timeout_seconds: float) -> bool:
         """**Blocks.** Waits until it is open; False if it was not within that time."""
-        if not self.is_open and self._barred.acquire(timeout=min(max(timeout_seconds, 0.0), threading.TIMEOUT_MAX)):
-            # Another thread may wait as well.
-            self._barred.release()
+        if self.is_open:
+            return True
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        try:
+            # It may have been opened by a thread that has not seen this lock.
+            if not self.is_open:
+                lock.acquire(timeout=min(max(timeout_seconds, 0.0), threading.TIMEOUT_MAX))
+        finally:
+            self._waiting.remove(lock)
         return self.is_open
 
 

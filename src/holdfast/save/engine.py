@@ -84,6 +84,8 @@ class Engine:
         if options.overlap_copy:
             self.hold = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
+        # The thread that makes a save and tells sinks of it, while it does.
+        self.serving: int | None = None
         # Where the run went on from when that was saved.
         self._origin = Origin()
         self.durable_seconds: float | None = None
@@ -146,6 +148,7 @@ class Engine:
     def _serve(self, request: SaveRequest) -> None:
         """Makes one save, whatever becomes of it; raises nothing but what a sink of the user's may."""
         self._reports.mark_begun(request)
+        self.serving = request.progress.thread = threading.get_ident()
         try:
             try:
                 name = self._save(request)
@@ -161,7 +164,10 @@ class Engine:
         else:
             self._cleaner.clean(name, request.order.origin)
         finally:
-            self._end(request)
+            try:
+                self._end(request)
+            finally:
+                self.serving = request.progress.thread = None
 
     def _save(self, request: SaveRequest) -> StepName:
         """The way of a save: copy, write, confirmed?, commit."""

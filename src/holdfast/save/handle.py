@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -59,6 +60,8 @@ class SaveProgress:
         self.is_committed = False
         self.skipped = ""
         self.error: HoldfastError | None = None
+        # The thread that makes the save, while it does.
+        self.thread: int | None = None
 
     def mark_staged(self) -> None:
         """The state has been copied, and may be changed again."""
@@ -277,6 +280,11 @@ class SaveHandle:
                 f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "
                 "child of it, which would not hear of its end",
                 hint="Wait in the process that saves.",
+            )
+        if self._progress.thread == threading.get_ident() and not gate.is_open:
+            raise UsageError(
+                f"the save of step {self.step} waits for a sink, which waits for that save",
+                hint="In a sink only note what it is told, and wait in the thread that trains.",
             )
         if not self._wait(gate, limit_seconds):
             self._waited_seconds += limit_seconds

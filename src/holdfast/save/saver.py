@@ -124,6 +124,11 @@ class Saver:
                 f"a save into {self._url} has just begun, and this was called from within it",
                 hint="In a signal handler only set a flag, and do the rest when the step has ended.",
             )
+        if self.engine.serving == threading.get_ident():
+            raise UsageError(
+                f"a sink of events asks for something of the manager of {self._url}, whose save waits for the sink",
+                hint="In a sink only note what it is told, and do the rest in the thread that trains.",
+            )
         if self._request is not None:
             self._request.drop_if_left()
 
