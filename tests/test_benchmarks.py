@@ -69,14 +69,15 @@ MACHINE = Machine(
 
 
 TINY = ["--scale", "0.0005", "--rounds", "1"]
-FIRST = ("holdfast", "holdfast, overlapped", "DCP async, thread, cached")
-GIVING_BACK = [name for name in PEERS if name in FIRST or "HOLDFAST_LONG" in os.environ]
+IS_LONG = "HOLDFAST_LONG" in os.environ
+GIVING_BACK = [name for name in PEERS if name == "holdfast" or IS_LONG]
+PARTS = ["model", *(["training", "mostly-frozen"] if IS_LONG else [])]
 SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """What two tiny runs leave: of some peers, or of all where it may take long, and of two in the other parts.
+    """What two tiny runs leave: of one peer, or of all where it may take long, and of two in the other parts.
 
     Processes of pytest that share the tests share them: they take long.
     """
@@ -89,7 +90,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
         if not whole.exists():
             for options in (
                 ["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))],
-                ["--only", "model", "--only", "training", "--only", "mostly-frozen", *SOME],
+                [*(word for part in PARTS for word in ("--only", part)), *SOME],
             ):
                 outcome = CliRunner().invoke(main, [*TINY, "--out", str(out), *options])
                 assert outcome.exit_code == 0, outcome.output
@@ -122,18 +123,19 @@ def test_every_peer_gives_back_what_it_was_given_or_is_said_to_be_missing(
 def test_a_run_measures_every_contender_in_every_round(results: tuple[Results, Path]) -> None:
     found, _ = results
     assert found.failures == []
-    assert set(found.shapes) == {"small-tensors", "model", "training", "mostly-frozen"}
+    assert set(found.shapes) == {"small-tensors", *PARTS}
     seen = [(entry.workload, entry.contender, entry.number) for entry in found.rounds]
     for name in ("holdfast", "safetensors"):
-        for workload in ("model", "training"):
-            assert [number for part, one, number in seen if (part, one) == (workload, name)] == [0, 1]
-        assert [number for part, one, number in seen if (part, one) == ("mostly-frozen", name)] == [*range(10)]
+        for workload in PARTS:
+            numbers = [number for part, one, number in seen if (part, one) == (workload, name)]
+            assert numbers == [*range(10 if workload == "mostly-frozen" else 2)]
     for entry in found.rounds:
         assert all(
             value > 0 for key, value in entry.figures.items() if key not in ("lost", "wait", "save_extra_bytes")
         ), entry
 
 
+@pytest.mark.long
 def test_those_of_one_slice_have_limits_of_their_own(results: tuple[Results, Path]) -> None:
     found, _ = results
     measured = {(entry.slice, entry.number) for entry in found.rounds if entry.contender == "limits"}
@@ -151,6 +153,7 @@ def test_a_run_saves_all_bytes_and_removes_them(results: tuple[Results, Path]) -
     assert sorted(path.name for path in out.iterdir()) == ["benchmarks.md", "benchmarks.svg", RESULTS_NAME]
 
 
+@pytest.mark.long
 def test_ten_saves_without_deduplication_take_ten_full_states(results: tuple[Results, Path]) -> None:
     found, _ = results
     growth = growth_of(found, "safetensors")
