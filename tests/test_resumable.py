@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -503,7 +505,7 @@ def test_a_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_its_end(tm
             if number == 2:
                 signal.raise_signal(signal.SIGINT)
     assert told(events) == [(f"3 {loss}", True)]
-    # Where an error ends the block, a step is counted, or a batch is only looked at, there is nothing to say.
+    # Where an error ends the block, or a step is counted, there is nothing to say; a new run has saved nothing.
     events.clear()
     with suppress(ZeroDivisionError), hf.resumable(tmp_path, sampler=sampler, sinks=[events.append]) as run:
         list(zip(sampler.batches(sampler), range(3), strict=False))
@@ -514,7 +516,98 @@ def test_a_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_its_end(tm
         for _ in sampler.batches(sampler):
             run.finish_step()
         list(zip(sampler.stream(sampler), range(20), strict=False))
-    assert told(events) == []
+    assert told(events) == [("no step was counted, and nothing is saved", False)]
+
+
+def make_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Trainer:
+    """Keeps an optimizer in a state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def test_an_optimizer_that_trains_what_is_kept_and_is_not_kept_is_warned_of(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    other = copy.deepcopy(model)
+    adam = torch.optim.AdamW(model.parameters())
+    plain, scheduled = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    schedule = torch.optim.lr_scheduler.StepLR(scheduled, 1)
+
+    def train(*optimizers: torch.optim.Optimizer, thread: bool = False, **objects: Any) -> list[str]:
+        events: list[Event] = []
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        with hf.resumable(place, **objects, save_every=hf.Steps(2), sinks=[events.append]) as run:
+            for _ in run.steps(3):
+                for optimizer in optimizers:
+                    step = make_step(other if optimizer is aside else model, optimizer)
+                    if thread:
+                        (beside := threading.Thread(target=step)).start()
+                        beside.join()
+                    else:
+                        step()
+        return [text for text, _ in told(events)]
+
+    aside = torch.optim.AdamW(other.parameters())
+    adam_text = "AdamW steps the parameters of model and is not kept, so a restart begins with a new one"
+    assert train(adam, model=model) == [adam_text]
+    assert train(adam, model={"deep": model}) == [adam_text.replace("model", "model/deep")]
+    assert train(scheduled, model=model, schedule=schedule) == [adam_text.replace("AdamW", "SGD")]
+    # Right programs: it is kept, in a state of another object too; it has no state; it trains a copy; another thread.
+    assert train(adam, model=model, optimizer=[adam]) == []
+    assert train(adam, model=model, trainer=Trainer(adam)) == []
+    assert train(plain, aside, model=model) == []
+    assert train(adam, thread=True, model=model) == []
+    assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to nothing that is kept"]
+    assert train(adam, optimizer=adam, weights=list(model.parameters())) == []
+    assert train(adam, optimizer=adam, trainer=Trainer(adam)) == []
+
+
+def test_training_that_counts_no_step_shows_by_an_optimizer_that_is_not_kept(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    events: list[Event] = []
+    with hf.resumable(tmp_path, model=model, sinks=[events.append]):
+        for _ in range(9):
+            step()
+    text = "but no step was counted, so nothing of it is saved"
+    assert told(events) == [
+        (f"SGD has stepped 8 times, {text} yet", False),
+        (f"SGD has stepped 9 times, {text}", True),
+    ]
+    events.clear()
+    with hf.resumable(tmp_path, state=np.zeros(3), sinks=[events.append]):
+        pass
+    assert told(events) == [("no step was counted, and nothing is saved", False)]
+
+
+def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf.resumable(tmp_path / "never", state=[0])
+    gc.collect()
+    assert [text.partition(": ")[2][:38] for text in caplog.messages] == ["the run was made and never entered, so"]
+    caplog.clear()
+    with hf.resumable(tmp_path / "entered", state=[0]) as run:
+        run.finish_step()
+    del run
+    gc.collect()
+    assert caplog.messages == []
+    program = f"import holdfast as hf; run = hf.resumable({str(tmp_path)!r} + '/end', state=[0]); "
+    assert "made and never entered" in run_python(program).stderr
+    assert "made and never entered" not in run_python(f"{program} 1 / 0").stderr
 
 
 def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Path) -> None:

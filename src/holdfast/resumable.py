@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, cast
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from holdfast.save.handle import SaveHandle
     from holdfast.state.oversights import TrainingWatch
     from holdfast.storage import Storage
+
+_ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
 
 @short_traceback
@@ -192,7 +194,7 @@ class Run:
         keep_current: str | Iterable[str] = (),
         quiet: bool = False,
     ) -> None:
-        from holdfast.preemption.announcements import Announcements
+        from holdfast.preemption.announcements import Announcements, warn_never_entered
         from holdfast.preemption.config import TerminationConfig
         from holdfast.preemption.final_save import Tolerance
         from holdfast.preemption.guard import make_guard
@@ -220,6 +222,7 @@ class Run:
         self._process = os.getpid()
         self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
         self._tolerance = Tolerance(self._guard.inbox)
+        self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
     @property
     def step(self) -> int:
@@ -371,6 +374,7 @@ class Run:
                 hint="Make a new one, `with resumable(...) as run:`. It goes on from the newest checkpoint.",
             )
         self._is_used = True
+        self._unentered.detach()
         try:
             self._guard.pause(None)
             self._guard.open()
@@ -404,6 +408,12 @@ class Run:
         self._watch.end()
         if not isinstance(error, Exception) and (text := self._watch.describe("nothing of it is saved")):
             self._warn_uncounted(text, is_error=True)
+        elif (
+            error is None
+            and not (self._restored or self._count_done() or self._total)
+            and self.manager.newest_asked < 0
+        ):
+            self._warn(f"no step was counted, and nothing is saved: {_ADVICE}")
         try:
             if error is None:
                 self._end_well()
@@ -488,8 +498,7 @@ class Run:
     def _make_watch(self, objects: Mapping[str, object]) -> TrainingWatch:
         from holdfast.state.oversights import TrainingWatch, describe_resumption
 
-        advice = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
-        watch = TrainingWatch(objects, self._warn_uncounted, advice, self._warn)
+        watch = TrainingWatch(objects, self._warn_uncounted, _ADVICE, self._warn)
         watch.resumption = describe_resumption(self._step, "run.step", "run.steps(n)") if self._step else ""
         return watch
 

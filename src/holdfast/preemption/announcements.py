@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -140,6 +141,21 @@ class Announcements:
         """Says it, unless this is to be quiet."""
         if not self._is_quiet:
             inform(text)
+
+
+def warn_never_entered(place: str, process: int) -> None:
+    """Says that a run was made and never entered, when it is collected or the program ends; not amid an error.
+
+    Args:
+        place: Where the run lies.
+        process: The process that made it.
+    """
+    if os.getpid() == process and sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
+        logger.warning(
+            "%s: the run was made and never entered, so nothing was restored or saved: write `with resumable(...) as "
+            "run:`",
+            place,
+        )
 
 
 def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _MOST_SHOWN) -> str:

@@ -277,12 +277,15 @@ class Adapter:
         last: True for objects that the loading of others may disturb, such as random generators.
         is_per_worker: True for objects whose state is each worker's own.
         knows_wrappers: True to serve also what only says that it is of a class which the adapter serves.
+        follow_optimizers: For objects that optimizers train: has a function called with each optimizer that has
+            stepped, whichever it is, on the thread that stepped it; returns what ends that.
     """
 
     kind: str = ""
     last: bool = False
     is_per_worker: bool = False
     knows_wrappers: bool = False
+    follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
 
     def check(self, obj: Any, path: str) -> None:
         """Makes sure that an object is not of those whose state says less than it means.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -16,7 +18,7 @@ from holdfast.state.data.sampler import (
     current_epoch,
 )
 from holdfast.state.rng import RNG
-from holdfast.state.tree_walk import find_stateful
+from holdfast.state.tree_walk import find_array, find_stateful
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
@@ -82,6 +84,14 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
         for path, one in found.items()
         if held and one.trains and held.isdisjoint(map(id, one.trains)) and not _are_kept(one.trains, objects)
     ]
+    # An object of the program's own class may keep the parameters, or the model, in its state.
+    may_hold = held or any(_is_own(obj, adapter) for _, obj, adapter in members)
+    if not may_hold and not any(find_array(obj) is not None for obj in objects.values()):
+        texts += [
+            f"the parameters of {path} belong to nothing that is kept: name the model too, model=model"
+            for path, one in found.items()
+            if one.trains
+        ]
     return texts
 
 
@@ -100,6 +110,62 @@ def _list_values(obj: object) -> Iterator[object]:
         if isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen[id(value)] = value
             ahead += value.values() if isinstance(value, dict) else value
+
+
+class StrayOptimizers:
+    """Finds optimizers that train a kept module and are not kept themselves."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        """Knows none yet.
+
+        Args:
+            objects: What is kept, by name; objects may be added to it.
+        """
+        self._objects = objects
+        self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def find(self, optimizer: Any) -> tuple[str, str]:
+        """The kept module that an optimizer trains which is not kept, and a warning of it at the first step.
+
+        Both are empty if there is nothing to say. An optimizer without any state loses nothing.
+        """
+        if (known := self._known.get(optimizer)) is not None:
+            return known, ""
+        # A program that makes optimizers all the time tries steps out, on copies say.
+        path = "" if len(self._known) > _MOST_WATCHED else self._find_module(optimizer)
+        self._known[optimizer] = path
+        if not path or not _has_state(optimizer):
+            return path, ""
+        return path, (
+            f"{type(optimizer).__name__} steps the parameters of {path} and is not kept, so a restart begins with a "
+            "new one: name it too, optimizer=optimizer"
+        )
+
+    def _find_module(self, optimizer: Any) -> str:
+        members = list_members(self._objects)
+        own = _list_parameters(optimizer)
+        for _, obj, adapter in members:
+            # A wrapper has the parameters of what it wraps.
+            if isinstance(getattr(obj, "param_groups", None), list):
+                own -= _list_parameters(obj)
+            elif _is_own(obj, adapter) and any(
+                part is optimizer for part in _list_values(getattr(obj, "__dict__", {}))
+            ):
+                return ""
+        return next(
+            (path for path, obj, one in members if own and not own.isdisjoint(map(id, one.oversights_of(obj).holds))),
+            "",
+        )
+
+
+def _list_parameters(optimizer: Any) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _has_state(optimizer: Any) -> bool:
+    """Whether an optimizer has what a restart would lack: moments, or a rate that a schedule changes."""
+    moments = (value for state in optimizer.state.values() for value in _list_values(state) if value is not state)
+    return any(one is not None for one in moments) or any("initial_lr" in group for group in optimizer.param_groups)
 
 
 class KeptEpoch:
@@ -179,11 +245,20 @@ class TrainingWatch:
             path: batch_count(sampler) for path, sampler in _find_samplers(objects).items()
         }
         self._updates: dict[str, int] = {}
+        self._strays, self._thread = StrayOptimizers(objects), threading.get_ident()
         self._ends: list[Callable[[], object]] = []
         for path, obj, adapter in list_members(objects):
             if (end := adapter.before_step(obj, partial(self._note_update, path), is_own=True)) is not None:
                 self._updates[path] = 0
                 self._ends.append(end)
+        self._counts_strays = not self._updates
+        # The hook of all optimizers must not keep this alive.
+        note = weakref.WeakMethod(self._note_any_update)
+        self._end_strays: Callable[[], object] = lambda: None
+        follow = next((one.follow_optimizers for _, _, one in list_members(objects) if one.follow_optimizers), None)
+        if follow is not None:
+            self._end_strays = follow(lambda optimizer: _pass_on(note, optimizer))
+            weakref.finalize(self, self._end_strays).atexit = False
         for count in () if self._updates else self._counts.values():
             count.calls.append(self._note_batch)
             self._ends.append(partial(count.calls.remove, self._note_batch))
@@ -213,10 +288,10 @@ class TrainingWatch:
         if self._ends:
             self._counted += 1
             if not self._updates or any(self._updates.values()):
-                self.end()
+                self._end_following()
             elif self._counted > _MOST_WITHOUT_UPDATE:
                 self.warn_if_idle()
-                self.end()
+                self._end_following()
 
     def warn_if_idle(self) -> None:
         """Warns if steps were counted, and none of the kept optimizers has stepped: others may train in their place."""
@@ -234,8 +309,8 @@ class TrainingWatch:
 
     def end(self) -> None:
         """Ends following optimizers and loaders; harmless twice."""
-        while self._ends:
-            self._ends.pop()()
+        self._end_strays()
+        self._end_following()
 
     def describe(self, consequence: str, remark: str = "") -> str:
         """Returns what was trained since the newest save and was not counted, and what to do; "" if nothing was.
@@ -279,8 +354,24 @@ class TrainingWatch:
 
     def _note_update(self, path: str, _: object) -> None:
         self._updates[path] += 1
-        if self._is_long(self._updates[path] - self._seen[1][path]):
+        if self._is_long(self._updates[path] - self._seen[1].get(path, 0)):
             self._warn_early()
+
+    def _note_any_update(self, optimizer: Any) -> None:
+        """An optimizer has stepped, on any thread: whichever is not kept, and trains a kept module, is warned of."""
+        if threading.get_ident() != self._thread:
+            return
+        path, text = self._strays.find(optimizer)
+        if text:
+            self._warn_else(text)
+        if path and self._counts_strays and not self._is_counted:
+            name = type(optimizer).__name__
+            self._updates[name] = self._updates.get(name, 0)
+            self._note_update(name, optimizer)
+
+    def _end_following(self) -> None:
+        while self._ends:
+            self._ends.pop()()
 
     def _note_batch(self) -> None:
         if self._is_long(sum(self._find_new()[0].values())):
@@ -300,7 +391,7 @@ class TrainingWatch:
     def _find_new(self) -> tuple[dict[str, int], dict[str, int]]:
         """The batches and updates that are new since what was seen, where there are any."""
         taken, updates = (
-            {path: number - seen[path] for path, number in now.items() if number > seen[path]}
+            {path: number - seen.get(path, 0) for path, number in now.items() if number > seen.get(path, 0)}
             for now, seen in zip(self._read(), self._seen, strict=True)
         )
         return taken, updates
@@ -327,7 +418,7 @@ class EpochWatch(TrainingWatch):
     def note_counted(self) -> None:
         """A backup has begun, so the program does make them."""
         self._is_counted = True
-        self.end()
+        self._end_following()
 
     def finish(self, consequence: str, *, is_error: bool = False) -> None:
         """Ends watching, and says what was trained and not backed up; harmless twice."""
@@ -400,10 +491,19 @@ def _may_count(obj: object) -> bool:
     """Whether a program may keep a count of its own there: a whole number, or an object of its own class."""
     if any(_is_number(value) for value in _list_values(obj)):
         return True
-    return any(
-        isinstance(adapter, StateDictAdapter) and not type(member).__module__.startswith("torch.")
-        for _, member, adapter in find_stateful(obj, "")
-    )
+    return any(_is_own(member, adapter) for _, member, adapter in find_stateful(obj, ""))
+
+
+def _is_own(obj: object, adapter: Adapter | None) -> bool:
+    """Whether an object is of the program's own class, which may keep anything in its state; a schedule does not."""
+    is_other = type(obj).__module__.startswith("torch.") or hasattr(getattr(obj, "scheduler", obj), "last_epoch")
+    return isinstance(adapter, StateDictAdapter) and not is_other
+
+
+def _pass_on(method: weakref.WeakMethod[Any], optimizer: object) -> None:
+    alive = method()
+    if alive is not None:
+        alive(optimizer)
 
 
 def _is_number(value: Any) -> bool:

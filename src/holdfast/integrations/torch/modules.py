@@ -52,6 +52,12 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) and module.training and module.dropout > 0
 
 
+def _follow_optimizers(call: Callable[[Any], None]) -> Callable[[], None]:
+    from holdfast.integrations.torch.optimizers import follow_all
+
+    return follow_all(call)
+
+
 class ModuleAdapter(Adapter):
     """The state of a module is what `state_dict` gives, under names that wrappers have no part in.
 
@@ -63,6 +69,7 @@ class ModuleAdapter(Adapter):
     """
 
     kind = "torch.module"
+    follow_optimizers = staticmethod(_follow_optimizers)
 
     def check(self, obj: Any, path: str) -> None:
         """Looks at the modules within it too."""

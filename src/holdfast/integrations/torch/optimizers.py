@@ -271,6 +271,11 @@ class OptimizerAdapter(Adapter):
         return lambda: _load(obj, loading.complete(ready), layout)
 
 
+def follow_all(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Has `call` called with each optimizer of torch that has stepped, until what is returned is called."""
+    return _STEPPED.add(call)
+
+
 def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
     """Adds a hook to one optimizer, or to the one in a wrapper that has no hooks; copies of it do not have it."""
     for optimizer in (obj, getattr(obj, "optimizer", None)):
