@@ -393,6 +393,25 @@ def test_an_object_with_the_name_of_an_option_is_kept_in_a_checkpoint(tmp_path: 
             given()
 
 
+def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"save_every": hf.Steps}, r"save_every=Steps is a class.*\n.*hf.Steps\(500\)"),
+        ({"keep": hf.Best}, r'keep=Best is a class.*\n.*hf.Best\("val_loss"\)'),
+        ({"keep": 3}, r"keep=3 is no policy for keeping\n.*hf.Latest\(3\)"),
+        ({"save_every": 5}, r"save_every=5 is no policy for saving\n.*hf.Steps\(5\)"),
+        ({"save_every": True}, r"no policy for saving\n.*Such are Steps"),
+        ({"optimizer": optimizer.state_dict()}, r"optimizer is what an optimizer's.*\n.*optimizer=optimizer, without"),
+        ({"loader": loader.stream()}, r"loader is an iterator.*\n.*Give the loader itself"),
+        ({"batches": iter(loader)}, r"batches is an iterator.*\n.*Give the loader itself"),
+    ]
+    for given, text in wrong:
+        with pytest.raises(UsageError, match=text):
+            hf.resumable(tmp_path, model=model, **given)
+
+
 def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy"):
         hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))

@@ -15,6 +15,7 @@ from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
+from holdfast.state.data.sampler import BatchIterator
 from holdfast.state.leaves import alias_of
 from holdfast.storage import Storage, local_directory
 
@@ -22,6 +23,16 @@ LEAST_LIVENESS_SECONDS: Final = 1.0
 
 _NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_for_best_model")
 """What other libraries call the metric by which the best checkpoint is kept."""
+_EXAMPLES: Final = {
+    "Steps": "500",
+    "Seconds": "600",
+    "Auto": "",
+    "Latest": "3",
+    "EveryN": "1000",
+    "Best": '"val_loss"',
+    "Newer": "86_400",
+    "All": "",
+}
 
 
 def check_usable(url: str, process: int, *, is_closed: bool) -> None:
@@ -122,12 +133,22 @@ def check_policies(save_every: object, keep: object) -> None:
     Raises:
         UsageError: If one is something else.
     """
-    if save_every is not None and not callable(getattr(save_every, "decide_save", None)):
-        raise UsageError(f"save_every={save_every!r} is no policy for saving", hint="Such are Steps, Seconds and Auto.")
-    if keep is not None and not callable(getattr(keep, "choose_kept", None)):
-        raise UsageError(
-            f"keep={keep!r} is no policy for keeping", hint="Such are Latest, EveryN, Best, Newer and All."
-        )
+    for name, policy, method, known in (
+        ("save_every", save_every, "decide_save", "Steps, Seconds and Auto"),
+        ("keep", keep, "choose_kept", "Latest, EveryN, Best, Newer and All"),
+    ):
+        if isinstance(policy, type) and hasattr(policy, method):
+            raise UsageError(
+                f"{name}={policy.__name__} is a class, and no policy yet",
+                hint=f"Write {name}=hf.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
+            )
+        if policy is not None and not callable(getattr(policy, method, None)):
+            meant = "Steps" if name == "save_every" else "Latest"
+            is_number = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
+            raise UsageError(
+                f"{name}={policy!r} is no policy for {'saving' if name == 'save_every' else 'keeping'}",
+                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"Such are {known}.",
+            )
 
 
 def check_switches(**switches: object) -> None:
@@ -203,6 +224,26 @@ def check_options(options: Mapping[str, object]) -> None:
                 f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
                 "object to keep",
                 hint=f"To keep an object of that name, write resumable(directory, Checkpoint({name}=..., ...)).",
+            )
+
+
+def check_kept_objects(objects: Mapping[str, object]) -> None:
+    """**Pure.** Objects that were given in another form than the one that can be put back.
+
+    Raises:
+        UsageError: If one is the state of an optimizer, or an iterator over a loader.
+    """
+    for name, value in objects.items():
+        if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
+            raise UsageError(
+                f"{name} is what an optimizer's state_dict() returned: it would be stored as it is now, and a restart "
+                "would not put it back into the optimizer",
+                hint=f"Give the optimizer itself, {name}={name}, without .state_dict().",
+            )
+        if isinstance(value, BatchIterator):
+            raise UsageError(
+                f"{name} is an iterator over a loader, and the loader is what keeps its place",
+                hint=f"Give the loader itself, {name}={name}, and take the batches from loader.stream().",
             )
 
 
