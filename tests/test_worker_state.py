@@ -596,3 +596,26 @@ def test_a_training_that_backs_nothing_up_is_warned_of_while_it_runs_and_at_its_
         ("INFO", "training is over, and no backup of it was made"),
     ]
     assert fit(backs_up=True, deletes=True) == [("INFO", "training is over, and its backup is deleted")]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_training_that_only_restores_and_backs_nothing_up_is_told_at_its_end(
+    tmp_path: Path, is_trained: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    model, sampler = torch.nn.Linear(2, 1), hf.ResumableSampler(40, batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    events: list[Event] = []
+    kept = hf.Checkpoint(model=model, optimizer=optimizer, sampler=sampler)
+    with hf.WorkerTrainingState(tmp_path, kept, sinks=[events.append]) as state:
+        state.restore()
+        for _ in sampler.batches(sampler):
+            loss = model(torch.ones(1, 2)).sum()
+            if is_trained:
+                loss.backward()
+                optimizer.step()
+    told = [(event.text, event.is_error) for event in events if isinstance(event, Warned)]
+    assert len(told) == is_trained, told
+    if is_trained:
+        assert "but no epoch was backed up, so nothing of it is saved: call back_up(epoch)" in told[0][0]
+        assert told[0][1]

@@ -268,6 +268,7 @@ class WorkerTrainingState:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
         note_backup(self.checkpoint, self._storage.url)
+        self._begin_watch(may_predict=True)
         self._in_flight = None
         self._saved = self._began_from = None
         self._kept_for = ""
@@ -374,8 +375,7 @@ class WorkerTrainingState:
         backup = self._settle()
         self._trains, self._total = True, total
         self._listen()
-        self._watch.end()
-        self._watch = EpochWatch(self.checkpoint.objects, self._warn)
+        self._begin_watch()
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
@@ -546,6 +546,11 @@ class WorkerTrainingState:
                 "call delete_backup(): until then each run begins behind that epoch"
             )
             self._warn(text)
+
+    def _begin_watch(self, *, may_predict: bool = False) -> None:
+        self._watch.end()
+        self._watch = EpochWatch(self.checkpoint.objects, self._warn)
+        self._watch.may_predict = may_predict
 
     def _warn(self, text: str, *, is_error: bool = False) -> None:
         self._emit(Warned(text=f"{self._storage.url}: {text}", is_error=is_error))

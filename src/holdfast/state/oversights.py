@@ -214,6 +214,7 @@ class TrainingWatch:
     Attributes:
         resumption: What to say when a loop of the program's own counts its first step, unless the program has asked
             where to go on; empty to say nothing.
+        may_predict: True if batches alone are no training, since the program may only evaluate or predict.
     """
 
     _lack = "no step was counted"
@@ -238,7 +239,7 @@ class TrainingWatch:
         # Then the program begins with its own epoch.
         self._keeps_epoch = any(_is_number(objects.get(name)) for name in _EPOCHS)
         self._may_count = any(map(_may_count, objects.values()))
-        self.resumption = ""
+        self.resumption, self.may_predict = "", False
         self._is_counted = self._has_warned = False
         self._counted = 0
         self._counts: dict[str, BatchCount] = {
@@ -321,7 +322,8 @@ class TrainingWatch:
         """
         taken, updates = self._find_new()
         # One batch may have been taken for a look at it. Where optimizers are followed, batches alone train nothing.
-        if self._is_counted or not (updates or (not self._updates and sum(taken.values()) > 1)):
+        is_trained = bool(updates) or not (self._updates or self.may_predict or sum(taken.values()) < 2)
+        if self._is_counted or not is_trained:
             return ""
         parts = [
             f"{number} {'batch was' if number == 1 else 'batches were'} taken from {path}{self._since}"
