@@ -56,7 +56,7 @@ class StoreMailbox:
 
     Attributes:
         trouble: Why the store cannot be reached; empty if it can.
-        changed: Opened when there is something new; another gate has taken its place by then.
+        changed: Opened when there is something new; another latch has taken its place by then.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -86,11 +86,11 @@ class CopyProgress:
         Raises:
             BaseException: What has ended the copy before.
         """
-        gate = Latch()
+        latch = Latch()
         with self._lock:
-            self._waiting.append((end, gate))
+            self._waiting.append((end, latch))
             self._wake()
-        gate.wait(threading.TIMEOUT_MAX)
+        latch.wait(threading.TIMEOUT_MAX)
         if self.error is not None:
             raise self.error
 
@@ -103,10 +103,10 @@ class CopyProgress:
         """Lets those go on who wait for no more than there is."""
         if self._waiting:
             level = self._find_level()
-            for end, gate in self._waiting:
+            for end, latch in self._waiting:
                 if end <= level:
-                    gate.open()
-            self._waiting = [(end, gate) for end, gate in self._waiting if end > level]
+                    latch.open()
+            self._waiting = [(end, latch) for end, latch in self._waiting if end > level]
 
     def _find_level(self) -> float:
         if self.ended.is_open:

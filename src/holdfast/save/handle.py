@@ -42,10 +42,10 @@ def find_limit(timeout_seconds: float, worker: Worker) -> float:
 class SaveProgress:
     """What has become of one save: whoever makes it sets this, and its handle reads it.
 
-    Each field is set once, before its gate is opened; a failure opens them all but the last.
+    Each field is set once, before its latch is opened; a failure opens them all but the last.
 
     Attributes:
-        staged, named, settled, ended: The gates.
+        staged, named, settled, ended: The latches.
         is_copied: Whether the state has been copied.
         name: Where the checkpoint lies, or will.
         is_committed: Whether the checkpoint exists.
@@ -81,8 +81,8 @@ class SaveProgress:
     def mark_failed(self, error: HoldfastError) -> None:
         """It has failed."""
         self.error = error
-        for gate in (self.staged, self.named, self.settled):
-            gate.open()
+        for latch in (self.staged, self.named, self.settled):
+            latch.open()
 
     def mark_left_out(self, step: int, reason: str) -> None:
         """It is left out."""
@@ -165,7 +165,7 @@ class SaveHandle:
         self._wait_for(self._progress.named, None, "was not given a place")
         if self._progress.name is None:
             self._raise_failure()
-        assert self._progress.name is not None  # What opens the gate else is a failure.
+        assert self._progress.name is not None  # What opens the latch else is a failure.
         return f"{self._url}/{self._progress.name.directory}"
 
     @property
@@ -270,23 +270,23 @@ class SaveHandle:
             raise error
 
     def _wait_for(
-        self, gate: Latch, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
+        self, latch: Latch, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
     ) -> None:
         limit_seconds = self._timeout_seconds
         if timeout_seconds is not None:
             limit_seconds = check_wait(timeout_seconds)
-        if os.getpid() != self._process and not gate.is_open:
+        if os.getpid() != self._process and not latch.is_open:
             raise UsageError(
                 f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "
                 "child of it, which would not hear of its end",
                 hint="Wait in the process that saves.",
             )
-        if self._progress.thread == threading.get_ident() and not gate.is_open:
+        if self._progress.thread == threading.get_ident() and not latch.is_open:
             raise UsageError(
                 f"the save of step {self.step} waits for a sink, which waits for that save",
                 hint="In a sink only note what it is told, and wait in the thread that trains.",
             )
-        if not self._wait(gate, limit_seconds):
+        if not self._wait(latch, limit_seconds):
             self._waited_seconds += limit_seconds
             told_seconds = limit_seconds if told_seconds is None else told_seconds
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
@@ -295,10 +295,10 @@ class SaveHandle:
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
 
-    def _wait(self, gate: Latch, timeout_seconds: float) -> bool:
+    def _wait(self, latch: Latch, timeout_seconds: float) -> bool:
         if self._hold is None:
-            return gate.wait(timeout_seconds)
-        return self._hold.wait_for(gate, timeout_seconds)
+            return latch.wait(timeout_seconds)
+        return self._hold.wait_for(latch, timeout_seconds)
 
 
 def name_state(handle: SaveHandle) -> str:

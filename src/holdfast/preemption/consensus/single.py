@@ -151,7 +151,7 @@ class SingleConsensus:
         failures: The failures of the others.
         call: What was called for in this round; None before a call.
         stop: The stop step of this round; None before it is known, and where there is no other worker.
-        changed: Opened when there is something new; another gate has taken its place by then.
+        changed: Opened when there is something new; another latch has taken its place by then.
         is_alarmed: Whether the training thread has to ask before it begins another step.
         is_concluded: Whether the result of the last save on all workers is known.
         is_cut_short: Whether it was too late to wait until all had told the result of the last save.

@@ -34,7 +34,7 @@ class StoreThread:
 
     Attributes:
         trouble: Why the others cannot be reached; empty if they can.
-        changed: Opened when there is something new; another gate has taken its place by then.
+        changed: Opened when there is something new; another latch has taken its place by then.
         is_open: Whether it was opened.
     """
 
@@ -106,8 +106,8 @@ class StoreThread:
 
     def note_change(self) -> None:
         """There is something new."""
-        gate, self.changed = self.changed, Latch()
-        gate.open()
+        latch, self.changed = self.changed, Latch()
+        latch.open()
         self._on_change()
 
     def wait(self, holds: Callable[[], bool], end_at: float) -> bool:

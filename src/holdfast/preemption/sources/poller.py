@@ -80,8 +80,8 @@ class SourcePoller:
             except Exception as error:  # noqa: BLE001  As above.
                 self._emit(Warned(text=f"{source.name} could not be closed: {_say(error)}"))
         ended, self._ended = self._ended, []
-        for gate in ended:
-            gate.wait(_END_SECONDS)
+        for latch in ended:
+            latch.wait(_END_SECONDS)
 
     def _look_on(self, source: NoticeSource) -> None:
         pause_seconds = self._pause_seconds

@@ -34,7 +34,7 @@ class _Copying:
         step: The step that is being saved.
         trainer: The thread that had the step saved.
         check: Raises a `ChangedError` if something has changed since it was captured.
-        gate: Opens when `transfers` are all that is left of the copy.
+        latch: Opens when `transfers` are all that is left of the copy.
         transfers: What devices are still copying.
         is_made: Whether the copy has ended.
         is_waited_for: Whether the trainer waits for the save, and so changes nothing.
@@ -47,7 +47,7 @@ class _Copying:
     step: int
     trainer: int
     check: Callable[[], None]
-    gate: Latch = field(default_factory=Latch)
+    latch: Latch = field(default_factory=Latch)
     transfers: list[Transfer] = field(default_factory=list)
     is_made: bool = False
     is_waited_for: bool = False
@@ -139,27 +139,27 @@ class OptimizerStepBarrier:
         if copying is not None and copying.is_made and copying.is_of(threading.get_ident()):
             copying.settle()
 
-    def wait_for(self, gate: Latch, timeout_seconds: float) -> bool:
-        """**Blocks.** As `gate.wait`, by which a program waits for a save: then its thread makes no change."""
+    def wait_for(self, latch: Latch, timeout_seconds: float) -> bool:
+        """**Blocks.** As `latch.wait`, by which a program waits for a save: then its thread makes no change."""
         copying = self._newest
         if copying is None or not copying.is_of(threading.get_ident()):
-            return gate.wait(timeout_seconds)
+            return latch.wait(timeout_seconds)
         before = copying.is_waited_for
         try:
             # In this order, and the other way round in `copy`: one of the two sees the other.
             copying.is_waited_for = True
             if copying.is_made:
                 copying.settle()
-            return gate.wait(timeout_seconds)
+            return latch.wait(timeout_seconds)
         finally:
             copying.is_waited_for = before
 
     def release(self, transfers: list[Transfer]) -> None:
         """Lets steps go on, behind what devices are still copying; harmless twice."""
         copying = self._copying
-        if copying is not None and not copying.gate.is_open:
+        if copying is not None and not copying.latch.is_open:
             copying.transfers = transfers
-            copying.gate.open()
+            copying.latch.open()
 
     def copy(self, make: Callable[[], None]) -> None:
         """**Blocks.** Makes the copy.
@@ -227,7 +227,7 @@ class OptimizerStepBarrier:
     def _wait_for(self, copying: _Copying, stepping: object) -> None:
         begun_at = time.monotonic()
         self._check_caller()
-        if not copying.gate.wait(self._timeout_seconds):
+        if not copying.latch.wait(self._timeout_seconds):
             raise DeadlineError(
                 f"the copy of step {copying.step} did not end in {self._timeout_seconds:g} s; no step may begin before",
                 hint="Find out what holds the machine up; overlap_copy=False copies before save() returns.",
