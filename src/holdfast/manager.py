@@ -129,7 +129,6 @@ class CheckpointManager:
         arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
         hear = arguments.check_sinks(sinks)
         check_objects(checkpoint.objects)
-        arguments.check_kept_objects(checkpoint.objects)
         note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self.save_every, self._on_resize = save_every, on_resize

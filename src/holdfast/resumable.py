@@ -116,6 +116,7 @@ def resumable(
 
     arguments.check_options(options)
     kept = _find_checkpoint(directory, checkpoint, objects)
+    arguments.check_kept_objects(kept.objects)
     arguments.check_names(objects, ("directory", *options))
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
