@@ -922,8 +922,8 @@ SAID = """
 holdfast: runs/gpt is new; first save at step 5
 holdfast: runs/gpt is at step 7, saved; 2 checkpoints kept
 --
-holdfast: resumed runs/gpt at step 7 (saved N), next save at step 10; optimizer.lr 0.1 restored (your script says \
-0.5); keep_current=["optimizer.lr"] keeps the script's
+holdfast: resumed runs/gpt at step 7 (saved N), next save at step 10
+holdfast: runs/gpt: optimizer.lr 0.1 restored (your script says 0.5); keep_current=["optimizer.lr"] keeps the script's
 holdfast: runs/gpt is at step 16, saved; 2 checkpoints kept
 --
 holdfast: resumed runs/gpt at step 16 (saved N), next save at step 20
@@ -968,6 +968,24 @@ def test_a_run_says_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = re.sub(r"(?<=saved )(\d+ s ago|just now)|(?<=0 B in )[\d.]+ m?s", "N", done.stderr)
     assert said == SAID.replace("\\\n", "").replace("PLACE", str(tmp_path)).lstrip()
+
+
+def test_what_a_restore_sets_otherwise_than_the_script_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for life in range(2):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=(0.1, 0.5)[life])
+        loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4, seed=life, shuffle=life == 0)
+        with hf.resumable(tmp_path, model=model, optimizer=optimizer, loader=loader, quiet=True) as run:
+            if life == 0:
+                run.finish_step()
+        told = [record.message.partition(": ")[2] for record in caplog.records if record.levelno >= logging.WARNING]
+        text = (
+            "optimizer.lr 0.1 restored (your script says 0.5), loader.seed 0 restored (your script says 1), "
+            'loader.shuffle True restored (your script says False); keep_current=["optimizer.lr"] keeps the script\'s'
+        )
+        assert told == [text] * life
 
 
 @pytest.mark.parametrize("door", ["resumable", "handler"])

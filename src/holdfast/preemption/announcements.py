@@ -19,7 +19,7 @@ from holdfast.restore.backup import Backup
 from holdfast.restore.records import Restoration
 from holdfast.save.say import inform
 from holdfast.state.hyperparameters import HyperparameterChange
-from holdfast.state.oversights import describe_epochs
+from holdfast.state.oversights import describe_epochs, list_overruled
 
 _MOST_SHOWN: Final = 3
 
@@ -68,6 +68,9 @@ class Announcements:
             epochs = describe_epochs(manager.checkpoint.objects)
             after = f", after {epochs}" if epochs else ""
             self.say(self.describe(restored, f"at step {step}{after}", due))
+            set_otherwise = list_overruled(manager.checkpoint.objects).items()
+            loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
+            self._warn_of_changes({**restored.hyperparameters, **loaders})
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
@@ -103,6 +106,7 @@ class Announcements:
             )
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
+            self._warn_of_changes(backup.restoration.hyperparameters)
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
         """Training in epochs has ended, with a backup that stays; None if it is deleted, or there was none.
@@ -131,11 +135,14 @@ class Announcements:
         # Of another number of workers there is a warning already.
         is_shared = restored.workers == self._worker.world_size > 1
         by = f" by {restored.workers} workers" if is_shared else ""
-        text = f"resumed {self.place} {where} (saved {ago}{by})" + (f", {due}" if due else "")
-        every = restored.hyperparameters
-        if len(every) > _MOST_SHOWN:
-            logger.debug("%s: %s", self.place, describe_changes(every, len(every)))
-        return f"{text}; {describe_changes(every)}" if every else text
+        return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {due}" if due else "")
+
+    def _warn_of_changes(self, changes: Mapping[str, HyperparameterChange]) -> None:
+        """On the leader, also if this is quiet: training goes on otherwise than the script says."""
+        if changes and self._worker.is_leader:
+            logger.warning("%s: %s", self.place, describe_changes(changes))
+            if len(changes) > _MOST_SHOWN:
+                logger.debug("%s: %s", self.place, describe_changes(changes, len(changes)))
 
     def say(self, text: str) -> None:
         """Says it, unless this is to be quiet."""

@@ -16,6 +16,7 @@ from holdfast.state.data.sampler import (
     batch_count,
     count_epochs,
     current_epoch,
+    sampler_overruled,
 )
 from holdfast.state.rng import RNG
 from holdfast.state.tree_walk import find_array, find_stateful
@@ -459,6 +460,15 @@ def describe_resumption(step: int, asked: str, loop: str) -> str:
         f"{asked}, or loop over {loop}, or over the epochs(n) of a ResumableDataLoader that is kept. If your loop goes "
         "on there by other means, all is well"
     )
+
+
+def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
+    """What the script says of the kept samplers, as `loader.seed`, and what a restore has set in its place."""
+    return {
+        f"{path}.{name}": pair
+        for path, sampler in _find_samplers(objects).items()
+        for name, pair in sampler_overruled(sampler).items()
+    }
 
 
 def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:

@@ -145,6 +145,7 @@ class ResumableSampler:
         # The epoch of which a loop has taken the last batch, and maybe asks for no more.
         self._taken_epoch: int | None = None
         self._is_restored = self._has_warned = False
+        self._overruled: dict[str, tuple[Any, Any]] = {}
         self._moves = 0
         self._count = BatchCount()
 
@@ -297,6 +298,8 @@ class ResumableSampler:
                 differences=Differences(wrong_shape=[difference]),
                 hint="Give the data that the job was trained on, or restore everything but the loader.",
             )
+        live = {"seed": (self._seed, stored.seed), "shuffle": (self._shuffle, stored.shuffle)}
+        self._overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
         self._seed = stored.seed
         self._shuffle = stored.shuffle
         self._is_restored, self._count.is_asked = True, False
@@ -510,6 +513,11 @@ def current_epoch(sampler: ResumableSampler) -> int:
 def count_epochs(sampler: ResumableSampler) -> int:
     """How many epochs are complete."""
     return sampler._epoch + (not sampler._cut.count_from(sampler._position_samples))
+
+
+def sampler_overruled(sampler: ResumableSampler) -> dict[str, tuple[Any, Any]]:
+    """Seed and shuffle as the script gave them and as the newest restore has set them, where they differ."""
+    return sampler._overruled
 
 
 def leave_alone() -> None:
