@@ -485,7 +485,7 @@ def test_a_loop_of_steps_within_another_one_is_warned_of_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_set", [False, True])
-def test_an_epoch_that_is_kept_as_a_number_and_never_set_is_warned_of_at_the_end(tmp_path: Path, is_set: bool) -> None:
+def test_epoch_kept_as_a_number_and_never_set_is_warned_of_at_the_end(tmp_path: Path, is_set: bool) -> None:
     events: list[Event] = []
     with hf.resumable(tmp_path, epoch=0, save_every=hf.Steps(2), sinks=[events.append]) as run:
         for epoch in range(run.checkpoint.epoch, 1):
@@ -500,12 +500,25 @@ def test_an_epoch_that_is_kept_as_a_number_and_never_set_is_warned_of_at_the_end
     assert len([event for event in events if isinstance(event, Warned)]) == len(told)
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_best_value_that_the_loop_only_rebinds_is_warned_of_at_the_end(tmp_path: Path, is_set: bool) -> None:
+    events: list[Event] = []
+    with hf.resumable(tmp_path, best=9.0, best_state={}, save_every=hf.Steps(2), sinks=[events.append]) as run:
+        best = run.checkpoint.best
+        for step in run.steps(4):
+            best = min(best, 8.0 - step)
+            if is_set:
+                run.checkpoint.best = best
+    told = [event.text for event in events if isinstance(event, Warned)]
+    assert [text[:20] for text in told] == ([] if is_set else ["best is kept as 9.0,"])
+
+
 def told(events: list[Event]) -> list[tuple[str, bool]]:
     """What was warned of up to the colon before the advice, and whether as an error."""
     return [(event.text.partition(": ")[0], event.is_error) for event in events if isinstance(event, Warned)]
 
 
-def test_a_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_its_end(tmp_path: Path) -> None:
+def test_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_end(tmp_path: Path) -> None:
     sampler = hf.ResumableSampler(20, batch_size=4)
     events: list[Event] = []
     count = len(list(hf.ResumableSampler(20, batch_size=4)))
@@ -838,7 +851,7 @@ def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptu
     assert [Path(name).name for name in frames] == [Path(__file__).name] * 2 + ["tracebacks.py"]
 
 
-def test_an_epoch_that_is_kept_as_a_number_is_warned_of_when_a_sampler_has_passed_it(tmp_path: Path) -> None:
+def test_epoch_kept_as_a_number_is_warned_of_once_a_sampler_passed_it(tmp_path: Path) -> None:
     def train(place: Path, steps: int, *, is_set: bool) -> list[str]:
         sampler = hf.ResumableSampler(8, batch_size=4)
         events: list[Event] = []
@@ -1066,7 +1079,7 @@ def test_entering_a_run_reads_no_state_that_is_not_ready_or_may_change(tmp_path:
     assert steps_of(tmp_path) == [1]
 
 
-def test_a_directory_that_takes_no_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_directory_that_takes_no_checkpoint_is_refused_at_entry(tmp_path: Path) -> None:
     state = {"value": np.zeros(10)}
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100k", "tmpfs") as disk:
         begin(disk / "run", "resumable", state=state)
@@ -1096,7 +1109,7 @@ def test_a_directory_that_takes_no_checkpoint_is_refused_before_the_first_step(t
 
 
 @pytest.mark.parametrize("moment", ["make_directory", "publish", "read"])
-def test_a_save_that_sweeps_while_another_job_tries_the_directory_ends_nothing(tmp_path: Path, moment: str) -> None:
+def test_sweep_beside_another_job_that_tries_the_directory_ends_nothing(tmp_path: Path, moment: str) -> None:
     swept: list[str] = []
 
     class Swept(LocalStorage):

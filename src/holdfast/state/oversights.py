@@ -170,7 +170,7 @@ def _has_state(optimizer: Any) -> bool:
 
 
 class KeptEpoch:
-    """Finds an epoch that is kept as a number, and that the program never sets."""
+    """Finds an epoch, or a best value, that is kept as a number and that the program never sets."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Notes the numbers that the program begins with, before anything is restored."""
@@ -203,6 +203,13 @@ class KeptEpoch:
         for name in () if self._has_warned else _EPOCHS:
             if _is_number(objects.get(name)) and name not in assigned:
                 return _describe_epoch(name, objects[name], "")
+        for name, value in objects.items():
+            if name.startswith("best") and (value is None or type(value) in (int, float)) and name not in assigned:
+                return (
+                    f"{name} is kept as {value}, which nothing has set since: a loop's own variable is another, and a "
+                    f"restart begins with this one. Set checkpoint.{name} in the loop (run.checkpoint, if run is "
+                    "resumable's) and begin with it, or keep the value in a dict"
+                )
         return ""
 
 
