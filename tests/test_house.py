@@ -311,6 +311,16 @@ def test_files_are_named_for_a_stage_or_a_thing() -> None:
     assert list_offences(find) == []
 
 
+def test_names_of_tests_have_at_most_seventy_characters() -> None:
+    found = [
+        node.name
+        for module in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(parse(module))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 70
+    ]
+    assert found == []
+
+
 def test_no_text_speaks_of_where_it_was_made() -> None:
     texts = [*MODULES, *(ROOT / "tests").glob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     for text in texts:

@@ -573,7 +573,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def test_an_optimizer_that_trains_what_is_kept_and_is_not_kept_is_warned_of(tmp_path: Path) -> None:
+def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     other = copy.deepcopy(model)
     adam = torch.optim.AdamW(model.parameters())
@@ -609,7 +609,7 @@ def test_an_optimizer_that_trains_what_is_kept_and_is_not_kept_is_warned_of(tmp_
     assert train(adam, optimizer=adam, trainer=Trainer(adam)) == []
 
 
-def test_training_that_counts_no_step_shows_by_an_optimizer_that_is_not_kept(tmp_path: Path) -> None:
+def test_training_without_counted_steps_shows_by_an_unkept_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     events: list[Event] = []

@@ -336,7 +336,7 @@ def test_state_of_a_parameter_of_another_shape_does_not_fit(name: str, stepped: 
     train(live, other)
 
 
-def test_a_part_of_state_that_does_not_fit_is_a_difference_where_it_is_wanted() -> None:
+def test_part_of_state_that_does_not_fit_is_a_difference_if_wanted() -> None:
     source, live = _wide(16), _wide(32)
     optimizer, other = torch.optim.AdamW(source.parameters()), torch.optim.AdamW(live.parameters())
     train(source, optimizer)

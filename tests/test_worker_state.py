@@ -557,7 +557,7 @@ def test_an_epoch_before_the_restored_one_is_refused(tmp_path: Path) -> None:
     assert first == 2
 
 
-def test_a_training_that_backs_nothing_up_is_warned_of_while_it_runs_and_at_its_end(
+def test_training_that_backs_nothing_up_is_warned_of_meanwhile_and_at_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
@@ -599,9 +599,7 @@ def test_a_training_that_backs_nothing_up_is_warned_of_while_it_runs_and_at_its_
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_training_that_only_restores_and_backs_nothing_up_is_told_at_its_end(
-    tmp_path: Path, is_trained: bool
-) -> None:
+def test_training_that_only_restores_is_warned_of_at_its_end(tmp_path: Path, is_trained: bool) -> None:
     torch = pytest.importorskip("torch")
     model, sampler = torch.nn.Linear(2, 1), hf.ResumableSampler(40, batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
