@@ -211,7 +211,7 @@ class JointParticipant:
         self.peers.mailbox.post(errand)
 
     def try_end(self, exchange: CommitProtocol, error: BaseException) -> bool:
-        """**Blocks.** As `save.joint.protocol.CommitProtocol.try_end`."""
+        """**Blocks.** As `save.joint.protocol.try_end`."""
         return try_end(exchange, error)
 
     def tell(self, exchange: CommitProtocol, error: BaseException) -> None:
