@@ -113,7 +113,7 @@ def test_the_advice_is_what_auto_chooses(document: dict[str, Any]) -> None:
     assert figures["per_failure_seconds"] < figures["interval_seconds"] + durable + figures["restore_seconds"]
 
 
-def test_a_smaller_trial_is_reckoned_up(tmp_path: Path) -> None:
+def test_a_smaller_trial_is_scaled_up(tmp_path: Path) -> None:
     document = call_json("doctor", tmp_path, "--size", "300MB", "--trial", "3MB")
     figures = document["figures"]
     assert (document["size_bytes"], figures["trial_bytes"]) == (300_000_000, 3_000_000)

@@ -82,7 +82,7 @@ def test_where_nothing_is_to_be_copied_it_has_ended_when_it_begins() -> None:
 
 
 @pytest.mark.parametrize("is_called_off", [True, False])
-def test_a_copy_that_never_will_be_complete_is_waited_for_by_nobody(is_called_off: bool) -> None:
+def test_no_thread_waits_for_a_copy_that_will_never_be_complete(is_called_off: bool) -> None:
     copied = CopyProgress([0, 8])
     ended: list[int] = []
     expected = CalledOffError if is_called_off else ZeroDivisionError

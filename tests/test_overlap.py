@@ -824,13 +824,13 @@ def test_objects_that_cannot_be_saved_yet_do_not_fail_a_reservation(kind: str) -
 
 
 def test_estimated_memory_is_what_a_save_takes_after_a_step() -> None:
-    from holdfast.save.prepare import reckon_bytes
+    from holdfast.save.prepare import estimate_bytes
     from holdfast.state import capture_objects
 
     for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adagrad):
         job = Job()
         job.optimizer = make(job.model.parameters())  # type: ignore[assignment]
-        reckoned_bytes = reckon_bytes(job.checkpoint().objects)
+        reckoned_bytes = estimate_bytes(job.checkpoint().objects)
         job.train()
         size_bytes = capture_objects(job.checkpoint().objects).size_bytes
         assert size_bytes <= reckoned_bytes <= size_bytes * 1.01 + 8192

@@ -163,7 +163,7 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
 def test_signal_while_run_is_made_too_long_leaves_without_it(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["looking"])
     notify(job, jobs)
-    # Nobody goes on.
+    # No worker goes on.
     assert job.end() == 42, job.errors
     assert "while the run was made, and it is not made after 2 s" in job.errors
 
@@ -572,7 +572,7 @@ def test_checkpointable_block_is_saved_and_left_in_its_middle(
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=["evaluation"], evaluate=[4], checkpointable=True)
     notify(job, jobs)
-    # Nobody goes on.
+    # No worker goes on.
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [5]
     if loop != "steps":

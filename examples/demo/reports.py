@@ -1,4 +1,4 @@
-"""What the processes of the demo are told, and what they tell, as lines of JSON."""
+"""What the processes of the demo read and report, as lines of JSON."""
 
 from __future__ import annotations
 

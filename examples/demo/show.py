@@ -160,7 +160,7 @@ def show_summary(console: Console, outcome: Outcome, figures: Figures) -> None:
         for objection in objections:
             console.print(Text(f"  {objection}", "red"), soft_wrap=True)
     else:
-        line = f"VERDICT: yes. Killed {_times(figures.kills)}, and bit-identical to a run that nobody touched."
+        line = f"VERDICT: yes. Killed {_times(figures.kills)}, and bit-identical to an untouched run."
         console.print(Text(line, "bold green"), soft_wrap=True)
 
 

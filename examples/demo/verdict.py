@@ -125,7 +125,7 @@ class Outcome:
     """What came of both runs.
 
     Attributes:
-        untouched: The steps of the run that nobody touched.
+        untouched: The steps of the untouched run.
         lives: The processes of the run under fire, in order.
         comparisons: What was held against each other.
         directory: The directory of the run under fire.

@@ -36,7 +36,7 @@ def compete(directory: str, turns: str, own_number: str) -> None:
         taken += identity(path) in spares
         if kept is not None:
             # Until here it counted.
-            assert kept[0].read_bytes() == pattern(kept[1], 2 * MIB), "somebody else has written into it"
+            assert kept[0].read_bytes() == pattern(kept[1], 2 * MIB), "other code has written into it"
             storage.spare.try_keep(str(kept[0].relative_to(storage.url)), 2 * MIB)
             storage.remove(str(kept[0].relative_to(storage.url)))
         kept = (path, number)

@@ -111,7 +111,7 @@ class StoreMailbox:
         self._inbox.put(True)
 
     def notify(self) -> None:
-        """There is something new: whoever waits looks again."""
+        """Wakes the threads that wait: there is something new."""
         changed, self.changed = self.changed, Latch()
         changed.open()
         for watch in self._watches:
@@ -155,7 +155,7 @@ class StoreMailbox:
                 else:
                     self._silent_since, self.trouble = None, ""
         except BaseException as error:
-            # Nothing is written or looked at any more: whoever waits has to know.
+            # Nothing is written or looked at any more: the threads that wait have to know.
             self.trouble = f"{type(error).__name__}: {error}"
             self.notify()
             raise

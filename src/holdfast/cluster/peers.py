@@ -94,16 +94,16 @@ class Namespace:
         return "/".join([self._prefix, *map(str, name)])
 
     def post(self, record: msgspec.Struct, *name: object) -> None:
-        """Writes a record, whatever stands there."""
+        """Writes a record, in place of one that is there."""
         self._cluster.set(self.key(*name), msgspec.json.encode(record))
 
     def post_once(self, record: _T, *name: object) -> _T:
-        """Writes a record unless one stands there, and gives what stands there then: the same for all workers."""
+        """Writes a record unless there is one, and gives the one that is there then: the same for all workers."""
         standing = self._cluster.set_once(self.key(*name), msgspec.json.encode(record))
         return msgspec.json.decode(standing, type=type(record))
 
     def read(self, kind: type[_T], *name: object) -> _T | None:
-        """What stands there, if anything does."""
+        """The record, or None if there is none."""
         found = self._cluster.try_get(self.key(*name))
         return None if found is None else msgspec.json.decode(found, type=kind)
 
@@ -200,7 +200,7 @@ class FailureFeed:
                 return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
             if named:
                 return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
-        # Nobody's absence, but that of the store.
+        # No worker is absent: the store is.
         self._heartbeat.check(())
         return None
 

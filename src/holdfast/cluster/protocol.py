@@ -109,7 +109,7 @@ class Cluster(Protocol):
 class EngineStore(Protocol):
     """One connection to the store of an engine. One thread at a time uses it.
 
-    A call may take as long as the engine likes, and raise whatever it raises: whoever calls has a deadline of its own.
+    A call may take as long as the engine likes, and raise any error: the caller has a deadline of its own.
     Keys and values have been looked at before.
     """
 
@@ -118,7 +118,7 @@ class EngineStore(Protocol):
         ...
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Lets a key hold a value unless it holds one; returns what stands there then."""
+        """Lets a key hold a value unless it holds one; returns the value that it holds then."""
         ...
 
     def try_get(self, key: str) -> bytes | None:

@@ -75,7 +75,7 @@ class MultiNodeCheckpointManager:
         storage: Where the checkpoints lie.
         url: The same, for people to read.
         timeout_seconds: The deadline of each wait.
-        metadata_handler: What keeps the record, and is told how long things took.
+        metadata_handler: Keeps the record, and hears how long things took.
         nodes: The nodes whose state is kept; none before `init`.
         committed: The epoch whose save was begun last, once it is committed, waited for or not; else None.
     """

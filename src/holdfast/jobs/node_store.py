@@ -52,7 +52,7 @@ class NodeStoreOptions:
         begin_anew: Whether to begin from nothing although there may be checkpoints.
         timeout_seconds: The deadline of each wait.
         threads: How many threads write, and read, in each process.
-        sinks: Functions that are told of each event.
+        sinks: Functions that get each event.
     """
 
     storage: Storage
@@ -216,7 +216,7 @@ def open_manager(
         checkpoint: The workspaces.
         options: How to save and restore.
         note: Told of each event first.
-        cluster: The processes that save together; "alone" if the session is this one, whoever else there may be.
+        cluster: The processes that save together; "alone" if the session is this one, also beside others.
         liveness_seconds: After how long without a sign of life a process is taken for dead.
     """
     return CheckpointManager(
@@ -224,7 +224,7 @@ def open_manager(
         checkpoint,
         keep=options.keep,
         begin_anew=options.begin_anew,
-        # Whoever waits for a save hears of its failure, and counts them.
+        # The manager raises failures of saves where it waits for them, and counts them.
         failures_allowed=sys.maxsize,
         sinks=[note, *options.sinks],
         timeout_seconds=options.timeout_seconds,
@@ -266,7 +266,7 @@ def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOpt
             strict=order.strict,
             threads=options.threads,
             emit=emit,
-            # Each reads what is its own, so whoever takes the writer's place has what the writer had.
+            # Each reads what is its own, so the process that takes the writer's place has what the writer had.
             worker=place.writer,
         )
     except MismatchError as mismatch:

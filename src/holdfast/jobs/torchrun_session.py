@@ -49,9 +49,9 @@ _FAREWELL_SECONDS: Final = 5.0
 """How long the leader waits for the others at the end, as it may host the store."""
 
 _INTERRUPT: Final = signal.SIGURG
-"""Nobody else uses it, a process that does not know it ignores it, and no shell has it ignored from the start."""
+"""No other library uses it, a process that does not know it ignores it, and no shell has it ignored from the start."""
 
-_GONE: Final = "died, or left, amid the job's work"
+_GONE: Final = "died, or left, during the job's work"
 
 _ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
 """What ends a run on all workers: they have told each other of it, or see the same checkpoints."""

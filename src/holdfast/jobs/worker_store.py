@@ -54,7 +54,7 @@ _KINDS: Final[Mapping[str, Callable[[str, str], HoldfastError]]] = {
 
 
 class NodeOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How an action ended on one node, as the others are told of it.
+    """How an action ended on one node, as the others read it.
 
     Attributes:
         seconds: How long it took; None if the node had no part in it.

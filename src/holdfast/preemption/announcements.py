@@ -151,7 +151,7 @@ class Announcements:
 
 
 def warn_never_entered(place: str, process: int) -> None:
-    """Says that a run was made and never entered, when it is collected or the program ends; not amid an error.
+    """Says that a run was made and never entered, when it is collected or the program ends; not during an error.
 
     Args:
         place: Where the run lies.

@@ -119,7 +119,7 @@ class FinalSave:
         self._end: tuple[int | None, int, str] | None = None
 
     def save_early(self, step: int) -> SaveHandle | None:
-        """Saves so many complete steps, to train on. A failure is told, and does not end training.
+        """Saves so many complete steps, to train on. A failure is reported, and does not end training.
 
         Returns:
             The save, if it can be waited for; None as well if it has failed.

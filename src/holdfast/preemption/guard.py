@@ -392,7 +392,7 @@ class Guard:
         """Saves, and leaves when all have; returns if `exit_fn` does. `save` says what went wrong."""
         begun_at = time.monotonic()
         call, stop = self._consensus.call, self._consensus.stop
-        assert call is not None, "without a call nobody leaves"
+        assert call is not None, "no worker leaves without a call"
         end_at = end_at_of(self._outlook())
         self.leaving = self._is_concluding = True
         try:
@@ -402,7 +402,7 @@ class Guard:
                 return self._leave_alone(step, "; ".join(loss.message for loss in losses), losses[0])
             met = ""
             if stop is not None and step is not None and step > stop.step:
-                # If nothing could be lost, it is a first step of which nobody knew that it had begun.
+                # If nothing could be lost, it is a first step whose begin was not known.
                 is_first, step = step == self._safe_step + 1 == stop.step + 1, stop.step
                 met = "" if is_first else f"the loop had gone on when step {step} was to be saved"
             elif self._progress.early is None or self._may_save_again(call):

@@ -83,7 +83,7 @@ class LoopProgress:
 
 
 class LastSave:
-    """The step that was saved last. One that was restored, or saved by somebody else, has no save here."""
+    """The step that was saved last. One that was restored, or saved by other code, has no save here."""
 
     def __init__(self) -> None:
         self._step: int | None = None

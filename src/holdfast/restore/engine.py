@@ -165,7 +165,7 @@ class _Candidates:
         catalogs: list[Catalog] = []
 
         def find() -> tuple[StepName, ...]:
-            # It is looked in here, since the others are told of what goes wrong in here.
+            # The look is in here, since errors in here reach the others.
             catalogs.append(catalog := read_catalog(self._storage))
             for fault in catalog.faults:
                 text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"

@@ -1,7 +1,7 @@
 """The engine: one thread that makes the saves of a manager, from the copy to what is removed after the commit.
 
 It is one for as long as the manager lives, and has a pool of helpers. No signal handler runs in it, so that no
-exception strikes amid what it does; the thread that trains asks it for a save, and waits for the copy alone.
+exception strikes in what it does; the thread that trains asks it for a save, and waits for the copy alone.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Engine:
                 self._give_up(request, error)
                 raise
         except CalledOffError:
-            pass  # Whoever asked for it knows.
+            pass  # The thread that asked for it knows.
         except LeftOutError as left:
             self._leave_out(request, left)
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
@@ -185,7 +185,7 @@ class Engine:
                 writing = self._open(request, staging)
                 writing.write_behind_copy(self._pool)
         finally:
-            # Also what has failed by now is told when training has its copy, and not before.
+            # Also a failure so far is reported when training has its copy, and not before.
             self._confirm(request, staging)
         # From here on the other workers are spoken to, if there are any.
         self._writer.begin(order)

@@ -40,7 +40,7 @@ def find_limit(timeout_seconds: float, worker: Worker) -> float:
 
 
 class SaveProgress:
-    """What has become of one save: whoever makes it sets this, and its handle reads it.
+    """What has become of one save: the engine sets this, and the handle reads it.
 
     Each field is set once, before its latch is opened; a failure opens them all but the last.
 
@@ -134,7 +134,7 @@ class SaveHandle:
             delivered: Told of an error when a wait on this handle has raised it.
             worker: Which worker saves.
             replaces: Whether it may take the place of a checkpoint of that step.
-            hold: Told of each call, and of each wait, since training changes nothing meanwhile; None for nobody.
+            hold: Notes each call, and each wait, since training changes nothing meanwhile; None if nothing is held.
         """
         self.step = step
         self.replaces = replaces
@@ -284,7 +284,7 @@ class SaveHandle:
         if self._progress.thread == threading.get_ident() and not latch.is_open:
             raise UsageError(
                 f"the save of step {self.step} waits for a sink, which waits for that save",
-                hint="In a sink only note what it is told, and wait in the thread that trains.",
+                hint="In a sink only note the event, and wait in the thread that trains.",
             )
         if not self._wait(latch, limit_seconds):
             self._waited_seconds += limit_seconds

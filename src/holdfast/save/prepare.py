@@ -102,7 +102,7 @@ def check_writable(storage: Storage) -> None:
         raise kind(text, path=path, hint=error.hint or "Give a directory that can be written.") from error.__cause__
 
 
-def reckon_bytes(objects: Mapping[str, object]) -> int:
+def estimate_bytes(objects: Mapping[str, object]) -> int:
     """The memory that the state of the objects takes, and will take when all have been used once.
 
     Objects that may change when their state is read are left out: they are to be restored first.

@@ -53,8 +53,8 @@ class Origin(msgspec.Struct, frozen=True):
     Attributes:
         base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
             it was made. None if it begins anew.
-        seen_generation: The newest generation of the run at that time; 0 if there was none. Whoever has opened a newer
-            one since goes on from steps that this manager does not know of.
+        seen_generation: The newest generation of the run at that time; 0 if there was none. A job that has opened a
+            newer one since goes on from steps that this manager does not know of.
         sources: Checkpoints that stay while the manager lives: those of which a part was restored, and those that were
             restored by their number, which may be asked for again.
     """
@@ -149,7 +149,7 @@ class Receipts(msgspec.Struct, frozen=True):
 
 
 class LeftOutError(Exception):
-    """A save is left out by all workers, since one of them could not take part; nobody has failed."""
+    """A save is left out by all workers, since one of them could not take part; none has failed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -18,7 +18,7 @@ from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.joint.setup import make_writer
-from holdfast.save.prepare import reckon_bytes
+from holdfast.save.prepare import estimate_bytes
 from holdfast.save.records import SaveOptions
 from holdfast.save.request import SaveRequest
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
@@ -98,7 +98,7 @@ class Saver:
             size_bytes: For how large a state; "auto" for that of the objects.
         """
         try:
-            self._buffer.take(reckon_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
+            self._buffer.take(estimate_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
             self.engine.touch(self._buffer)
         except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
             reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
@@ -127,7 +127,7 @@ class Saver:
         if self.engine.serving == threading.get_ident():
             raise UsageError(
                 f"a sink of events asks for something of the manager of {self._url}, whose save waits for the sink",
-                hint="In a sink only note what it is told, and do the rest in the thread that trains.",
+                hint="In a sink only note the event, and do the rest in the thread that trains.",
             )
         if self._request is not None:
             self._request.drop_if_left()
@@ -205,5 +205,5 @@ class Saver:
         self._buffer.release()
 
     def abandon(self) -> None:
-        """Nobody waits for the save in flight any more, nor for what else would be done at the end."""
+        """Gives up the save in flight, and what else would be done at the end."""
         self._recycler.abandon()

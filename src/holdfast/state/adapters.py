@@ -146,7 +146,7 @@ class Loading(Protocol):
         """Puts a value of `value` in the place of a live one, when all arrays have been read.
 
         Returns:
-            What stands there now: `live` itself if it could be changed, otherwise the new value.
+            The value from now on: `live` itself if it could be changed, otherwise the new value.
         """
         ...
 

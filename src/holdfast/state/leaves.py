@@ -259,7 +259,7 @@ class Sharder(Protocol):
     """How one kind of sharded array is looked at."""
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What this worker holds of an array. It communicates with nobody.
+        """What this worker holds of an array. It does not communicate.
 
         Raises:
             UnsupportedValueError: If the array cannot be stored; `path` says where it stands.

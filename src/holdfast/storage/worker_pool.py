@@ -24,7 +24,7 @@ class WorkerPool:
     save may still have to be written, and it loses jobs where a thread cannot be started.
 
     Attributes:
-        put: Gives the threads something to do. A single call of C, so that no signal handler can raise amid it.
+        put: Gives the threads something to do. A single call of C, so that no signal handler can raise within it.
     """
 
     def __init__(self, size: int, name: str) -> None:

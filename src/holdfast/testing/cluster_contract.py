@@ -79,7 +79,7 @@ class ClusterContract:
     def test_a_killed_worker_is_missed(self, tmp_path: Path) -> None:
         """The others find out which it was, within the time that they were given."""
         if self.worker_count == 1:
-            pytest.skip("there is nobody to miss anybody")
+            pytest.skip("a single worker cannot be missed")
         survivors = range(self.worker_count - 1)
         with Workers(tmp_path) as workers:
             self.start(workers, "bereaved", tmp_path)

@@ -283,6 +283,9 @@ def play_bereaved(cluster: Cluster) -> None:
     victim = cluster.world_size - 1
     # Where the system tells of the end of a process, no worker waits for its signs of life.
     heartbeat = Heartbeat(cluster, 0.1, 4 * PATIENCE_SECONDS if find_machine() else LOSS_SECONDS)
+    # Each registers its process after its first sign of life, so with a second sign it has.
+    for rank in range(cluster.world_size):
+        _await_count(cluster, f"heartbeat/{rank}", 2)
     rendezvous(cluster, "all-live", PATIENCE_SECONDS)
     say({"ready": cluster.rank, "pid": os.getpid()})
     error = _expect(AbsentError, lambda: _watch(heartbeat, None))
@@ -325,8 +328,13 @@ def play_restarted(cluster: Cluster) -> None:
 def _leave_together(cluster: Cluster, count: int) -> None:
     """Lets the leader leave last: it may be the one that hosts the store."""
     cluster.add("leaving", 1)
+    if cluster.rank == 0:
+        _await_count(cluster, "leaving", count)
+
+
+def _await_count(cluster: Cluster, key: str, count: int) -> None:
     end_at = time.monotonic() + PATIENCE_SECONDS
-    while cluster.rank == 0 and cluster.add("leaving", 0) < count and time.monotonic() < end_at:
+    while cluster.add(key, 0) < count and time.monotonic() < end_at:
         time.sleep(0.01)  # It is a counter, and only values can be waited for.
 
 

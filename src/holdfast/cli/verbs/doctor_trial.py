@@ -269,7 +269,7 @@ class Examination:
         self._note("clock", "note", text, f"{text}: ages that are shown will be wrong; let a time server set both")
 
     def measure(self, trial_bytes: int | None, tell: Callable[[str], None]) -> None:
-        """**Blocks.** Saves and restores as a job does; what that takes is reckoned up to the size of the state.
+        """**Blocks.** Saves and restores as a job does; what that takes is scaled up to the size of the state.
 
         Args:
             trial_bytes: How much is really saved; None for as much as is quickly done.

@@ -74,7 +74,7 @@ def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequen
 
 
 def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
-    """The run's own records that are damaged: which step follows which is told by them."""
+    """The run's own records that are damaged: they say which step follows which."""
     if catalog is None:
         return
     yield from catalog.faults

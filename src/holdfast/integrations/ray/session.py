@@ -297,7 +297,7 @@ class _ActorParts:
         # Tells the actors which parts are meant: a session may serve one manager after the other.
         self._number = next(_numbers)
         self._emit = Fanout([LoggingSink(), *options.sinks])
-        # Functions of this process stay here; the events of the first node come back and are told of here.
+        # Functions of this process stay here; the events of the first node come back and are emitted here.
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
         check_outcomes(self._call("open_part", self._number, tuple(nodes), options.storage.url, *rest))
 

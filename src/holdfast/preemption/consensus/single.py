@@ -121,7 +121,7 @@ class NoFailures:
         Args:
             error: The error.
             left_seconds: The time that is left; None if that is not known.
-            is_exit: Whether it is an exit in which the others take no part. Then it is told in any case.
+            is_exit: Whether it is an exit in which the others take no part. Then it is reported in any case.
         """
         return None
 

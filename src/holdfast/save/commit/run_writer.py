@@ -151,7 +151,7 @@ class RunWriter(Writer):
     Not thread-safe: one save uses it at a time.
 
     Attributes:
-        recycler: Has the data file of a removed checkpoint, to be written over; whoever ends with this closes that.
+        recycler: Has the data file of a removed checkpoint, to be written over; the owner of this closes it.
     """
 
     writes_behind_copy = True

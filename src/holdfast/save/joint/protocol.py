@@ -1,12 +1,12 @@
 """What the workers tell each other about one save, through the store of the job.
 
-Nobody asks before a save begins, so each worker must find the same name for it by itself: how often the run was
+Workers do not communicate before a save begins, so each derives the same name for it: how often the run was
 restored, the step, and the number of the attempt at that step.
 
     save/PLACE/name           the directory, by the leader
     save/PLACE/part/RANK      what a worker has written
     save/PLACE/question       what the leader asks some workers; see `save/joint/inquiry.py`
-    save/PLACE/verdict        whether it is to be committed: written once, by whoever knows first
+    save/PLACE/verdict        whether it is to be committed: written once, by the first that knows
     save/PLACE/result         how the commit went, by the leader
     save/PLACE/left/RANK      that a worker has done with this save
     at/RANK                   where a worker is

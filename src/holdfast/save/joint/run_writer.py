@@ -170,7 +170,7 @@ class JointRunWriter(Writer):
         return self._name
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
-        """**Blocks.** Makes the files that this worker writes, and notes what the others are told of them."""
+        """**Blocks.** Makes the files that this worker writes, and notes what the others hear of them."""
         self._holding = make_holding(snapshot, self._holding)
         self._compares = bool(snapshot.digests)
         self._shards = digest_shards(snapshot)

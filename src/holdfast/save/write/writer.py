@@ -324,7 +324,7 @@ class _SegmentWriting:
             ctypes.memmove(
                 address + first, self._image_address + segment.image_begin + first - segment.begin, last - first
             )
-        # What was in it before is nobody's business.
+        # What was in it before must not be read.
         padding_bytes = -(end - begin) % ALIGNMENT_BYTES
         scratch[end - begin : end - begin + padding_bytes] = bytes(padding_bytes)
 

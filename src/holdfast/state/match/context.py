@@ -38,7 +38,7 @@ class ObjectLoading:
         return self._comparison.complete(value)
 
     def put(self, live: Any, value: Any) -> Any:
-        """What stands there once the live value has been changed."""
+        """The value there once the live one has been changed."""
         return update_in_place(live, self.complete(value), {})
 
     def wants(self, *at: str) -> bool:
