@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,6 +13,36 @@ import holdfast as hf
 
 class Interrupted(BaseException):
     """What a signal handler of the program raises."""
+
+
+_is_awaited = False
+
+
+def interrupt_after(seconds: float, act: Callable[[], object]) -> bool:
+    """Runs something in the main thread, with an exception that a timer's signal raises in it if it takes longer.
+
+    Returns:
+        Whether the exception struck.
+    """
+    global _is_awaited
+    signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        _is_awaited = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        act()
+        _is_awaited = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupted:
+        return True
+    return False
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises once: another thread may take the signal, and hand it on when the timer has been stopped."""
+    global _is_awaited
+    if _is_awaited:
+        _is_awaited = False
+        raise Interrupted
 
 
 def save_struck(manager: hf.CheckpointManager, step: int, *calls: int) -> int:

@@ -43,6 +43,7 @@ HOLDFAST: Final = (
     "holdfast.state.numpy_arrays",
     "holdfast.state.numpy_random",
     "file_engine",
+    "interrupts",
 )
 """The modules of a program without a framework."""
 

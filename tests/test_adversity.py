@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from command_line import run_python
+import preloaded
+from command_line import PROGRAMS, run_file
 from holdfast.catalog import read_catalog
 from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Committed, Event, Failed, Staged
@@ -39,82 +39,10 @@ class FullStorage(MemoryStorage):
         return super().open_writer(path, size_bytes)
 
 
-FULL = """
-import sys, numpy as np, holdfast as hf
-from holdfast.errors import SaveFailedError, StorageFullError
-from holdfast.storage import LocalStorage
-class Full(LocalStorage):
-    full = True
-    def open_writer(self, path, size_bytes):
-        if self.full:
-            raise StorageFullError("no room", path=path)
-        return super().open_writer(path, size_bytes)
-storage = Full(sys.argv[1])
-"""
-
-
 @pytest.mark.parametrize("size", [200_000, 4_000_000])
 def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) -> None:
     """The larger state is being written already while most of it is still to be copied."""
-    done = run_python(
-        """
-        import random, signal, sys, numpy as np, holdfast as hf
-        from pathlib import Path
-
-        class Interrupted(BaseException):
-            pass
-
-        # Another thread may take the signal, and hand it on when the timer has been stopped.
-        def interrupt(number, frame):
-            global is_awaited
-            if is_awaited:
-                is_awaited = False
-                raise Interrupted
-
-        # What is imported at the first save is imported by now: Python itself does not survive a torn import.
-        with hf.CheckpointManager(sys.argv[1] + "-first", hf.Checkpoint(a=np.zeros(3))) as manager:
-            manager.save(1)
-            manager.restore()
-        signal.signal(signal.SIGALRM, interrupt)
-        dice = random.Random(4)
-        size = int(sys.argv[2])
-        array = np.zeros(size)
-        interrupted = 0
-        events = []
-
-        def steps_told(kind):
-            return [event.step for event in events if type(event).__name__ == kind]
-        for life in range(12):
-            options = {"keep": hf.Latest(3), "threads": 3, "sinks": [events.append]}
-            manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array), **options)
-            manager.restore()
-            for step in range(life * 100 + 1, life * 100 + 15):
-                array[:] = step
-                try:
-                    is_awaited = True
-                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3 + size * 2e-9))
-                    manager.save(step)
-                    is_awaited = False
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interrupted:
-                    interrupted += 1
-                    if not interrupted % 4:
-                        manager.wait()
-                        # What was called off is gone, whoever had begun to write it.
-                        debris = [path for path in Path(sys.argv[1]).glob("step-*") if not any(path.glob("manifest*"))]
-                        assert not debris, debris
-            manager.wait()
-            for kept in manager.steps():
-                found = np.zeros(size)
-                restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=found)).restore(kept)
-                assert (found == kept).all(), (kept, np.unique(found))
-            manager.close()
-            assert steps_told("Staged") == steps_told("Committed") and not steps_told("Failed"), events
-        print(interrupted)
-        """,
-        str(tmp_path),
-        str(size),
-    )
+    done = run_file("interrupted", "saves", tmp_path, str(size))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "the interrupts did hit"
 
@@ -154,36 +82,7 @@ def test_who_asks_from_within_a_save_is_told_so_at_once() -> None:
 
 
 def test_a_signal_handler_that_waits_while_training_does_hangs_nothing() -> None:
-    done = run_python(
-        """
-        import faulthandler, random, signal, numpy as np, holdfast as hf
-        from holdfast.errors import UsageError
-        from holdfast.storage import MemoryStorage
-
-        dice = random.Random(1)
-        refused = waited = 0
-
-        def wait(number, frame):
-            global refused, waited
-            try:
-                manager.wait()
-                waited += 1
-            except UsageError:
-                refused += 1
-            signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 5e-4))
-
-        faulthandler.dump_traceback_later(60, exit=True)
-        with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=np.zeros(1000)), keep=hf.Latest(2)) as manager:
-            signal.signal(signal.SIGALRM, wait)
-            signal.setitimer(signal.ITIMER_REAL, 1e-3)
-            for step in range(1, 2000):
-                manager.save(step)
-                manager.wait()
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            assert manager.latest_step() == 1999
-        print(refused, waited)
-        """
-    )
+    done = run_file("interrupted", "wait in handler")
     assert done.returncode == 0, done.stderr
     assert all(map(int, done.stdout.split())), "the signals did come"
 
@@ -243,64 +142,7 @@ def test_a_second_exception_right_after_the_first_tears_and_hangs_nothing() -> N
 
 
 def test_interrupt_after_a_failing_copy_leaves_a_manager_that_saves() -> None:
-    done = run_python(
-        """
-        import gc, sys, threading, numpy as np, holdfast as hf
-        from holdfast.state.numpy_arrays import NumpyBackend
-        from holdfast.state.registry import register_backend
-        from holdfast.storage import MemoryStorage
-
-        class Failing(np.ndarray):
-            fails = False
-
-        class Library(NumpyBackend):
-            def spec(self, array, path):
-                return super().spec(array.view(np.ndarray), path)
-
-            def copy_out(self, arrays, image, offsets_bytes):
-                if Failing.fails:
-                    Failing.failed = True
-                    raise RuntimeError("the library cannot copy it")
-                super().copy_out(arrays, image, offsets_bytes)
-
-        register_backend(Failing, Library())
-
-        class Interrupted(BaseException):
-            pass
-
-        def strike(frame, event, argument):
-            global calls
-            if Failing.failed and event == "call":
-                calls += 1
-                if calls == struck:
-                    raise Interrupted
-
-        outcomes = []
-        state = {"plain": np.zeros(4_000_000), "strided": np.zeros((300, 200))[:, ::2].view(Failing)}
-        for struck in range(0, 30):
-            manager = hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(a=state), timeout_seconds=20, threads=3)
-            manager.save(1).wait_committed()
-            calls = 0
-            Failing.fails, Failing.failed = True, False
-            sys.setprofile(strike)
-            try:
-                manager.save(2)
-            except (Interrupted, RuntimeError) as error:
-                outcomes.append(type(error).__name__)
-            sys.setprofile(None)
-            Failing.fails = False
-            if struck % 2:
-                manager.save(3).wait_committed()
-                assert [*manager.steps()] == [1, 3], manager.steps()
-            manager.close()
-            gc.collect()
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread():
-                    thread.join(20)
-                    assert not thread.is_alive(), f"{thread.name} is left behind an interrupt at call {struck}"
-        print(outcomes.count("RuntimeError"), outcomes.count("Interrupted"))
-        """
-    )
+    done = run_file("interrupted", "after failing copy")
     assert done.returncode == 0, done.stderr
     failed, interrupted = map(int, done.stdout.split())
     assert failed >= 1
@@ -348,33 +190,15 @@ def test_what_fails_while_the_state_is_copied_is_told_when_it_has_been() -> None
     manager.close()
 
 
-@pytest.mark.parametrize("kind", ["manager", "resumable"])
-def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, kind: str) -> None:
-    begin = {
-        "manager": "with hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3))) as m:\n    m.save(1)",
-        "resumable": "with hf.resumable(storage, a=np.zeros(3)) as run:\n    next(run.steps(9)); run.save()",
-    }[kind]
-    done = run_python(textwrap.dedent(FULL) + begin + "\n    sys.exit(0)\n", str(tmp_path))
+@pytest.mark.parametrize("mode", ["fail by hand", "fail in loop"])
+def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, mode: str) -> None:
+    done = run_file("unsaved_ends", mode, tmp_path)
     assert done.returncode == 74
     assert "was not saved: no room" in done.stderr
 
 
 def test_a_failed_save_that_nobody_can_be_told_of_counts(tmp_path: Path) -> None:
-    done = run_python(
-        textwrap.dedent(FULL)
-        + """
-import os
-
-reader, writer = os.pipe()
-os.dup2(writer, 2)
-os.close(reader)
-with hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3))) as m:
-    m.save(1)
-    sys.exit(0)
-""",
-        str(tmp_path),
-    )
-    assert done.returncode == 74
+    assert run_file("unsaved_ends", "fail without listener", tmp_path).returncode == 74
 
 
 def test_a_save_tried_again_after_a_failure_saves() -> None:
@@ -485,12 +309,12 @@ def test_a_device_that_lost_bytes_counts_as_damage() -> None:
         read(errno.EACCES)
 
 
-def run_with_fault(program: str, run: Path, data: Path, fault: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program whose reads of one file go wrong in the system's own calls."""
+def restore_with_fault(run: Path, data: Path, fault: str) -> subprocess.CompletedProcess[str]:
+    """Restores in a process whose reads of one file go wrong in the system's own calls."""
     calls = "pread64,preadv,preadv2"
     inject = ["-P", str(data), "-e", f"trace={calls}", "-e", f"inject={calls}:{fault}"]
     done = subprocess.run(
-        ["strace", "-f", "-o", f"{run}.log", *inject, sys.executable, "-c", textwrap.dedent(program), str(run)],
+        ["strace", "-f", "-o", f"{run}.log", *inject, sys.executable, PROGRAMS / "restores.py", str(run)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -508,15 +332,9 @@ def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None
         for step in (1, 2):
             array[:] = step
             manager.save(step)
-    program = """
-        import sys, numpy as np, holdfast as hf
-        array = np.zeros(100_000)
-        restored = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array)).restore()
-        print(restored.step, array.min(), array.max(), len(restored.passed_over))
-        """
     (data,) = tmp_path.glob("step-000000002.*/data-*")
-    done = run_with_fault(program, tmp_path, data, "error=EIO:when=1")
-    assert done.stdout == "1 1.0 1.0 1\n", done.stderr
+    done = restore_with_fault(tmp_path, data, "error=EIO:when=1")
+    assert done.stdout == "1 1.0 1.0 1 100000.0\n", done.stderr
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
@@ -526,22 +344,13 @@ def test_a_read_that_is_cut_short_goes_on_unless_somebody_interrupts_it(tmp_path
     array = np.arange(100_000.0)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(a=array)) as manager:
         manager.save(1)
-    program = """
-        import sys, numpy as np, holdfast as hf
-        array = np.zeros(100_000)
-        try:
-            hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=array)).restore()
-        except KeyboardInterrupt:
-            print("interrupted", end=" ")
-        print(array.sum())
-        """
     (data,) = (tmp_path / "run").glob("step-*/data-*")
     fault = "error=EINTR" + (f":signal={signal_name}:when=2+" if signal_name else ":when=2..4")
-    done = run_with_fault(program, tmp_path / "run", data, fault)
+    done = restore_with_fault(tmp_path / "run", data, fault)
     if signal_name:
-        assert done.stdout.startswith("interrupted "), done.stdout + done.stderr
+        assert done.stdout == "interrupted\n", done.stdout + done.stderr
     else:
-        assert done.stdout == f"{array.sum()}\n", done.stderr
+        assert done.stdout == f"1 0.0 99999.0 0 {array.sum()}\n", done.stderr
 
 
 def test_a_sink_that_leaves_hangs_nobody() -> None:
@@ -629,177 +438,62 @@ def test_a_run_directory_that_is_none_is_refused_at_once(tmp_path: Path, kind: s
         hf.CheckpointManager(place, hf.Checkpoint(a=1))
 
 
-STUCK = """
-import sys, threading, numpy as np, holdfast as hf
-from holdfast.errors import DeadlineError
-from holdfast.storage import MemoryStorage
-class Stuck(MemoryStorage):
-    def publish(self, path, data):
-        if path.endswith("manifest.json"):
-            threading.Event().wait()
-        return super().publish(path, data)
-def save(**options):
-    manager = hf.CheckpointManager(Stuck(), hf.Checkpoint(a=np.zeros(3)), **options)
-    manager.save(2)
-    return manager
-"""
+@pytest.mark.parametrize("mode", ["hang", "hang in block", "hang in close"])
+def test_ctrl_c_while_a_program_waits_at_its_end_says_what_is_lost(mode: str) -> None:
+    code, errors = signal_at_the_end(mode, signal.SIGINT)
+    assert code == 130, errors
+    assert errors.endswith("end of the program: step 2 is not saved; leaving with exit code 130.\n"), errors
 
 
-@pytest.mark.parametrize("ending", ["save()", "with save(): pass", "save().close()"])
-def test_ctrl_c_while_a_program_waits_at_its_end_says_what_is_lost(ending: str) -> None:
-    program = [sys.executable, "-c", STUCK + ending]
+def test_own_signal_handler_that_exits_during_a_wait_does_not_exit_with_0() -> None:
+    code, errors = signal_at_the_end("exit from handler", signal.SIGTERM)
+    assert code == 74, errors
+    assert "step 2 is not saved" in errors
+
+
+def signal_at_the_end(mode: str, number: signal.Signals) -> tuple[int, str]:
+    """Sends a signal to a program that waits for its save; gives its exit code, and what it says after that."""
+    program: list[str | Path] = [sys.executable, PROGRAMS / "unsaved_ends.py", mode]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         with killed_after(PATIENCE_SECONDS, process):
             line = process.stderr.readline()
             assert line.startswith("holdfast: waiting for the save of step 2 into memory://"), line
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             errors = process.stderr.read()
-        assert process.wait(PATIENCE_SECONDS) == 130, errors
-    assert errors.endswith("end of the program: step 2 is not saved; leaving with exit code 130.\n"), errors
+        return process.wait(PATIENCE_SECONDS), errors
 
 
-def test_own_signal_handler_that_exits_during_a_wait_does_not_exit_with_0() -> None:
-    ending = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); save()"
-    with subprocess.Popen([sys.executable, "-c", STUCK + ending], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        with killed_after(PATIENCE_SECONDS, process):
-            assert process.stderr.readline().startswith("holdfast: waiting for the save of step 2")
-            process.send_signal(signal.SIGTERM)
-            errors = process.stderr.read()
-        assert process.wait(PATIENCE_SECONDS) == 74, errors
-    assert "step 2 is not saved" in errors
-
-
-@pytest.mark.parametrize(
-    ("ending", "waits"),
-    [
-        ("with save(timeout_seconds=3): pass", 1),
-        (
-            """
-try:
-    save().close(timeout_seconds=0.1)
-except DeadlineError:
-    print("late")
-""",
-            0,
-        ),
-    ],
-)
-def test_a_program_on_a_stuck_disk_waits_once_at_its_end(ending: str, waits: int) -> None:
-    done = run_python(STUCK + ending)
+@pytest.mark.parametrize(("mode", "waits"), [("hang in block for 3 s", 1), ("close in time", 0)])
+def test_a_program_on_a_stuck_disk_waits_once_at_its_end(mode: str, waits: int) -> None:
+    done = run_file("unsaved_ends", mode)
     assert done.returncode == 74, done.stderr
     assert done.stderr.count("waiting for the save of step 2") == waits
     assert "step 2 is not saved: its save had not ended when the program did" in done.stderr
 
 
-@pytest.mark.parametrize("way", ["fork", "multiprocessing"])
-def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, way: str) -> None:
-    done = run_python(
-        """
-        import multiprocessing, os, sys, numpy as np, holdfast as hf
-        def child():
-            hf.CheckpointManager(sys.argv[1], hf.Checkpoint(a=np.zeros(1_000_000))).save(1)
-        if sys.argv[2] == "fork":
-            pid = os.fork()
-            if pid == 0:
-                child()
-                sys.exit(0)
-            sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        process = multiprocessing.get_context("fork").Process(target=child)
-        process.start()
-        process.join()
-        sys.exit(process.exitcode)
-        """,
-        str(tmp_path),
-        way,
-    )
+@pytest.mark.parametrize("mode", ["fork one that saves", "start one that saves"])
+def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, mode: str) -> None:
+    done = run_file("forked_children", mode, tmp_path)
     assert done.returncode == 0, done.stderr
     assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [1]
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
-    done = run_python(
-        """
-        import os, sys, threading, numpy as np, holdfast as hf
-        from holdfast.errors import UsageError
-        from holdfast.storage import MemoryStorage
-
-        class Held(MemoryStorage):
-            def publish(self, path, data):
-                go_on.wait()
-                return super().publish(path, data)
-
-        go_on = threading.Event()
-        manager = hf.CheckpointManager(Held(), hf.Checkpoint(a=np.zeros(3)))
-        handle = manager.save(1)
-        pid = os.fork()
-        if pid == 0:
-            told = 0
-            for wait in (manager.wait, handle.wait_committed):
-                try:
-                    wait()
-                except UsageError:
-                    told += 1
-            os._exit(told)
-        told = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        go_on.set()
-        manager.close()
-        sys.exit(told)
-        """
-    )
+def test_a_forked_child_does_not_wait_for_its_parents_save() -> None:
+    done = run_file("forked_children", "fork one that waits")
     assert done.returncode == 2, done.stderr
 
 
 def test_a_forked_child_leaves_its_parents_run_alone(tmp_path: Path) -> None:
-    done = run_python(
-        """
-        import os, sys, threading, numpy as np, holdfast as hf
-        from holdfast.errors import UsageError
-        from holdfast.storage import LocalStorage
-        go_on = threading.Event()
-        class Held(LocalStorage):
-            def open_writer(self, path, size_bytes):
-                go_on.wait()
-                return super().open_writer(path, size_bytes)
-        with hf.resumable(Held(sys.argv[1]), a=np.zeros(3), save_every=hf.Steps(1)) as run:
-            for step in run.steps(3):
-                if step == 1:
-                    pid = os.fork()
-                    if pid == 0:
-                        try:
-                            run.manager.save(9)
-                        except UsageError as error:
-                            print(error)
-                        break
-                    os.waitpid(pid, 0)
-                    go_on.set()
-        """,
-        str(tmp_path),
-    )
+    done = run_file("forked_children", "fork in loop", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "belongs to process" in done.stdout
     assert read_catalog(LocalStorage(tmp_path)).living[-1].step == 3
 
 
 def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
-    program = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(
-                """
-                import sys, time, numpy as np, holdfast as hf
-                with hf.resumable(sys.argv[1], a=np.zeros(3)) as run:
-                    for step in run.steps(3):
-                        pass
-                    print("evaluating", flush=True)
-                    while True:
-                        time.sleep(0.02)  # Not one long wait: a signal just before it would come too late.
-                """
-            ),
-            str(tmp_path),
-        ],
+    program = preloaded.Popen(
+        [sys.executable, PROGRAMS / "resumable_runs.py", "evaluate", tmp_path],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from command_line import run_python
+from command_line import run_file
 from holdfast.storage.worker_pool import WorkerPool
 from patience import PATIENCE_SECONDS
 
@@ -110,44 +110,7 @@ def test_error_of_the_jobs_iterator_is_raised_to_the_caller() -> None:
 
 
 def test_an_interrupt_at_any_point_leaves_nothing_to_hang_on() -> None:
-    run = run_python(
-        """
-        import random, signal, threading, time
-        from holdfast.storage.worker_pool import WorkerPool
-
-        class Interrupted(BaseException):
-            pass
-
-        # Another thread may take the signal, and hand it on when the timer has been stopped.
-        def interrupt(number, frame):
-            global is_awaited
-            if is_awaited:
-                is_awaited = False
-                raise Interrupted
-
-        signal.signal(signal.SIGALRM, interrupt)
-        dice = random.Random(1)
-        interrupted = 0
-        for _ in range(2000):
-            pool = WorkerPool(4, "pool")
-            try:
-                is_awaited = True
-                signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
-                pool.start()
-                for _ in range(4):
-                    pool.run([int] * 50)
-                is_awaited = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupted:
-                interrupted += 1
-            pool.close()
-        # Threads of the last pool may still be on their way, and such a thread cannot be joined.
-        end_at = time.monotonic() + 30
-        while threading.active_count() > 1 and time.monotonic() < end_at:
-            time.sleep(0.01)
-        print(interrupted, threading.active_count())
-        """
-    )
+    run = run_file("interrupted", "pools")
     assert run.returncode == 0, run.stderr
     interrupted, alive = map(int, run.stdout.split())
     assert 0 < interrupted < 2000
@@ -156,45 +119,11 @@ def test_an_interrupt_at_any_point_leaves_nothing_to_hang_on() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of this process is looked up in /proc")
 def test_threads_that_lack_memory_to_begin_are_not_waited_for() -> None:
-    done = run_python(
-        """
-        import os, resource, signal
-        from pathlib import Path
-        from holdfast.storage.worker_pool import WorkerPool
-
-        def work(spare_bytes):
-            taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + spare_bytes, -1))
-            signal.alarm(60)  # Whoever still waits then dies of it.
-            pool, done = WorkerPool(3, "pool"), []
-            pool.start()
-            pool.run([lambda: done.append(1)])
-            pool.close()
-            return done == [1]
-
-        # A thread's stack takes 8 MiB, as a rule, and what is left then may be too little for its first call.
-        for spare in range(8 << 20, (8 << 20) + (300 << 10), 4 << 10):
-            process = os.fork()
-            if not process:
-                is_done = False
-                try:
-                    is_done = work(spare)
-                finally:
-                    os._exit(0 if is_done else 1)
-            _, status = os.waitpid(process, 0)
-            assert status == 0, (spare, status)
-        """,
-        preload=None,
-    )
+    done = run_file("scarce_threads", preload=None)
     assert done.returncode == 0, done.stderr
 
 
 def test_one_that_lives_until_the_interpreters_end_says_nothing_there() -> None:
     """Its module's names are gone by then."""
-    keep = """
-    import threading
-    from holdfast.storage import worker_pool
-    threading.kept = [worker_pool, worker_pool.WorkerPool(2, 'kept')]
-    """
-    done = run_python(keep, preload=None)
+    done = run_file("kept_pool", preload=None)
     assert (done.returncode, done.stderr) == (0, "")
