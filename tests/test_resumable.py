@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -25,7 +23,7 @@ import torch
 
 import holdfast as hf
 import preloaded
-from command_line import run_python
+from command_line import PROGRAMS, run_file, run_python
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import (
     MismatchError,
@@ -215,32 +213,9 @@ def test_the_users_handler_of_interrupts_is_put_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-PROGRAM = """
-import os, select, signal, sys, threading, time, numpy as np, holdfast as hf
-from holdfast.storage import LocalStorage
-
-class Held(LocalStorage):
-    def open_writer(self, path, size_bytes):
-        # Not print: who leaves at once would find the lock of the output taken by this thread, and Python aborts then.
-        os.write(1, b"held\\n")
-        threading.Event().wait(600)
-
-directory, mode = sys.argv[1:]
-state = {"value": np.zeros(10)}
-with hf.resumable(Held(directory) if mode == "held" else directory, state=state, save_every=hf.Steps(1000)) as run:
-    for step in run.steps(1_000_000_000):
-        if step == 5:
-            print("ready", flush=True)
-            # A step that takes long, or too long. A signal just before one single wait would be handled behind it.
-            while mode == "twice" or not select.select([0], [], [], 0.02)[0]:
-                time.sleep(0.02)
-        state["value"] += 1
-"""
-
-
 def start(directory: Path, mode: str) -> subprocess.Popen[str]:
     program = preloaded.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(directory), mode],
+        [sys.executable, PROGRAMS / "resumable_runs.py", mode, directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -294,23 +269,8 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
 
 def test_a_killed_run_comes_back(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    program = start_killed(tmp_path)
-    assert program == -signal.SIGKILL
+    assert run_file("resumable_runs", "kill in step", tmp_path).returncode == -signal.SIGKILL
     assert train(tmp_path, 8) == [3, 4, 5, 6, 7]
-
-
-def start_killed(directory: Path) -> int:
-    program = """
-    import os, signal, sys, numpy as np, holdfast as hf
-    state = {"value": np.zeros(10)}
-    with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(100)) as run:
-        for step in run.steps(100):
-            state["value"] += 1
-            if step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-    """
-    arguments = [sys.executable, "-c", textwrap.dedent(program), os.fspath(directory)]
-    return preloaded.run(arguments, timeout=60, check=False).returncode
 
 
 def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
@@ -439,26 +399,11 @@ def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path: Path) -> No
     assert len([event for event in events if isinstance(event, Warned) and "val_los" in event.text]) == 1
 
 
-SAVED_BY_HAND = """
-import os, signal, sys
-import numpy as np
-import holdfast as hf
-
-state = {"values": np.zeros(100)}
-with hf.resumable(sys.argv[1], state=state, save_every=hf.Steps(10**9), keep=hf.All()) as run:
-    for step in run.steps(6):
-        state["values"] += 1
-        run.manager.save(step + 1)
-        if step == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
 @pytest.mark.parametrize(("asked_in", "code", "last"), [(3, 42, 4), (5, 42, 6), (9, 0, 6)])
 def test_a_step_that_the_user_has_saved_by_the_manager_is_saved(
     tmp_path: Path, asked_in: int, code: int, last: int
 ) -> None:
-    done = run_python(SAVED_BY_HAND, str(tmp_path), str(asked_in))
+    done = run_file("resumable_runs", "save by hand", tmp_path, str(asked_in))
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert (f"step {last} is saved; leaving" in done.stderr) == (code == 42)
@@ -876,61 +821,6 @@ def test_epoch_kept_as_a_number_is_warned_of_once_a_sampler_passed_it(tmp_path: 
 
 # What a run says of itself.
 
-ANNOUNCING = """
-import logging, sys
-import holdfast as hf
-
-class Optimizer:
-    def __init__(self, lr):
-        self.param_groups = [{"params": [], "lr": lr}]
-    def state_dict(self):
-        return {"param_groups": self.param_groups}
-    def load_state_dict(self, state):
-        self.param_groups = state["param_groups"]
-
-def train(total, lr=0.1, **options):
-    with hf.resumable("runs/gpt", optimizer=Optimizer(lr), save_every=hf.Steps(5), keep=hf.Latest(2), **options) as run:
-        for _ in run.steps(total):
-            pass
-    sys.stderr.write("--\\n")
-
-def handle(total, **options):
-    with hf.CheckpointManager("runs/handled", hf.Checkpoint(optimizer=Optimizer(0.1))) as manager:
-        with hf.PreemptionCheckpointHandler(manager, **options) as handler:
-            for _ in handler.steps(total):
-                pass
-            if total == 3:
-                manager.save(3).wait_committed()
-    sys.stderr.write("--\\n")
-
-def back_up(epochs, **options):
-    with hf.WorkerTrainingState("runs/backup", hf.Checkpoint(optimizer=Optimizer(0.1)), **options) as state:
-        state.restore()
-        for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):
-            state.back_up(epoch)
-        if epochs == 4:
-            state.delete_backup()
-    sys.stderr.write("--\\n")
-
-train(7)
-train(16, 0.5)
-train(16)
-train(17, quiet=True)
-train(5, begin_anew=True, keep_current="optimizer.lr")
-handle(3)
-handle(4)
-handle(5, quiet=True)
-back_up(2)
-back_up(3)
-back_up(3, quiet=True)
-back_up(4)
-logging.getLogger("holdfast").setLevel(logging.WARNING)
-train(6)
-logging.getLogger("holdfast").setLevel(logging.NOTSET)
-logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
-train(6)
-"""
-
 SAID = """
 holdfast: runs/gpt is new; first save at step 5
 holdfast: runs/gpt is at step 7, saved; 2 checkpoints kept
@@ -976,7 +866,7 @@ INFO runs/gpt was at step 6 already; no step was added
 
 
 def test_a_run_says_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(ANNOUNCING)]
+    command: list[str | Path] = [sys.executable, PROGRAMS / "announcing.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     said = re.sub(r"(?<=saved )(\d+ s ago|just now)|(?<=0 B in )[\d.]+ m?s", "N", done.stderr)
@@ -1140,15 +1030,7 @@ def test_sweep_beside_another_job_that_tries_the_directory_ends_nothing(tmp_path
 
 
 def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_path: Path) -> None:
-    code = f"""
-        import os, signal, holdfast as hf
-        from holdfast.storage import LocalStorage
-        class Killed(LocalStorage):
-            def read(self, path, limit_bytes):
-                os.kill(os.getpid(), signal.SIGKILL)
-        with hf.resumable(Killed({str(tmp_path)!r}), epoch=1): pass
-    """
-    assert run_python(textwrap.dedent(code)).returncode == -signal.SIGKILL
+    assert run_file("resumable_runs", "kill at first look", tmp_path).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     (left / ".manifest.json.0123456789abcdef.tmp").touch()  # As if it had died a little earlier.
     train(tmp_path, 1)
