@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
+from command_line import PROGRAMS, run_file
 from holdfast.catalog import read_catalog
 from holdfast.errors import (
     FencedError,
@@ -170,30 +170,9 @@ def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> Non
     assert steps_of(tmp_path) == []
 
 
-FIT = """
-import logging, os, sys, numpy as np, holdfast as hf
-place, epochs, dies, deletes = sys.argv[1], int(sys.argv[2]), "dies" in sys.argv, "deletes" in sys.argv
-weights = np.zeros(10)
-with hf.WorkerTrainingState(place, hf.Checkpoint(weights=weights), quiet=True) as state:
-    state.restore()
-    trained = []
-    for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train"), epochs):
-        weights += 1
-        trained.append(epoch)
-        state.back_up(epoch)
-    if dies:
-        state.close()
-        os._exit(9)
-    if deletes:
-        print(state.delete_backup(), end=" ")
-print(trained, int(weights[0]))
-"""
-
-
 def fit(place: Path, epochs: int, *ending: str) -> tuple[str, str]:
     """A fit in the form in which Keras writes it, in a process of its own; what it prints, and what is in the log."""
-    command = [sys.executable, "-c", FIT, str(place), str(epochs), *ending]
-    ran = preloaded.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ran = run_file("backups", "fit", place, str(epochs), *ending)
     assert ran.returncode == (9 if "dies" in ending else 0), ran.stderr
     return ran.stdout.strip(), ran.stderr
 
@@ -337,15 +316,9 @@ def test_a_backup_at_the_last_batch_goes_on_with_the_next_epoch(tmp_path: Path) 
 
 
 def test_another_job_that_backs_up_there_keeps_its_backup(tmp_path: Path) -> None:
-    other = """
-    import sys, numpy as np, holdfast as hf
-    with hf.WorkerTrainingState(sys.argv[1], hf.Checkpoint(weights=np.ones(10))) as state:
-        state.restore()
-        state.back_up(9)
-    """
     with state_in(tmp_path) as state:
         state.back_up(0).wait_committed()
-        subprocess.run([sys.executable, "-c", textwrap.dedent(other), tmp_path], check=True, timeout=60)
+        assert run_file("backups", "back up epoch 9", tmp_path).returncode == 0
         with pytest.raises(FencedError, match="Another job"):
             state.delete_backup()
     backup = state_in(tmp_path).restore()
@@ -390,28 +363,12 @@ def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None
     assert weights.tolist() == [0.0] * 10
 
 
-KILLED = """
-import sys, numpy as np, holdfast as hf
-weights = np.zeros(300_000)
-with hf.WorkerTrainingState(sys.argv[1], hf.Checkpoint(weights=weights)) as state:
-    state.restore()
-    first = state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=60)
-    assert (weights == first).all(), (weights[0], first)
-    print(first, flush=True)
-    for epoch in range(first, 60):
-        weights += 1
-        state.back_up(epoch)
-        print("epoch", epoch, flush=True)
-    state.delete_backup()
-print("done", (weights == 60).all(), flush=True)
-"""
-
-
 def test_kills_at_any_moment_part_no_epoch_from_its_state(tmp_path: Path) -> None:
     moments = random.Random(3)
     starts = []
     for kill in [*range(10), None]:
-        program = preloaded.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
+        command: list[str | Path] = [sys.executable, PROGRAMS / "backups.py", "count epochs", tmp_path]
+        program = preloaded.Popen(command, stdout=subprocess.PIPE, text=True)
         first = read_line(program)
         assert first, "the state did not fit the epoch"
         starts.append(int(first))
@@ -438,61 +395,8 @@ def test_a_backup_that_was_not_restored_is_not_deleted(tmp_path: Path) -> None:
         assert state.delete_backup()
 
 
-ASKED_TO_LEAVE = """
-import os, signal, sys, threading, numpy as np, holdfast as hf
-from holdfast.events import NoticeHeard
-from holdfast.storage import LocalStorage
-
-place, way = sys.argv[1:]
-heard = threading.Event()
-
-class Slow(LocalStorage):
-    def open_writer(self, path, size_bytes):
-        if way == "epochs" and path.startswith("step-000000002"):
-            assert heard.wait(100)  # The notice comes while this backup is in flight.
-        return super().open_writer(path, size_bytes)
-
-def note(event):
-    if isinstance(event, NoticeHeard):
-        heard.set()
-
-weights = np.zeros(10)
-checkpoint = hf.Checkpoint(weights=weights)
-handler = None
-if way == "beside":
-    handler = hf.PreemptionCheckpointHandler(hf.CheckpointManager(place + "/steps", checkpoint))
-with hf.WorkerTrainingState(Slow(place + "/backup"), checkpoint, save_freq=3, sinks=[note]) as state:
-    backup = state.restore()
-    first, done = state.maybe_load_initial_counters_from_ckpt(10, 0, "train", epochs=3)
-    print(first, done, int(weights[0]), flush=True)
-    if way == "first":
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.sigwait([signal.SIGUSR1])
-    if backup is None or way == "batches":
-        for epoch in range(first, 2):
-            for batch in range(done, 10):
-                weights += 1
-                if way == "batches":
-                    state.back_up_if_due(epoch, batch)
-                    if (epoch, batch) == (1, 3 if backup is None else 7):
-                        os.kill(os.getpid(), signal.SIGTERM)
-            done = 0
-            state.back_up(epoch)
-        weights += 1  # The next epoch, which goes on for ever.
-        if way == "over":
-            state.delete_backup()
-        if handler is not None:
-            handler.run(np.zeros(1).fill, 0)
-        os.kill(os.getpid(), signal.SIGINT if way == "ctrl-c" else signal.SIGTERM)
-        if handler is not None:
-            handler.run(np.zeros(1).fill, 0)
-        signal.sigwait([signal.SIGUSR1])
-"""
-
-
 def ask_to_leave(place: Path, way: str) -> tuple[int, str, str]:
-    program = [sys.executable, "-c", ASKED_TO_LEAVE, str(place), way]
-    ran = preloaded.run(program, check=False, capture_output=True, text=True, timeout=120)
+    ran = run_file("backups", "leave when asked", place, way)
     return ran.returncode, ran.stdout.strip(), ran.stderr
 
 
