@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,61 +12,8 @@ from typing import Any
 import pytest
 from jupyter_client import KernelManager
 
+from command_line import PROGRAMS
 from patience import PATIENCE_SECONDS
-
-SETUP = """
-import multiprocessing, os, shutil, signal, threading
-import numpy as np
-import holdfast as hf
-
-def make():
-    global state, sampler
-    state, sampler = {"w": np.zeros(3)}, hf.ResumableSampler(40, batch_size=3, seed=5)
-
-def batches():
-    while True:
-        yield from sampler.batches(sampler)
-
-def train(directory, act=lambda run, step: None, total=20):
-    with hf.resumable(directory, state=state, sampler=sampler, save_every=hf.Steps(4), quiet=True) as run:
-        print("begins at", run.step)
-        taken = batches()
-        for step in run.steps(total):
-            state["w"] = state["w"] * 0.9 + np.asarray(next(taken)[:3])
-            act(run, step)
-    print("ends with", state["w"].tolist())
-
-def wait_for_interrupt(run):
-    print("waits", flush=True)
-    while not run.should_stop():
-        pass
-
-def interrupt(run, step):
-    if step == 6:
-        wait_for_interrupt(run)
-
-def fail(run, step):
-    if step == 9:
-        state["w"][:] = 0
-        raise ValueError("of the cell's own")
-
-def insist(run, step):
-    if step == 11:
-        state["w"][:] = 0
-        wait_for_interrupt(run)
-        print("goes on", flush=True)
-        while True:
-            pass
-
-def lose(run, step):
-    if step == 2:
-        shutil.rmtree(directory + "/lost", ignore_errors=True)
-        open(directory + "/lost", "w").close()
-        os.kill(os.getpid(), signal.SIGINT)
-
-def ask(number):
-    return lambda run, step: step == 2 and os.kill(os.getpid(), number)
-"""
 
 
 class Kernel:
@@ -128,7 +74,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 def test_a_cell_is_interrupted_fails_and_is_run_again(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run(SETUP + f"directory = {str(tmp_path)!r}\nmake()")
+    kernel.run((PROGRAMS / "notebook_cells.py").read_text() + f"directory = {str(tmp_path)!r}\nmake()")
     expected = kernel.run("train(directory + '/uninterrupted')").splitlines()[-1]
     assert expected.startswith("ends with")
     kernel.run("make()")
@@ -172,15 +118,8 @@ def test_a_cell_is_interrupted_fails_and_is_run_again(kernel: Kernel, tmp_path: 
 
 
 def test_a_program_at_a_prompt_is_interrupted_and_the_prompt_stays(tmp_path: Path) -> None:
-    program = """
-        import os, signal, sys, numpy as np, holdfast as hf
-        with hf.resumable(sys.argv[1], w=np.zeros(4)) as run:
-            for step in run.steps(9):
-                if step == 3:
-                    os.kill(os.getpid(), signal.SIGINT)
-    """
     done = subprocess.run(
-        [sys.executable, "-i", "-c", textwrap.dedent(program), str(tmp_path)],
+        [sys.executable, "-i", PROGRAMS / "at_a_prompt.py", tmp_path],
         input="print('stays after', sys.last_type.__name__, run.step)",
         capture_output=True,
         text=True,
