@@ -26,7 +26,7 @@ from command_line import (
 )
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
-from holdfast.cli.verdicts import CheckOutcome, judge_step
+from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage

@@ -14,8 +14,8 @@ import holdfast as hf
 from command_line import DATA, INDEX, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
 from holdfast.catalog import read_manifest
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.removals import Wishes, check_unchanged, plan_removals
 from holdfast.cli.survey import survey_run
+from holdfast.cli.verbs.prune import Wishes, check_unchanged, plan_removals
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Reference, encode_manifest
 from holdfast.format.names import StepName
@@ -63,7 +63,8 @@ def test_doctor_takes_the_size_of_the_state_not_what_the_newest_step_wrote(run: 
 
 
 def test_list_on_a_terminal_has_a_column_for_it(run: Path) -> None:
-    _, titles, first, second, third = show_on_terminal("list", run, columns=100).text.splitlines()
+    shown = show_on_terminal("list", run, columns=100).text.splitlines()
+    _, titles, first, second, third = (line.rstrip() for line in shown)
     assert titles.split() == ["step", "committed", "size", "referred", "workers", "loss"]
     assert "  -  " in first
     assert first.endswith("referred to")

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import call, call_json
+from holdfast.cli.contents import count_values, describe, find_nodes, list_values
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.values import count_values, describe, find_nodes, list_values
+from holdfast.cli.screen import age_text, duration_text, iso_text, legible, size_text
 from holdfast.cli.verbs.show import grow_tree, list_tree
-from holdfast.cli.wording import age_text, duration_text, iso_text, legible, size_text
 from holdfast.format.digests import digest
 from holdfast.format.encoding import encode_value
 from holdfast.format.index import Index, LeafRecord, encode_index

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from command_line import flip_bit
-from holdfast.cli.verdicts import CheckOutcome, judge_step
+from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest

@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def _complain(message: str, hint: str) -> None:
-    from holdfast.cli.screen import BAD, FAINT, Screen, Styled
+    from holdfast.cli.screen import BAD, FAINT, Screen
 
     """Says what went wrong, on the error stream, after what was put out before."""
     try:
@@ -129,11 +129,11 @@ def _complain(message: str, hint: str) -> None:
     with contextlib.suppress(OSError):
         screen = Screen(sys.stderr)
         first, *rest = message.splitlines() or [""]
-        screen.say(Styled("holdfast: ", BAD), first)
+        screen.say(("holdfast: ", BAD), first)
         for line in rest:
             screen.say(line)
         if hint:
-            screen.say(Styled("  hint: ", FAINT), hint)
+            screen.say(("  hint: ", FAINT), hint)
 
 
 def _silence(stream: TextIO) -> None:

@@ -1,24 +1,25 @@
-"""Where a verb's output goes: pleasant on a terminal, plain anywhere else, or one JSON document."""
+"""Where a verb's output goes, and its words: pleasant on a terminal, plain anywhere else, or one JSON document."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
-from holdfast.cli.wording import legible
+import click
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-    from holdfast.convert.exporter import ProgressWatcher
 
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
 _LEAST_WIDTH: Final = 20
+_GAP: Final = 2
+"""Spaces between the columns of a table."""
 
 PLAIN: Final = ""
 STRONG: Final = "bold"
@@ -27,30 +28,9 @@ GOOD: Final = "green"
 BAD: Final = "bold red"
 NOTABLE: Final = "yellow"
 
-
-@dataclass(frozen=True, slots=True)
-class Styled:
-    """Text with a style, which only a terminal shows."""
-
-    text: str
-    style: str = PLAIN
-
-
-Words: TypeAlias = str | Styled
-"""What may be said. It is made legible here, so nothing that stands in a checkpoint reaches a terminal as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        title: What stands above it.
-        is_figure: Whether it is aligned to the right.
-    """
-
-    title: str
-    is_figure: bool = False
+Words: TypeAlias = str | tuple[str, str]
+"""Text, or text with a style, which only a terminal shows. It is made legible here, so nothing that a checkpoint holds
+reaches a terminal as it is."""
 
 
 class Screen:
@@ -61,7 +41,7 @@ class Screen:
     colours away.
 
     Attributes:
-        is_terminal: Whether the stream is a terminal.
+        is_terminal: Whether the stream is a terminal. Only then is rich imported.
         has_symbols: Whether it is one that shows more than ASCII.
         width: How many characters fit on a line of the terminal.
     """
@@ -84,9 +64,7 @@ class Screen:
             return
         from rich.text import Text
 
-        line = Text()
-        for word in words:
-            line.append(_text(word), _style(word) or None)
+        line = Text.assemble(*map(_legible, words))
         line.rstrip()
         self._console.print(line, soft_wrap=True)
 
@@ -95,30 +73,51 @@ class Screen:
         if not self.is_terminal:
             self.say(" " * indent, *words)
             return
+        from rich.padding import Padding
         from rich.text import Text
 
-        line = Text.assemble(*((_text(word), _style(word)) for word in words))
-        for part in line.wrap(self._console, max(self.width - indent, _LEAST_WIDTH)):
-            part.rstrip()
-            self._console.print(Text(" " * indent) + part, soft_wrap=True)
+        width = max(self.width, indent + _LEAST_WIDTH)
+        self._console.print(Padding(Text.assemble(*map(_legible, words)), (0, 0, 0, indent), expand=False), width=width)
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Words]], *, indent: int = 0) -> None:
-        """Writes a table: a line of titles, unless all are empty, and a line for each row."""
-        lines: list[Sequence[Words]] = list(rows)
-        if any(column.title for column in columns):
-            lines.insert(0, [Styled(column.title, FAINT) for column in columns])
-        widths = [max((self._width(line[place]) for line in lines), default=0) for place in range(len(columns))]
-        for line in lines:
-            words: list[Words] = [" " * indent]
-            for cell, width, column in zip(line, widths, columns, strict=True):
-                padding = " " * (width - self._width(cell))
-                words += [padding, cell, "  "] if column.is_figure else [cell, padding, "  "]
-            self.say(*words)
+    def table(
+        self,
+        titles: Sequence[str],
+        rows: Sequence[Sequence[Words]],
+        *,
+        figures: Collection[str] = (),
+        indent: int = 0,
+    ) -> None:
+        """Writes a table: a line of titles, unless all are empty, and each row; in a pipe a row is always one line.
 
-    def _width(self, words: Words) -> int:
+        Args:
+            titles: What stands above each column.
+            rows: The cells of each row.
+            figures: The titles of the columns that are aligned to the right.
+            indent: How many spaces stand before each line.
+        """
         if not self.is_terminal:
-            return len(_text(words))
-        return terminal_width(words)
+            lines = [*([titles] if any(titles) else []), *rows]
+            widths = [max((len(_text(line[place])) for line in lines), default=0) for place in range(len(titles))]
+            for line in lines:
+                cells = zip(titles, map(_text, line), widths, strict=True)
+                self.say(
+                    " " * indent,
+                    (" " * _GAP).join(
+                        text.rjust(width) if title in figures else text.ljust(width) for title, text, width in cells
+                    ),
+                )
+            return
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=any(titles), header_style=FAINT)
+        for title in titles:
+            justify: Any = "right" if title in figures else "left"
+            table.add_column(Text(legible(title)), justify=justify, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text.assemble(_legible(cell)) for cell in row))
+        self._console.print(Padding(table, (0, 0, 0, indent), expand=False))
 
 
 def terminal_width(words: Words) -> int:
@@ -136,15 +135,31 @@ def write_json(stream: TextIO, verb: str, fields: dict[str, Any]) -> None:
 
 
 def _text(words: Words) -> str:
-    return legible(words.text if isinstance(words, Styled) else words)
+    return legible(words if isinstance(words, str) else words[0])
 
 
-def _style(words: Words) -> str:
-    return words.style if isinstance(words, Styled) else PLAIN
+def _legible(words: Words) -> Words:
+    return legible(words) if isinstance(words, str) else (legible(words[0]), words[1])
+
+
+class Bar:
+    """**Thread-safe.** How far reading or writing has come, as a bar; a `ProgressWatcher`."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def expect(self, total_bytes: int) -> None:
+        """Begins, or begins again, with so much to do."""
+        self._progress.reset(self._task, total=total_bytes)
+
+    def advance(self, moved_bytes: int) -> None:
+        """Adds what was just done."""
+        self._progress.advance(self._task, moved_bytes)
 
 
 @contextmanager
-def byte_progress(stream: TextIO, label: str) -> Iterator[ProgressWatcher | None]:
+def byte_progress(stream: TextIO, label: str) -> Iterator[Bar | None]:
     """Shows a bar while the body runs, if the stream is a terminal; gone afterwards."""
     if not stream.isatty():
         yield None
@@ -162,17 +177,130 @@ def byte_progress(stream: TextIO, label: str) -> Iterator[ProgressWatcher | None
     )
     quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
     with Progress(*columns, console=Console(file=stream, theme=quiet), transient=True) as progress:
-        yield _Bar(progress, progress.add_task(label, total=None))
+        yield Bar(progress, progress.add_task(label, total=None))
 
 
-class _Bar:
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
+_UNITS: Final = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_ROUGH_UNITS: Final = ((86400, 2 * 86400, "days"), (3600, 3600, "h"), (60, 120, "min"), (1, 0.0995, "s"))
+_AGES: Final = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 
-    def expect(self, total_bytes: int) -> None:
-        # It may be told anew, when what was begun has to begin again with something else.
-        self._progress.reset(self._task, total=total_bytes)
 
-    def advance(self, moved_bytes: int) -> None:
-        self._progress.advance(self._task, moved_bytes)
+def legible(text: str) -> str:
+    """**Pure.** Text with everything escaped that a terminal might obey rather than show.
+
+    Names and notes in a checkpoint are whatever its writer put there: escape sequences that move the cursor, marks
+    that turn the direction of writing, ends of line, bytes that are no text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def shortened(text: str, limit: int) -> str:
+    """**Pure.** Text of at most so many characters; what was cut is an ellipsis."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def size_text(size_bytes: float) -> str:
+    """**Pure.** A size such as `1.2 GB`, in powers of a thousand."""
+    for unit, unit_bytes in _UNITS:
+        # From 0.9995 of a unit on, three digits would round up to it.
+        if size_bytes >= 0.9995 * unit_bytes:
+            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """**Pure.** A duration such as `3.2 s` or `5 min 7 s`."""
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+
+
+def rough_text(seconds: float) -> str:
+    """**Pure.** A duration to three digits, such as `2.1 ms`, `0.83 s` or `14.2 min`."""
+    for unit_seconds, least_seconds, unit in _ROUGH_UNITS:
+        if seconds >= least_seconds:
+            return f"{seconds / unit_seconds:.3g} {unit}"
+    return f"{seconds * 1000:.2g} ms"
+
+
+def age_text(age_seconds: float) -> str:
+    """**Pure.** How long ago something was, such as `3 min ago`."""
+    if age_seconds < -60:
+        return "in the future"
+    for unit_seconds, unit in _AGES:
+        # Twice the unit, so that what is said is never off by more than a third.
+        if age_seconds >= 2 * unit_seconds:
+            return f"{age_seconds // unit_seconds:.0f} {unit} ago"
+    return "just now"
+
+
+def local_time_text(unix_seconds: float) -> str:
+    """A time on this machine's calendar, such as `2031-04-05 06:07:08`; `?` if no calendar has it."""
+    moment = _moment(unix_seconds)
+    return "?" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def iso_text(unix_seconds: float) -> str | None:
+    """**Pure.** A time in ISO 8601, UTC, to the millisecond; None if no calendar has it."""
+    moment = _moment(unix_seconds)
+    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _moment(unix_seconds: float) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def figure_text(figure: float) -> str:
+    """**Pure.** A metric, to six digits."""
+    return f"{figure:.6g}"
+
+
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """**Pure.** A count with its noun, such as `1 step` or `3 steps`."""
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
+_NUMBER: Final = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_SIZE = re.compile(_NUMBER + r"\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_TIME = re.compile(_NUMBER + r"\s*(ms|s|min|h|d)", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_SECONDS: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_MAX_BYTES: Final = 10**18
+_MIN_SECONDS: Final = 1e-6
+_MAX_SECONDS: Final = 1e10
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """**Pure.** The bytes that `1.5GB`, `2GiB` or plain `4096` stands for; for an option that may be left out."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size; write one as 500MB, 1.5GB or 2GiB.", ctx, param)
+    power = 1024.0 if match[3] else 1000.0
+    size_bytes = float(match[1]) * power ** _POWERS[match[2].lower()]
+    if not 1 <= size_bytes <= _MAX_BYTES:
+        raise click.BadParameter(f"{text!r} is not between 1 byte and {_MAX_BYTES} bytes.", ctx, param)
+    return round(size_bytes)
+
+
+def parse_seconds(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
+    """**Pure.** The seconds that `350ms` or `24h` stands for; for an option that may be left out."""
+    if text is None:
+        return None
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no time; write its unit: 350ms, 30s, 90min, 24h or 7d.", ctx, param)
+    seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
+        raise click.BadParameter(f"{text!r} is not between a microsecond and 300 years.", ctx, param)
+    return seconds

@@ -16,7 +16,7 @@ from holdfast.catalog import (
     read_opening,
     read_references,
 )
-from holdfast.cli.wording import iso_text
+from holdfast.cli.screen import iso_text
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.generation import Opening
 from holdfast.format.manifest import Manifest

@@ -3,29 +3,70 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from statistics import median
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import click
+import numpy as np
 
-from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.wording import parse_seconds, parse_size
+from holdfast.catalog import read_catalog, read_manifest
+from holdfast.checkpoint import Checkpoint
+from holdfast.cli.exit_codes import ExitCode, ending_on
+from holdfast.cli.screen import (
+    BAD,
+    FAINT,
+    GOOD,
+    NOTABLE,
+    STRONG,
+    Screen,
+    Words,
+    figure_text,
+    parse_seconds,
+    parse_size,
+    rough_text,
+    size_text,
+    write_json,
+)
+from holdfast.cli.survey import checkpoint_bytes
+from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.manager import CheckpointManager
+from holdfast.policies import Auto, Latest, SaveMoment
+from holdfast.policies.expectation import expect_losses
+from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
+from holdfast.save.copy import plan as copy_plan
+from holdfast.storage import LocalStorage, digesting, open_storage
+from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
+from holdfast.storage.local.recycle import has_spare
 
-if TYPE_CHECKING:
-    from holdfast.cli.screen import Screen
-    from holdfast.cli.verbs.doctor_trial import Examination
-    from holdfast.storage import LocalStorage
+Status: TypeAlias = Literal["ok", "note", "unfit"]
+
+PREFIX: Final = ".holdfast-doctor-"
+"""What the trial's directory is called. It begins with a dot, so no verb and no job takes notice of it."""
 
 _DEFAULT_BYTES: Final = 10**9
 _MIN_BYTES: Final = 100_000
 """Less says nothing of a disk, and is most often a size whose unit was forgotten."""
+_TRIAL_BYTES: Final = 128_000_000
+"""The most that is saved at once: with five saves and as many restores the whole takes a few seconds."""
+_SAVES: Final = 5
+_ARRAY_BYTES: Final = 16 << 20
+_CLOCK_SECONDS: Final = 2.0
+_TIMEOUT_SECONDS: Final = 3600.0
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LAYERED: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 
+_STYLES: Final = {"ok": GOOD, "note": NOTABLE, "unfit": BAD}
 _WHY: Final = {
     "optimum": "At this interval saves and failures cost least together, by Young's formula as Daly refined it.",
     "overhead": "Young's formula gives {young}; but Auto keeps saves to one percent of the time.",
@@ -51,14 +92,8 @@ def _parse_measurable(ctx: click.Context, param: click.Parameter, text: str | No
 @click.option(
     "--mtbf", metavar="TIME", callback=parse_seconds, help="The mean time between failures.  [default: 6h, as for Auto]"
 )
-@click.option(
-    "--trial",
-    metavar="SIZE",
-    callback=_parse_measurable,
-    help="How much to save in a trial.  [default: as much as is quickly done]",
-)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(directory: str, size: int | None, mtbf: float | None, trial: int | None, as_json: bool) -> None:
+def command(directory: str, size: int | None, mtbf: float | None, as_json: bool) -> None:
     """Say whether a directory is fit for checkpoints, what a save costs there, and how often to save.
 
     DIRECTORY is the one that a job saves into, or any other on the same disk. What is written lies in a hidden
@@ -67,58 +102,35 @@ def command(directory: str, size: int | None, mtbf: float | None, trial: int | N
 
     Sizes are written as 500MB, 1.5GB or 2GiB, and times with their unit, as 350ms, 30s, 90min, 24h or 7d.
     """
-    from holdfast.cli.exit_codes import ending_on
-    from holdfast.cli.screen import BAD, NOTABLE, Screen, Styled, write_json
-    from holdfast.cli.verbs.doctor_trial import Examination, open_scratch
-    from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
-
-    storage, step, size_bytes, has_checkpoint = _find_place(directory, size)
+    storage = _find_directory(directory)
+    step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
-    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as tell, open_scratch(Path(storage.url)) as scratch:
-        examined = Examination(scratch, size_bytes)
+    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as tell, _scratch(Path(storage.url)) as scratch:
+        examined = Examination(LocalStorage(scratch), size_bytes)
         tell("looking at the file system")
         examined.look(has_checkpoint=has_checkpoint)
-        if examined.can_publish:
-            examined.measure(trial, tell)
+        if examined.can_commit:
+            examined.measure(tell)
             examined.advise(mtbf or DEFAULT_MTBF_SECONDS)
     if as_json:
-        write_json(sys.stdout, "doctor", _document(storage.url, step, examined))
+        document = {
+            "directory": storage.url,
+            "is_fit": examined.is_fit,
+            "findings": [finding._asdict() for finding in examined.findings],
+            "size_bytes": size_bytes,
+            "size_of_step": step,
+            "figures": examined.figures,
+            "save_every": examined.save_every,
+            "bound": examined.bound,
+        }
+        write_json(sys.stdout, "doctor", document)
     else:
-        screen = Screen(sys.stdout)
-        if screen.is_terminal:
-            _show(directory, step, examined, screen)
-        else:
-            _show_plain(examined, screen)
-        # On the error stream, so that a pipe gets the figures alone.
-        sys.stdout.flush()
-        remarks = Screen(sys.stderr)
-        for finding in examined.findings:
-            if finding.hint:
-                style = BAD if finding.status == "unfit" else NOTABLE
-                remarks.prose(Styled(f"{finding.status}: ", style), f"{finding.name}: {finding.hint}")
+        _show(directory, step, examined, Screen(sys.stdout))
     sys.exit(ExitCode.OK if examined.is_fit else ExitCode.UNFIT)
 
 
-def _find_place(location: str, size_bytes: int | None) -> tuple[LocalStorage, int | None, int, bool]:
-    """The directory, the step that has the size of the state or None, that size, and whether there is a checkpoint."""
-    from holdfast.catalog import read_catalog, read_manifest
-    from holdfast.cli.survey import checkpoint_bytes
-    from holdfast.errors import DamageError, NotFoundError
-
-    storage = _find_directory(location)
-    catalog = read_catalog(storage)
-    for name in reversed(catalog.living) if size_bytes is None else ():
-        with suppress(DamageError, NotFoundError):
-            manifest = read_manifest(storage, name)
-            return storage, name.step, max(checkpoint_bytes(manifest) + manifest.referred_bytes, 1), True
-    return storage, None, size_bytes or _DEFAULT_BYTES, bool(catalog.committed)
-
-
 def _find_directory(location: str) -> LocalStorage:
-    from holdfast.errors import NoCheckpointError, UsageError
-    from holdfast.storage import LocalStorage, open_storage
-
     storage = open_storage(location)
     if not isinstance(storage, LocalStorage):
         raise UsageError(
@@ -136,52 +148,287 @@ def _find_directory(location: str) -> LocalStorage:
     )
 
 
-def _save_every(examined: Examination) -> str | None:
-    """The policy as it is written in a program; None where nothing could be saved."""
-    seconds = examined.figures.get("interval_seconds")
-    return None if seconds is None else f"hf.Seconds({seconds:.0f})"
+def _find_size(storage: LocalStorage, size_bytes: int | None) -> tuple[int | None, int, bool]:
+    """The step that has the size of the state or None, that size, and whether the run has a checkpoint."""
+    catalog = read_catalog(storage)
+    for name in reversed(catalog.living) if size_bytes is None else ():
+        with suppress(DamageError, NotFoundError):
+            manifest = read_manifest(storage, name)
+            return name.step, max(checkpoint_bytes(manifest) + manifest.referred_bytes, 1), True
+    return None, size_bytes or _DEFAULT_BYTES, bool(catalog.committed)
 
 
-def _document(url: str, step: int | None, examined: Examination) -> dict[str, Any]:
-    return {
-        "directory": url,
-        "is_fit": examined.is_fit,
-        "findings": [asdict(finding) for finding in examined.findings],
-        "size_bytes": examined.size_bytes,
-        "size_of_step": step,
-        "figures": examined.figures,
-        "save_every": _save_every(examined),
-        "bound": examined.bound,
-    }
+@contextmanager
+def _scratch(root: Path) -> Iterator[Path]:
+    """**Blocks.** Lends a new directory to the body, and removes it with all that is in it."""
+    with as_storage_errors("write in", "", root):
+        lent = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root)
+    with lent as scratch:
+        yield Path(scratch)
 
 
-def _show_plain(examined: Examination, screen: Screen) -> None:
-    """Writes one table for other programs: no cell is empty or holds a space."""
-    from holdfast.cli.screen import Column, Words
-    from holdfast.cli.wording import figure_text
+class Finding(NamedTuple):
+    """One thing that was looked at: what was found, and, unless all is well, what that means and what to do."""
 
-    rows: list[list[Words]] = [["directory", "fit" if examined.is_fit else "unfit"]]
-    rows += [[finding.name.replace(" ", "_"), finding.status] for finding in examined.findings]
-    for name, figure in examined.figures.items():
-        rows.append([name, str(figure) if isinstance(figure, int) else figure_text(figure)])
-    rows.append(["save_every", _save_every(examined) or "-"])
-    screen.table([Column("NAME"), Column("VALUE")], rows)
+    name: str
+    status: Status
+    text: str
+    hint: str = ""
+
+
+@dataclass
+class Examination:
+    """Looks at an empty directory as a job uses it. Each method raises `StorageError` where the place itself fails.
+
+    Attributes:
+        storage: The directory.
+        size_bytes: The size of the state that is to be saved.
+        findings: What was looked at.
+        figures: What was measured, and what follows from that; the names end with their units.
+        bound: What sets the interval between saves, as for `Auto`.
+    """
+
+    storage: LocalStorage
+    size_bytes: int
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    bound: Bound = "unmeasured"
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether checkpoints are safe there, and fit."""
+        return all(finding.status != "unfit" for finding in self.findings)
+
+    @property
+    def can_commit(self) -> bool:
+        """Whether a save could be committed; where not, there is nothing to measure."""
+        return "publish_seconds" in self.figures
+
+    @property
+    def save_every(self) -> str | None:
+        """The policy as it is written in a program; None where nothing could be saved."""
+        seconds = self.figures.get("interval_seconds")
+        return None if seconds is None else f"hf.Seconds({seconds:.0f})"
+
+    def _note(self, name: str, status: Status, text: str, hint: str = "") -> None:
+        self.findings.append(Finding(name, status, text, hint))
+
+    def look(self, *, has_checkpoint: bool) -> None:
+        """**Blocks.** Looks at all that a save needs; whether the run has a checkpoint decides how many have to fit."""
+        kind = _find_kind(Path(self.storage.url))
+        if kind in _IN_MEMORY:
+            self._note("file system", "unfit", kind, f"{kind} is memory: it is gone with the machine")
+        elif kind in _LAYERED:
+            hint = f"{kind} is mostly a container's own layer, which ends with it: save to a volume instead"
+            self._note("file system", "note", kind, hint)
+        else:
+            self._note("file system", "ok", kind)
+        self._look_at_publishing()
+        self._look_at_direct_writes()
+        self._look_at_room(has_checkpoint)
+        self._look_at_clock()
+        if copy_plan.NATIVE is not None and digesting.find_native() is not None:
+            self._note("compiled code", "ok", "in use")
+        else:
+            hint = "without a C compiler, or with an xxhash that hides its functions: saves block longer"
+            self._note("compiled code", "note", "not in use", f"holdfast was installed {hint}")
+
+    def _look_at_publishing(self) -> None:
+        """A checkpoint is committed by a file that appears whole, for good, and only where there is none yet."""
+        samples = []
+        try:
+            for number in range(_SAVES):
+                begun_at = time.perf_counter()
+                self.storage.publish(f"published-{number}", b"first")
+                samples.append(time.perf_counter() - begun_at)
+            is_replaced = self.storage.publish("published-0", b"other")
+            is_replaced = is_replaced or self.storage.read("published-0", 100) != b"first"
+        except StorageFullError:
+            raise
+        except StorageError as error:
+            self._note("create-only", "unfit", "it fails", f"{error.message}; {error.hint}")
+            return
+        if is_replaced:
+            hint = "a file that was there has been replaced: two jobs could both believe that theirs is the checkpoint"
+            self._note("create-only", "unfit", "it replaces files", hint)
+        else:
+            self._note("create-only", "ok", "a file that is there is not replaced")
+        self.figures["publish_seconds"] = median(samples)
+        self._note("fsync", "ok", f"{rough_text(median(samples))} for a small file and its name")
+
+    def _look_at_direct_writes(self) -> None:
+        writer = self.storage.open_writer("direct", SMALLEST_DIRECT_BYTES)
+        writer.abandon()
+        self.storage.remove("direct")
+        if writer.is_direct:
+            self._note("direct I/O", "ok", "large files pass by the page cache")
+        else:
+            hint = "bytes pass through the page cache: that takes time of the processor from training, and the restores"
+            self._note("direct I/O", "note", "none", f"{hint} measured here may have been from memory")
+
+    def _look_at_room(self, has_checkpoint: bool) -> None:
+        with as_storage_errors("look at", "", Path(self.storage.url)):
+            status = os.statvfs(self.storage.url)
+        if not status.f_blocks:  # As some network file systems say.
+            self._note("room", "note", "unknown", "the file system does not say how much room it has")
+            return
+        free_bytes = status.f_bavail * status.f_frsize
+        self.figures["free_bytes"] = free_bytes
+        free, size = f"{size_text(free_bytes)} free", f"a checkpoint of {size_text(self.size_bytes)}"
+        if free_bytes < self.size_bytes:
+            self._note("room", "unfit", free, f"{size} does not fit: remove old ones, or save elsewhere")
+        elif free_bytes < 2 * self.size_bytes and not has_checkpoint:
+            hint = f"only {size} fits, and the second is written before the first is removed"
+            self._note("room", "note", free, hint)
+        else:
+            self._note("room", "ok", free)
+
+    def _look_at_clock(self) -> None:
+        before = time.time()
+        self.storage.write("clock", b"x")
+        with as_storage_errors("look at", "clock", Path(self.storage.url)):
+            written_at = (Path(self.storage.url) / "clock").stat().st_mtime
+        ahead_seconds = max(written_at - time.time(), 0.0) or min(written_at - before, 0.0)
+        self.figures["clock_ahead_seconds"] = ahead_seconds
+        if abs(ahead_seconds) <= _CLOCK_SECONDS:
+            self._note("clock", "ok", "agrees with the file system's")
+            return
+        text = f"the file system's is {abs(ahead_seconds):.0f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
+        self._note("clock", "note", text, f"{text}: ages that are shown will be wrong; let a time server set both")
+
+    def measure(self, tell: Callable[[str], None]) -> None:
+        """**Blocks.** Saves and restores as a job does; what that takes is scaled up to the size of the state.
+
+        Args:
+            tell: Told what is being done.
+
+        Raises:
+            StorageFullError: If there is too little room.
+            SaveFailedError: If the place fails in a save.
+        """
+        # A checkpoint and the one that follows it, and as much for all others.
+        room_bytes = (
+            max(int(self.figures.get("free_bytes", math.inf) // 4), 1) if "free_bytes" in self.figures else None
+        )
+        trial_bytes = min(self.size_bytes, _TRIAL_BYTES, room_bytes or _TRIAL_BYTES)
+        directory = Path(self.storage.url) / "run"
+        objects = Checkpoint(model=_make_arrays(trial_bytes))
+        blocked, durable, restored = [], [], []
+        with _open_manager(directory, objects) as manager:
+            for number in range(1, _SAVES + 1):
+                tell(f"saving, {number} of {_SAVES}")
+                begun_at = time.perf_counter()
+                handle = manager.save(number)
+                blocked.append(time.perf_counter() - begun_at)
+                place = Path(handle.wait_committed())
+                durable.append(time.perf_counter() - begun_at)
+                manager.wait()
+                tell(f"restoring, {number} of {_SAVES}")
+                _forget(place)
+                # A manager that has restored opens a generation when it saves next, which a job does only once.
+                with _open_manager(directory, objects) as reader:
+                    begun_at = time.perf_counter()
+                    reader.restore()
+                    restored.append(time.perf_counter() - begun_at)
+            is_reused = has_spare(directory)
+        how = "saves are written over the files of removed ones" if is_reused else "each save writes new files"
+        self._note("reuse of space", "ok", how)
+        times = self.size_bytes / trial_bytes
+        self.figures |= {
+            "trial_bytes": trial_bytes,
+            # The first one, which imports and touches fresh memory, is left out: it is no measure for others.
+            "blocked_seconds": median(blocked[1:]) * times,
+            # From the third on a save may be written over a removed one.
+            "durable_seconds": median(durable[2:]) * times,
+            "restore_seconds": median(restored) * times,
+            "write_bytes_per_second": trial_bytes / median(durable[2:]),
+            "read_bytes_per_second": trial_bytes / median(restored),
+        }
+
+    def advise(self, mtbf_seconds: float) -> None:
+        """**Pure.** Finds how often to save by what was measured, as `Auto` does, and what is lost with that."""
+        blocked, durable = self.figures["blocked_seconds"], self.figures["durable_seconds"]
+        moment = SaveMoment(step=0, save_blocked_seconds=blocked, save_durable_seconds=durable)
+        chosen = Auto(mtbf_seconds=mtbf_seconds).chosen(moment)
+        self.bound = chosen.bound
+        interval_seconds = math.ceil(chosen.seconds)
+        losses = expect_losses(
+            interval_seconds,
+            stall_seconds=blocked,
+            durable_seconds=durable,
+            restore_seconds=self.figures["restore_seconds"],
+            mtbf_seconds=mtbf_seconds,
+        )
+        self.figures |= {
+            "mtbf_seconds": mtbf_seconds,
+            "young_seconds": math.sqrt(2 * blocked * mtbf_seconds),
+            "interval_seconds": interval_seconds,
+            "per_failure_seconds": losses.per_failure_seconds,
+            "lost_share": losses.lost_share,
+        }
+
+
+def _find_kind(directory: Path) -> str:
+    """The kind of file system that a directory lies on, as Linux names it; `unknown` if it does not say."""
+    with suppress(OSError):
+        device = directory.stat().st_dev
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split(" ")[2] == f"{os.major(device)}:{os.minor(device)}":
+                return after.split(" ")[0]
+    return "unknown"
+
+
+def _open_manager(directory: Path, objects: Checkpoint) -> CheckpointManager:
+    # Alone, whatever job the environment speaks of: a shell within one of its workers, say.
+    return CheckpointManager(directory, objects, keep=Latest(1), timeout_seconds=_TIMEOUT_SECONDS, cluster="alone")
+
+
+def _make_arrays(size_bytes: int) -> dict[str, Any]:
+    """Arrays as large as a model's, of bytes that no disk can make smaller."""
+    random = np.frombuffer(np.random.default_rng(0).bytes(min(size_bytes, _ARRAY_BYTES)), np.uint8)
+    sizes = [min(_ARRAY_BYTES, size_bytes - begin) for begin in range(0, size_bytes, _ARRAY_BYTES)]
+    return {f"layers.{number}.weight": random[:size].copy() for number, size in enumerate(sizes)}
+
+
+def _forget(directory: Path) -> None:
+    """Asks the page cache to let go of a checkpoint's files, where the system has a call for that."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with as_storage_errors("read", "", directory):
+        for path in directory.iterdir():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _show(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
-    from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, STRONG, Column, Styled, Words
-    from holdfast.cli.wording import rough_text, size_text
+    if screen.is_terminal:
+        _show_page(location, step, examined, screen)
+    else:
+        # One table for other programs: no cell is empty or holds a space.
+        rows = [["directory", "fit" if examined.is_fit else "unfit"]]
+        rows += [[finding.name.replace(" ", "_"), finding.status] for finding in examined.findings]
+        for name, figure in examined.figures.items():
+            rows.append([name, str(figure) if isinstance(figure, int) else figure_text(figure)])
+        screen.table(["NAME", "VALUE"], [*rows, ["save_every", examined.save_every or "-"]])
+    # On the error stream, so that a pipe gets the figures alone.
+    sys.stdout.flush()
+    remarks = Screen(sys.stderr)
+    for finding in examined.findings:
+        if finding.hint:
+            remarks.prose((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
 
+
+def _show_page(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
     figures = examined.figures
-    styles = {"ok": GOOD, "note": NOTABLE, "unfit": BAD}
+    verdict = ("fit for checkpoints", GOOD) if examined.is_fit else ("not fit for checkpoints", BAD)
+    screen.say((location, STRONG), "   ", verdict)
     rows: list[list[Words]] = [
-        [Styled(finding.status, styles[finding.status]), finding.name, Styled(finding.text, FAINT)]
+        [(finding.status, _STYLES[finding.status]), finding.name, (finding.text, FAINT)]
         for finding in examined.findings
     ]
-    verdict = Styled("fit for checkpoints", GOOD) if examined.is_fit else Styled("not fit for checkpoints", BAD)
-    screen.say(Styled(location, STRONG), "   ", verdict)
-    screen.table([Column("")] * 3, rows, indent=2)
-    if not examined.can_publish:
+    screen.table([""] * 3, rows, indent=2)
+    if not examined.can_commit:
         return
     origin = f" as in step {step}," if step is not None else ""
     trial = size_text(figures["trial_bytes"])
@@ -190,13 +437,13 @@ def _show(location: str, step: int | None, examined: Examination, screen: Screen
     write, read = (f"{size_text(figures[f'{way}_bytes_per_second'])}/s" for way in ("write", "read"))
     rows = [
         ["training waits", rough_text(figures["blocked_seconds"]), ""],
-        ["durable after", rough_text(figures["durable_seconds"]), Styled(write, FAINT)],
-        ["a restore takes", rough_text(figures["restore_seconds"]), Styled(f"{read}, every byte checked", FAINT)],
+        ["durable after", rough_text(figures["durable_seconds"]), (write, FAINT)],
+        ["a restore takes", rough_text(figures["restore_seconds"]), (f"{read}, every byte checked", FAINT)],
     ]
-    screen.table([Column("")] * 3, rows, indent=2)
+    screen.table([""] * 3, rows, indent=2)
     screen.say()
     screen.prose(f"how often to save, with a failure every {rough_text(figures['mtbf_seconds'])}")
-    screen.say(Styled(f"  save_every={_save_every(examined)}", f"bold {GOOD}"))
+    screen.say((f"  save_every={examined.save_every}", f"bold {GOOD}"))
     screen.prose(_WHY[examined.bound].format(young=rough_text(figures["young_seconds"])), indent=2)
     lost, failure = f"{100 * figures['lost_share']:.2g} %", rough_text(figures["per_failure_seconds"])
     screen.prose(f"Saves and failures then take {lost} of the time, and one failure costs {failure}.", indent=2)
@@ -209,9 +456,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda label: None
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    columns = (SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda label: progress.update(task, description=label, refresh=True)
+    with Console(file=sys.stderr, highlight=False).status("", spinner_style="cyan") as status:
+        yield status.update

@@ -11,10 +11,9 @@ import click
 from msgspec import structs
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import FAINT, Screen, Styled, byte_progress, write_json
+from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, duration_text, parse_size, size_text, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
-from holdfast.cli.wording import counted, duration_text, parse_size, size_text
 from holdfast.convert.exporter import FILE_BYTES, Export, ExportOptions, export_chosen, export_step
 from holdfast.errors import DamageError, UsageError
 
@@ -99,20 +98,19 @@ def command(
 
 
 def _show(screen: Screen, remarks: Screen, export: Export) -> None:
-
     size = size_text(export.size_bytes) if screen.is_terminal else f"{export.size_bytes} bytes"
     screen.say(
         f"step {export.step}: {counted(export.arrays, 'array')}, {size} in {export.out}",
-        Styled(f"  {duration_text(export.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {duration_text(export.seconds)}" if screen.is_terminal else "", FAINT),
     )
     for file in export.files[:_SHOWN]:
         screen.say("  ", file)
     if len(export.files) > _SHOWN:
         screen.say(f"  and {len(export.files) - _SHOWN} more files")
     for one in export.left_out[:_SHOWN]:
-        remarks.say(Styled("left out: ", FAINT), one.path, Styled(f" ({one.reason})", FAINT))
+        remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))
     if len(export.left_out) > _SHOWN:
-        remarks.say(Styled("left out: ", FAINT), f"{len(export.left_out) - _SHOWN} more (--json names them all)")
+        remarks.say(("left out: ", FAINT), f"{len(export.left_out) - _SHOWN} more (--json names them all)")
 
 
 _SHOWN = 20

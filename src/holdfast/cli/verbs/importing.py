@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import FAINT, Screen, Styled, byte_progress, write_json
+from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, duration_text, size_text, write_json
 from holdfast.cli.survey import name_fields
-from holdfast.cli.wording import counted, duration_text, size_text
 from holdfast.convert.importer import Import, import_checkpoint
 from holdfast.errors import UsageError
 
@@ -62,14 +61,13 @@ def command(
 
 
 def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
-
     size = size_text(made.size_bytes) if screen.is_terminal else f"{made.size_bytes} bytes"
     screen.say(
         f"step {made.step} of {run}: {counted(made.arrays, 'array')}, {size}, from {made.format}",
-        Styled(f"  {duration_text(made.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {duration_text(made.seconds)}" if screen.is_terminal else "", FAINT),
     )
     screen.say("  objects: ", ", ".join(made.objects))
     for name in made.renamed:
-        remarks.say(Styled("renamed: ", FAINT), f"what a wrapper put in front of the names in {name} is gone")
+        remarks.say(("renamed: ", FAINT), f"what a wrapper put in front of the names in {name} is gone")
     for one in made.left_out:
-        remarks.say(Styled("left out: ", FAINT), one.path, Styled(f" ({one.reason})", FAINT))
+        remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))

@@ -17,10 +17,14 @@ from holdfast.cli.screen import (
     NOTABLE,
     PLAIN,
     STRONG,
-    Column,
     Screen,
-    Styled,
     Words,
+    age_text,
+    counted,
+    figure_text,
+    iso_text,
+    local_time_text,
+    size_text,
     terminal_width,
     write_json,
 )
@@ -36,7 +40,6 @@ from holdfast.cli.survey import (
     time_fields,
 )
 from holdfast.cli.target import RunTarget, find_run, no_living
-from holdfast.cli.wording import age_text, counted, figure_text, iso_text, local_time_text, size_text
 from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.storage import open_storage
 
@@ -76,11 +79,10 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
 
 
 def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> None:
-
     shown = survey.found if show_all else tuple(survey.of(State.LIVING))
     if not screen.is_terminal:
         sheet = plain_sheet(survey, shown)
-        screen.table(sheet.columns, sheet.rows)
+        screen.table(sheet.titles, sheet.rows, figures=sheet.figures)
         return _remark(survey, show_all)
     now = time.time()
     opening = survey.opening
@@ -88,11 +90,11 @@ def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> 
     if opening is not None:
         age = age_text(now - opening.opened_at_unix_seconds)
         by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
-    screen.say(Styled(target.location, STRONG), Styled(by, FAINT))
+    screen.say((target.location, STRONG), (by, FAINT))
     sheet = terminal_sheet(survey, shown, width=screen.width, now_unix_seconds=now)
-    screen.table(sheet.columns, sheet.rows)
+    screen.table(sheet.titles, sheet.rows, figures=sheet.figures)
     if sheet.metrics_left_out:
-        screen.say(Styled(f"no room for {', '.join(sheet.metrics_left_out)}", FAINT))
+        screen.say((f"no room for {', '.join(sheet.metrics_left_out)}", FAINT))
     return _remark(survey, show_all)
 
 
@@ -103,10 +105,10 @@ def _remark(survey: Survey, show_all: bool) -> None:
     # A directory that was lost is missing in two files for each worker, and there may be thousands.
     for damages in (survey.catalog.faults, *(one.damages for one in survey.found)):
         for damage in damages[:_SHOWN_DAMAGES]:
-            remarks.say(Styled("damaged ", BAD), damage.message)
+            remarks.say(("damaged ", BAD), damage.message)
         if len(damages) > _SHOWN_DAMAGES:
             more = f"and {len(damages) - _SHOWN_DAMAGES} more places (--json names them all)"
-            remarks.say(Styled("damaged ", BAD), more)
+            remarks.say(("damaged ", BAD), more)
     if show_all:
         return
     hidden = []
@@ -121,7 +123,7 @@ def _remark(survey: Survey, show_all: bool) -> None:
     if spare := survey.of(State.SPARE):
         hidden.append(f"a spare file of {size_text(spare[0].size_bytes)}")
     if hidden:
-        remarks.say(Styled(f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
+        remarks.say((f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
 
 
 def make_document(url: str, survey: Survey, error: HoldfastError | None = None) -> dict[str, Any]:
@@ -174,23 +176,23 @@ class Sheet:
     """A table that can be shown.
 
     Attributes:
-        columns: Its columns.
+        titles: What stands above its columns.
         rows: Its cells, row by row.
+        figures: The titles of columns that are aligned to the right.
         metrics_left_out: The metrics that a terminal has no room for.
     """
 
-    columns: list[Column]
+    titles: list[str]
     rows: list[list[Words]]
+    figures: set[str]
     metrics_left_out: tuple[str, ...] = ()
 
 
 def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
     """**Pure.** The table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
     extremes = find_extremes(survey.of(State.LIVING))
-    titles = ("STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS")
-    figures = ("STEP", "GENERATION", "BYTES", "WORKERS")
-    columns = [Column(title, is_figure=title in figures) for title in titles]
-    columns += [Column(_unspaced(metric), is_figure=True) for metric in extremes]
+    titles = ["STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS"]
+    metric_titles = [_unspaced(metric) for metric in extremes]
     rows: list[list[Words]] = []
     for one in shown:
         manifest = one.manifest
@@ -216,7 +218,8 @@ def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
                 *(figure_text(metrics[metric]) if metric in metrics else "-" for metric in extremes),
             ]
         )
-    return Sheet(columns, rows)
+    figures = {"STEP", "GENERATION", "BYTES", "WORKERS", *metric_titles}
+    return Sheet([*titles, *metric_titles], rows, figures)
 
 
 def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_unix_seconds: float) -> Sheet:
@@ -229,26 +232,37 @@ def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_un
         now_unix_seconds: The time that ages are counted to.
     """
     with_generation = len({one.name.generation for one in shown if one.name}) > 1
-    columns = [Column("step", is_figure=True)]
-    columns += [Column("gen", is_figure=True)] if with_generation else []
     with_references = any(one.refers_to for one in shown)
-    columns += [Column("committed"), Column("size", is_figure=True)]
-    columns += [Column("referred", is_figure=True)] if with_references else []
-    columns += [Column("workers", is_figure=True)]
+    titles = ["step", *(["gen"] if with_generation else []), "committed", "size"]
+    titles += ["referred", "workers"] if with_references else ["workers"]
     rows: list[list[Words]] = []
     for one in shown:
         style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
-        row: list[Words] = [Styled(str(one.name.step) if one.name else "-", style)]
-        row += [Styled(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
+        row: list[Words] = [(str(one.name.step) if one.name else "-", style)]
+        row += [(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
         row += [_when(one, now_unix_seconds), size_text(one.size_bytes)]
-        row += [Styled(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
-        row.append(Styled(str(one.manifest.world_size) if one.manifest else "-", FAINT))
+        row += [(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
+        row.append((str(one.manifest.world_size) if one.manifest else "-", FAINT))
         rows.append(row)
-    left_out = _add_metrics(columns, rows, survey, shown, width)
-    columns.append(Column(""))
+    extremes = find_extremes(survey.of(State.LIVING))
+    used = _MARKS_WIDTH + sum(_widest([title, *(row[place] for row in rows)]) for place, title in enumerate(titles))
+    figures = set(titles) - {"committed"}
+    for place, (metric, (lowest, highest)) in enumerate(extremes.items()):
+        cells = [_metric_cell(one, metric, lowest, highest) for one in shown]
+        metric_width = max(terminal_width(metric), *(terminal_width(text) for text, _, _ in cells))
+        used += metric_width + 2 * _GAP
+        if used > width:
+            left_out = tuple(extremes)[place:]
+            break
+        # A mark stands on the right of its figure, so figures and title are aligned here.
+        titles.append(" " * (metric_width - terminal_width(metric)) + metric)
+        for row, (text, mark, style) in zip(rows, cells, strict=True):
+            row.append((f"{text:>{metric_width}} {mark}", style))
+    else:
+        left_out = ()
     for row, one in zip(rows, shown, strict=True):
         row.append(_mark(survey, one))
-    return Sheet(columns, rows, left_out)
+    return Sheet([*titles, ""], rows, figures, left_out)
 
 
 def _when(one: Found, now_unix_seconds: float) -> str:
@@ -261,47 +275,26 @@ def _when(one: Found, now_unix_seconds: float) -> str:
     return local_time_text(one.manifest.committed_at_unix_seconds)[:16]
 
 
-def _mark(survey: Survey, one: Found) -> Styled:
+def _mark(survey: Survey, one: Found) -> Words:
     if one.state is State.LOST:
-        return Styled(_STATE_MARKS[State.LOST], BAD)
+        return (_STATE_MARKS[State.LOST], BAD)
     if one.damages:
-        return Styled("newest, damaged" if one is survey.newest else "damaged", BAD)
+        return ("newest, damaged" if one is survey.newest else "damaged", BAD)
     if one is survey.newest:
-        return Styled("newest", GOOD)
+        return ("newest", GOOD)
     if one.may_be_in_progress and one.state is State.UNFINISHED:
-        return Styled("being written?", NOTABLE)
-    return Styled(_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
+        return ("being written?", NOTABLE)
+    return (_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
 
 
-def _add_metrics(
-    columns: list[Column], rows: list[list[Words]], survey: Survey, shown: Sequence[Found], width: int
-) -> tuple[str, ...]:
-    """Adds columns of metrics while they fit; gives those that do not."""
-    extremes = find_extremes(survey.of(State.LIVING))
-    used = _MARKS_WIDTH + sum(
-        _widest([column.title, *(row[place] for row in rows)]) for place, column in enumerate(columns)
-    )
-    metrics = list(extremes)
-    for place, metric in enumerate(metrics):
-        cells = [_metric_cell(one, metric, *extremes[metric]) for one in shown]
-        # The figures leave room for a mark on their right, so the title does.
-        title = metric + " " * _GAP
-        used += _widest([title, *cells])
-        if used > width:
-            return tuple(metrics[place:])
-        columns.append(Column(title, is_figure=True))
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    return ()
-
-
-def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> Styled:
+def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> tuple[str, str, str]:
+    """The figure, its mark, and the style of both."""
     figure = one.manifest.metrics.get(metric) if one.manifest else None
     if figure is None:
-        return Styled("-" + " " * _GAP, FAINT)
-    is_living = one.state is State.LIVING
-    symbol = LOWEST if is_living and one.name == lowest else HIGHEST if is_living and one.name == highest else " "
-    return Styled(f"{figure_text(figure)} {symbol}", PLAIN if is_living else FAINT)
+        return "-", "", FAINT
+    if one.state is not State.LIVING:
+        return figure_text(figure), "", FAINT
+    return figure_text(figure), LOWEST if one.name == lowest else HIGHEST if one.name == highest else "", PLAIN
 
 
 def _widest(cells: Sequence[Words]) -> int:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import click
 
-from holdfast.cli.removals import (
-    BRING_BACK,
-    RemovalPlan,
-    Removed,
-    Wishes,
-    carry_out,
-    check_removable,
-    check_unchanged,
-    plan_removals,
-)
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, Column, Screen, Styled, Words, write_json
+from holdfast.catalog import Catalog, read_catalog
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, Screen, Words, counted, size_text, write_json
 from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
 from holdfast.cli.target import RunTarget, find_run
-from holdfast.cli.wording import counted, size_text
-from holdfast.errors import UsageError
+from holdfast.cli.verbs.verify import CheckOutcome, judge_step
+from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
+from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
+from holdfast.policies import spare_referred
+from holdfast.save.commit.delete_step import discard_trash, discard_unfinished, remove_own_files, withdraw
+from holdfast.save.write.manifest_cache import ManifestCache
+from holdfast.storage import Storage
 
 
 @click.command()
@@ -118,57 +115,52 @@ def _offer(survey: Survey) -> str:
 
 
 def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
-
     titles = ("directory", "size", "") if screen.is_terminal else ("DIRECTORY", "BYTES", "STATE")
-    columns = [Column(titles[0]), Column(titles[1], is_figure=True), Column(titles[2])]
     rows: list[list[Words]] = [
         [
             one.directory,
             size_text(one.size_bytes) if screen.is_terminal else str(one.size_bytes),
-            Styled(one.state.value.replace("_", " "), FAINT) if screen.is_terminal else one.state.value,
+            (one.state.value.replace("_", " "), FAINT) if screen.is_terminal else one.state.value,
         ]
         for one in plan.remove
     ]
     if rows:
-        screen.table(columns, rows)
+        screen.table(titles, rows, figures={titles[1]})
     what = _count(plan.remove)
     screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
     if any(one.state is State.LOST for one in (*plan.remove, *plan.left_alone)):
         screen.say(f"to bring a lost step back: {BRING_BACK}")
     for one, reason in plan.kept:
-        screen.say(Styled("kept: ", NOTABLE), f"{one.directory}, since {reason}")
+        screen.say(("kept: ", NOTABLE), f"{one.directory}, since {reason}")
     for one in plan.left_alone:
         if one.state is State.LOST:
-            screen.say(Styled("left alone: ", NOTABLE), f"{one.directory}, which was committed and lost its manifest")
+            screen.say(("left alone: ", NOTABLE), f"{one.directory}, which was committed and lost its manifest")
             continue
         doing = "is to use for its next save" if one.state is State.SPARE else "may be writing now"
         screen.say(
-            Styled("left alone: ", NOTABLE),
+            ("left alone: ", NOTABLE),
             f"{one.directory}, which a job {doing}; if none runs, --job-is-dead removes it too",
         )
 
 
 def _count(found: Sequence[Found]) -> str:
-
     directories = sum(one.state is not State.SPARE for one in found)
     parts = [counted(directories, "directory", "directories")] if directories or not found else []
     return " and ".join([*parts, *("the spare file" for one in found if one.state is State.SPARE)])
 
 
 def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
-
     gone = [removed for removed in done if removed.is_gone]
     size = size_text(sum(removed.found.size_bytes for removed in gone))
-    screen.say(Styled(f"removed {_count([removed.found for removed in gone])}, {size}", GOOD if gone else ""))
+    screen.say((f"removed {_count([removed.found for removed in gone])}, {size}", GOOD if gone else PLAIN))
     for removed in done:
         if removed.error is not None:
-            screen.say(Styled("not removed: ", BAD), f"{removed.found.directory}: {removed.error.message}")
+            screen.say(("not removed: ", BAD), f"{removed.found.directory}: {removed.error.message}")
         elif not removed.is_gone:
-            screen.say(Styled("kept: ", NOTABLE), f"{removed.found.directory} holds files that are not holdfast's")
+            screen.say(("kept: ", NOTABLE), f"{removed.found.directory} holds files that are not holdfast's")
 
 
 def _document(target: RunTarget, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
-
     outcomes = {
         removed.found.directory: "failed" if removed.error else "removed" if removed.is_gone else "kept_foreign_files"
         for removed in done
@@ -191,3 +183,253 @@ def _ask(plan: RemovalPlan) -> bool:
     sys.stderr.flush()
     answer = sys.stdin.readline().strip().lower()
     return answer in ("y", "yes")
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line asks for.
+
+    Attributes:
+        off_line: All steps off the living line.
+        unfinished: What unfinished saves have left, what is set aside already, and the spare.
+        lost: All steps that have lost their manifests.
+        job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
+            unfinished saves are nobody's, and the spare.
+        steps: Single checkpoints, each a step or the name of its directory.
+    """
+
+    off_line: bool
+    unfinished: bool
+    lost: bool
+    job_is_dead: bool
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """What is to go.
+
+    Attributes:
+        remove: What is to be removed, in the order in which that is done.
+        left_alone: What was asked for in general and is not removed, since a job may be writing it, or since it was
+            committed and has lost its manifest.
+        kept: What was asked for and stays, since a step that stays refers to it; each with that reason.
+    """
+
+    remove: tuple[Found, ...]
+    left_alone: tuple[Found, ...]
+    kept: tuple[tuple[Found, str], ...] = ()
+
+    @property
+    def committed(self) -> list[Found]:
+        """The checkpoints among what is to be removed."""
+        return [one for one in self.remove if one.state in (State.LIVING, State.OFF_LINE)]
+
+    @property
+    def size_bytes(self) -> int:
+        """How much room that makes."""
+        return sum(one.size_bytes for one in self.remove)
+
+
+def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
+    """**Pure.** What of a run is to go.
+
+    Raises:
+        UsageError: If a wish is not clear, or the records of the run are damaged so that its line is not known.
+        NoCheckpointError: If a step that was named does not exist.
+    """
+    chosen = {one.directory for one in _choose_named(survey, wishes.steps)}
+    if wishes.off_line:
+        chosen |= {one.directory for one in survey.of(State.OFF_LINE)}
+    if wishes.lost:
+        chosen |= {one.directory for one in survey.of(State.LOST)}
+    left_alone = []
+    if wishes.unfinished:
+        for one in survey.of(State.UNFINISHED, State.SET_ASIDE, State.SPARE):
+            if one.may_be_in_progress and not wishes.job_is_dead:
+                left_alone.append(one)
+            else:
+                chosen.add(one.directory)
+        left_alone += [one for one in survey.of(State.LOST) if not wishes.lost]
+    spared = spare_referred(chosen, survey.referrers)
+    plan = RemovalPlan(
+        tuple(one for one in survey.found if one.directory in chosen and one.directory not in spared),
+        tuple(left_alone),
+        tuple((one, spared[one.directory]) for one in survey.found if one.directory in spared),
+    )
+    if plan.committed and survey.catalog.faults:
+        raise UsageError(
+            f"which steps are on the living line is not known: {survey.catalog.faults[0].message}",
+            hint="No checkpoint is removed before that is mended; --unfinished alone can be.",
+        )
+    return plan
+
+
+BRING_BACK: Final = (
+    f"`{COMMITTED_NAME}` in the step's directory is a copy of `{MANIFEST_NAME}`, unless it is empty or missing"
+)
+"""How a step that has lost its manifest gets it again."""
+
+
+def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
+    committed = survey.of(State.LIVING, State.OFF_LINE)
+    for text in steps:
+        if parse_step_directory(text) is not None:
+            matching = [one for one in committed if one.directory == text]
+        elif text.isascii() and text.isdigit():
+            matching = [one for one in committed if one.name and one.name.step == int(text[:20])]
+        else:
+            raise UsageError(f"--steps {text!r} is no step", hint="Write steps and commas, as in --steps 300,500.")
+        lost = [name for one in survey.of(State.LOST) if (name := one.name) and text in (one.directory, str(name.step))]
+        if lost and not matching:
+            raise UsageError(
+                f"step {lost[0].step} was committed, and its manifest is gone; --steps does not remove such a step",
+                hint=f"Bring the manifest back: {BRING_BACK}. If the step is to go, --lost removes all of its kind.",
+            )
+        if not matching:
+            raise NoCheckpointError(f"there is no checkpoint {text}", hint="`holdfast list --all` shows what is there.")
+        if len(matching) > 1:
+            names = ", ".join(one.directory for one in matching)
+            raise UsageError(
+                f"there are {len(matching)} checkpoints of step {text}",
+                hint=f"Name the directories of those that are meant: {names}.",
+            )
+        yield matching[0]
+
+
+def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
+    """**Blocks.** Reads the checkpoints of the living line, the newest first, until one is whole.
+
+    Raises:
+        NoWholeCheckpointError: If none is.
+        StorageError: If the place fails.
+    """
+    for name in reversed(living):
+        verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
+        if verdict.outcome is CheckOutcome.WHOLE:
+            return name
+        if verdict.outcome is CheckOutcome.UNREADABLE:
+            raise verdict.problems[-1]
+    raise NoWholeCheckpointError(
+        f"{storage.url}: no checkpoint of the living line is whole, so none is removed",
+        damages=(),
+        hint="What lies off the line may be all there is. If it is to go, remove its directory by hand.",
+    )
+
+
+def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> None:
+    """**Blocks.** Makes sure that a whole checkpoint stays on the living line; reads at least one for that.
+
+    Raises:
+        UsageError: If the newest whole checkpoint of the living line is among what is to go.
+        NoWholeCheckpointError: If the living line has no whole checkpoint.
+        StorageError: If the place fails.
+    """
+    if not plan.committed:
+        return
+    newest = find_newest_whole(storage, catalog.living)
+    if any(one.name == newest for one in plan.committed):
+        raise UsageError(
+            f"step {newest.step} is the newest whole checkpoint of the living line, which is never removed",
+            hint="Leave it out, or remove the whole directory of the run by hand.",
+        )
+
+
+def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> None:
+    """**Blocks.** Makes sure that the run still is what the plan was made from.
+
+    Raises:
+        StorageError: If a job has begun there, or what is to go stands elsewhere now, or is needed; or if the place
+            fails.
+    """
+    now = read_catalog(storage)
+    moved = any(_place_in(now, one) is not one.state for one in plan.remove)
+    needed = _find_needed(storage, plan)
+    if moved or any(one.name in needed for one in plan.remove) or now.generation != before.generation:
+        raise StorageError(
+            f"{storage.url} has changed since it was looked at; nothing was removed",
+            hint="A job is at work there. Look again, and decide anew.",
+        )
+
+
+def _place_in(catalog: Catalog, one: Found) -> State | None:
+    if one.state is State.SPARE:
+        return State.SPARE if catalog.spare_bytes is not None else None
+    if one.name is None:
+        return State.SET_ASIDE if one.directory in catalog.trash else None
+    if one.name in catalog.living:
+        return State.LIVING
+    if one.name in catalog.committed:
+        return State.OFF_LINE
+    if one.state is State.LOST and one.name in (*catalog.lost, *catalog.unfinished):
+        return State.LOST
+    return State.UNFINISHED if one.name in catalog.unfinished else None
+
+
+def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
+    """**Blocks.** What the steps refer to that are committed at this moment and are to stay."""
+    going = {one.name for one in plan.remove}
+    catalog = read_catalog(storage)
+    staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
+    return {name for referrer in ManifestCache(storage).referrers(staying) for name in referrer.refers_to}
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What came of one removal.
+
+    Attributes:
+        found: What was to go.
+        is_gone: Whether all of it is gone.
+        error: What the place said, or None.
+    """
+
+    found: Found
+    is_gone: bool
+    error: HoldfastError | None = None
+
+
+def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
+    """**Blocks.** Removes all that is planned; what fails keeps only what it refers to itself.
+
+    A crash in the middle leaves something that `--unfinished` removes.
+    """
+    failures: dict[str, HoldfastError] = {}
+    held: dict[StepName, str] = {}
+    # The newest first: what refers to others goes before them.
+    for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
+        try:
+            if one.name in held:
+                raise StorageError(f"{held[one.name]} could not be removed, and refers to it", path=one.directory)
+            if one.name is not None:
+                withdraw(storage, one.name)
+        except HoldfastError as error:
+            failures[one.directory] = error
+            held |= dict.fromkeys(one.refers_to, one.directory)
+    try:
+        # A job that runs beside this may have committed a step by now that refers to one of them.
+        needed = _find_needed(storage, plan)
+    except HoldfastError as error:
+        failures |= {one.directory: error for one in plan.committed if one.directory not in failures}
+        needed = set()
+    for one in plan.remove:
+        if one.name in needed:
+            text = "a save that has ended just now refers to it; its data stay"
+            failures.setdefault(one.directory, StorageError(text, path=one.directory))
+    return [_remove(storage, one, failures.get(one.directory)) for one in plan.remove]
+
+
+def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Removed:
+    if error is not None:
+        return Removed(one, False, error)
+    try:
+        if one.state is State.SPARE:
+            storage.remove(one.directory)
+            return Removed(one, True)
+        if one.name is None:
+            return Removed(one, discard_trash(storage, one.directory))
+        if one.state in (State.UNFINISHED, State.LOST):
+            return Removed(one, discard_unfinished(storage, one.name))
+        return Removed(one, remove_own_files(storage, one.directory))
+    except HoldfastError as failure:
+        return Removed(one, False, failure)

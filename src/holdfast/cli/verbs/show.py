@@ -12,12 +12,24 @@ from typing import Final
 
 import click
 
-from holdfast.cli.contents import Array, Contents, Heading, read_checkpoint
-from holdfast.cli.screen import FAINT, GOOD, NOTABLE, STRONG, Column, Screen, Styled, Words, write_json
+from holdfast.cli.contents import Array, Contents, Heading, count_values, describe, list_values, read_checkpoint
+from holdfast.cli.screen import (
+    FAINT,
+    GOOD,
+    NOTABLE,
+    STRONG,
+    Screen,
+    Words,
+    age_text,
+    figure_text,
+    iso_text,
+    local_time_text,
+    shortened,
+    size_text,
+    write_json,
+)
 from holdfast.cli.survey import State
 from holdfast.cli.target import RunTarget, find_target
-from holdfast.cli.values import count_values, describe, list_values
-from holdfast.cli.wording import age_text, figure_text, iso_text, local_time_text, shortened, size_text
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import join
 from holdfast.format.scalars import Node
@@ -62,7 +74,6 @@ def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None
 
 
 def _check_found(contents: Contents, selection: Selection | None, target: RunTarget) -> None:
-
     if selection is not None and selection.unmatched:
         raise UsageError(
             f"step {contents.heading.manifest.step} of {target.location} has nothing of the name "
@@ -85,12 +96,12 @@ class ContentsPage:
     def show_heading(self, heading: Heading) -> None:
         """What the manifest says."""
         manifest = heading.manifest
-        standing = Styled("")
+        standing: Words = ""
         if heading.is_newest:
-            standing = Styled("  newest", GOOD)
+            standing = ("  newest", GOOD)
         elif heading.state is State.OFF_LINE:
-            standing = Styled("  off the living line", NOTABLE)
-        self._screen.say(Styled(f"{heading.location}  step {manifest.step}", STRONG), standing)
+            standing = ("  off the living line", NOTABLE)
+        self._screen.say((f"{heading.location}  step {manifest.step}", STRONG), standing)
         at = manifest.committed_at_unix_seconds
         committed = iso_text(at) or "?"
         if self._screen.is_terminal:
@@ -112,8 +123,8 @@ class ContentsPage:
             if manifest.metadata
             else "",
         }
-        rows: list[list[Words]] = [[Styled(label, FAINT), text] for label, text in facts.items() if text]
-        self._screen.table([Column(""), Column("")], rows, indent=2)
+        rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
+        self._screen.table(["", ""], rows, indent=2)
 
     def show_overview(self, contents: Contents, depth: int) -> None:
         """Where the bytes are: the objects as a tree, and the largest leaves."""
@@ -123,32 +134,31 @@ class ContentsPage:
         if len(leaves) > 1:
             self._screen.say()
             title = "largest leaf" if len(leaves) <= _LARGEST else f"largest of {len(leaves)} leaves"
-            self._screen.table(
-                self._columns(title, "dtype", "shape", "size"),
-                [[leaf.name, leaf.dtype, _list_text(leaf.shape), self._size(leaf.size_bytes)] for leaf in leaves][
-                    :_LARGEST
-                ],
-            )
+            rows = [
+                [leaf.name, leaf.dtype, _list_text(leaf.shape), self._size(leaf.size_bytes)]
+                for leaf in leaves[:_LARGEST]
+            ]
+            self._table([title, "dtype", "shape", "size"], rows)
 
     def show_details(self, contents: Contents, arrays: Sequence[Array], values: Mapping[str, Node]) -> None:
         """The leaves and values that were asked for by name."""
         if arrays:
-            columns = self._columns("leaf", "dtype", "shape", "size", "offset", "file")
+            titles = ["leaf", "dtype", "shape", "size", "offset", "file"]
             array_rows = [self._array_row(array) for array in arrays]
             if self._screen.is_terminal and len({(array.source, array.file) for array in arrays}) == 1:
                 # The same name in every line says little and takes much room.
-                self._screen.table(columns[:-1], [row[:-1] for row in array_rows])
+                self._table(titles[:-1], [row[:-1] for row in array_rows])
                 directory = arrays[0].source or contents.heading.directory
-                self._screen.say(Styled(f"in {join(directory, arrays[0].file)}", FAINT))
+                self._screen.say((f"in {join(directory, arrays[0].file)}", FAINT))
             else:
-                self._screen.table(columns, array_rows)
+                self._table(titles, array_rows)
         rows: list[list[Words]] = [
             [place, text] for path, node in values.items() for place, text in list_values(path, node)
         ]
         if rows:
             if arrays:
                 self._screen.say()
-            self._screen.table([Column(self._title("value")), Column("")], rows)
+            self._table(["value", ""], rows)
 
     def _show_tree(self, contents: Contents, depth: int) -> None:
         objects = contents.objects
@@ -164,15 +174,14 @@ class ContentsPage:
                 has_leaves = line.leaves > 0
                 rows.append(
                     [
-                        Styled(label, STRONG if is_root else FAINT if line.label.startswith("(") else ""),
+                        (label, STRONG if is_root else FAINT if line.label.startswith("(") else ""),
                         str(line.leaves) if has_leaves else "-",
                         self._size(line.size_bytes) if has_leaves else "-",
-                        Styled(share, FAINT),
-                        Styled(_values_text(node, has_leaves) if is_root else "", FAINT),
+                        (share, FAINT),
+                        (_values_text(node, has_leaves) if is_root else "", FAINT),
                     ]
                 )
-        columns = [*self._columns("object", "leaves", "size", "share"), Column(self._title("other values"))]
-        self._screen.table(columns, rows)
+        self._table(["object", "leaves", "size", "share", "other values"], rows)
 
     def _array_row(self, array: Array) -> list[Words]:
         record, stored = array.record, array.stored
@@ -183,17 +192,15 @@ class ContentsPage:
             _list_text(record.shape) + part,
             self._size(array.size_bytes),
             str(record.begin),
-            Styled(join(array.source, array.file), FAINT),
+            (join(array.source, array.file), FAINT),
         ]
 
-    def _columns(self, *titles: str) -> list[Column]:
-        figures = ("leaves", "size", "share", "offset")
-        return [Column(self._title(title), is_figure=title in figures) for title in titles]
-
-    def _title(self, title: str) -> str:
-        if self._screen.is_terminal:
-            return title
-        return "BYTES" if title == "size" else title.upper()
+    def _table(self, titles: Sequence[str], rows: Sequence[Sequence[Words]]) -> None:
+        shown = {title: title for title in titles}
+        if not self._screen.is_terminal:
+            shown = {title: "BYTES" if title == "size" else title.upper() for title in titles}
+        figures = {shown[title] for title in titles if title in ("leaves", "size", "share", "offset")}
+        self._screen.table(list(shown.values()), rows, figures=figures)
 
     def _exact_size(self, size_bytes: int) -> str:
         return self._size(size_bytes) + ("" if self._screen.is_terminal else " bytes")

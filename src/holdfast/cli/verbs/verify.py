@@ -2,23 +2,132 @@
 
 from __future__ import annotations
 
+import enum
+import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import click
 
 from holdfast.catalog import Catalog, find_lost, read_catalog, read_generations, read_opening
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, Screen, Styled, Words, write_json
+from holdfast.cli.screen import (
+    BAD,
+    FAINT,
+    GOOD,
+    NOTABLE,
+    Screen,
+    Words,
+    byte_progress,
+    counted,
+    duration_text,
+    size_text,
+    write_json,
+)
 from holdfast.cli.survey import State, name_fields, problem_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
-from holdfast.cli.verdicts import CheckOutcome, CheckVerdict, judge_step
-from holdfast.cli.wording import counted, duration_text, size_text
-from holdfast.errors import DamageError, NotFoundError, UsageError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.names import StepName
-from holdfast.restore.verify import Checked
+from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
+from holdfast.storage import Storage
+
+_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
+
+
+class CheckOutcome(enum.StrEnum):
+    """What came of reading a checkpoint."""
+
+    WHOLE = "whole"
+    """Every byte is as it was written."""
+    RESTORABLE = "restorable"
+    """Headers of data files are damaged, which other programs need and a restore does not; all else is whole."""
+    DAMAGED = "damaged"
+    """Something is not as it was written."""
+    UNREADABLE = "unreadable"
+    """The place failed, so that nothing can be said of what was not read."""
+    REMOVED = "removed"
+    """It was removed while it was being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckVerdict:
+    """What came of reading one checkpoint.
+
+    Attributes:
+        directory: The name of its directory; empty where that itself was named.
+        name: Which checkpoint it is; None where the directory may have any name and its manifest is damaged.
+        outcome: What came of it.
+        problems: What is damaged, in the order of the files, or what the place said.
+        read_bytes: How much was read.
+        seconds: How long that took.
+    """
+
+    directory: str
+    name: StepName | None
+    outcome: CheckOutcome
+    problems: tuple[HoldfastError, ...]
+    read_bytes: int
+    seconds: float
+
+
+def judge_step(
+    storage: Storage,
+    directory: str,
+    name: StepName | None,
+    label: str = "reading",
+    *,
+    beside: Storage | None = None,
+    checked: Checked | None = None,
+) -> CheckVerdict:
+    """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
+
+    Args:
+        storage: Where it lies.
+        directory: Its directory; empty for the root.
+        name: Which checkpoint it should be; None where its directory may have any name.
+        label: What the bar says.
+        beside: Where the steps lie that it refers to; None if that is `storage` too, or not known.
+        checked: What was read of other steps, and is not read again.
+
+    Raises:
+        StorageError: If not even the directory can be looked at.
+    """
+    begun_at = time.monotonic()
+    read_bytes = 0
+    problems: list[HoldfastError] = []
+    outcome = CheckOutcome.WHOLE
+    checked = checked or Checked()
+    try:
+        opened = open_step(storage, directory, name)
+        name = opened.name
+        with byte_progress(sys.stderr, label) as bar:
+            if bar is not None:
+                bar.expect(count_unread(opened, checked))
+
+            def count(just_read_bytes: int) -> None:
+                # Called from several threads; should two of them collide, a figure for people is a little too small.
+                nonlocal read_bytes
+                read_bytes += just_read_bytes
+                if bar is not None:
+                    bar.advance(just_read_bytes)
+
+            problems.extend(
+                verify_data(storage, opened, threads=_THREADS, progress=count, beside=beside, checked=checked)
+            )
+    except (DamageError, StorageError) as error:
+        problems.append(error)
+    if problems:
+        is_failure = isinstance(problems[-1], StorageError)
+        damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
+        outcome = CheckOutcome.UNREADABLE if is_failure else damaged
+        # A job that runs removes old steps, manifest first: what is missing then was not damaged.
+        if directory and name not in read_catalog(storage).committed:
+            outcome = CheckOutcome.REMOVED
+    return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
 
 @click.command()
@@ -45,15 +154,14 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
     for _ in range(MOST_LOOKS):
         is_removed = False
         for verdict in _judge(target, names):
-            report.add(verdict)
+            report.verdicts.append(verdict)
             is_removed = verdict.outcome is CheckOutcome.REMOVED
             if screen is not None:
                 report.show_verdict(screen, verdict)
                 sys.stdout.flush()
         if verify_all or target.step is not None or not is_removed:
             break
-        catalog, names = _choose(target, verify_all)
-        report.look_again(catalog)
+        report.catalog, names = _choose(target, verify_all)
     if screen is None:
         write_json(sys.stdout, "verify", report.document())
     else:
@@ -92,7 +200,6 @@ def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all
 
 
 def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[CheckVerdict]:
-
     checked = Checked()
     for number, name in enumerate(names, start=1):
         label = f"step {name.step}" if name else "reading"
@@ -111,55 +218,43 @@ _STYLES: Final = {
 }
 
 
+@dataclass
 class VerifyReport:
-    """Gathers verdicts; shows each as it comes, and the sum of them at the end."""
+    """What was found; shows each verdict as it comes, and the sum of them at the end.
 
-    def __init__(self, target: RunTarget, catalog: Catalog | None, records: tuple[DamageError, ...]) -> None:
-        """Begins without verdicts.
+    Attributes:
+        target: What was named on the command line.
+        catalog: The run; None where the directory of a single step was named.
+        records: Records of the run that are damaged.
+        verdicts: What came of each checkpoint so far.
+    """
 
-        Args:
-            target: What was named on the command line.
-            catalog: The run; None where the directory of a single step was named.
-            records: Records of the run that are damaged.
-        """
-        self._target = target
-        self._catalog = catalog
-        self._records = records
-        self._verdicts: list[CheckVerdict] = []
-
-    def look_again(self, catalog: Catalog | None) -> None:
-        """Goes by what the run is now."""
-        self._catalog = catalog
-
-    def add(self, verdict: CheckVerdict) -> None:
-        """Takes in a verdict."""
-        self._verdicts.append(verdict)
+    target: RunTarget
+    catalog: Catalog | None
+    records: tuple[DamageError, ...]
+    verdicts: list[CheckVerdict] = field(default_factory=list)
 
     @property
     def exit_code(self) -> ExitCode:
         """What the verb ends with."""
         outcomes = self._count()
-        if self._records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
+        if self.records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
             return ExitCode.DAMAGED
         if outcomes[CheckOutcome.UNREADABLE]:
             return ExitCode.FAILED
         return ExitCode.OK if outcomes[CheckOutcome.WHOLE] else ExitCode.NOTHING_THERE
 
-    @property
-    def newest_whole(self) -> StepName | None:
-        """The newest checkpoint of the living line that was found whole, or None."""
-        return self._find_newest(CheckOutcome.WHOLE)
-
     def _find_newest(self, *outcomes: CheckOutcome) -> StepName | None:
-        if self._catalog is None:
+        """The newest checkpoint of the living line that was found so, or None."""
+        if self.catalog is None:
             return None
-        names = {verdict.name for verdict in self._verdicts if verdict.outcome in outcomes}
-        return next((name for name in reversed(self._catalog.living) if name in names), None)
+        names = {verdict.name for verdict in self.verdicts if verdict.outcome in outcomes}
+        return next((name for name in reversed(self.catalog.living) if name in names), None)
 
     def show_records(self, screen: Screen) -> None:
         """Names the damaged records of the run."""
-        for damage in self._records:
-            screen.say(Styled("damaged   ", BAD), damage.message)
+        for damage in self.records:
+            screen.say(("damaged   ", BAD), damage.message)
 
     def show_verdict(self, screen: Screen, verdict: CheckVerdict) -> None:
         """One checkpoint: a line, and one more for each place that is damaged."""
@@ -167,9 +262,9 @@ class VerifyReport:
         step = f"step {verdict.name.step}" if verdict.name else "step ?"
         size = size_text(verdict.read_bytes) if screen.is_terminal else f"{verdict.read_bytes} bytes"
         screen.say(
-            Styled(f"{symbol if screen.has_symbols else ''}{verdict.outcome.value:<8}", style),
+            (f"{symbol if screen.has_symbols else ''}{verdict.outcome.value:<8}", style),
             f"  {step}  ",
-            Styled(f"{verdict.directory or self._target.location}  {size} read", FAINT),
+            (f"{verdict.directory or self.target.location}  {size} read", FAINT),
         )
         if verdict.outcome is CheckOutcome.REMOVED:
             return
@@ -182,52 +277,54 @@ class VerifyReport:
         """All in a sentence, and what it means for a restore."""
         outcomes = self._count()
         counts = ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes.items())
-        words: list[Words] = [f"{counted(len(self._verdicts), 'checkpoint')} read: {counts}"]
-        read_bytes = sum(verdict.read_bytes for verdict in self._verdicts)
-        seconds = sum(verdict.seconds for verdict in self._verdicts)
+        words: list[Words] = [f"{counted(len(self.verdicts), 'checkpoint')} read: {counts}"]
+        read_bytes = sum(verdict.read_bytes for verdict in self.verdicts)
+        seconds = sum(verdict.seconds for verdict in self.verdicts)
         if screen.is_terminal and seconds > 0:
             speed = size_text(read_bytes / seconds)
-            words.append(Styled(f"   {size_text(read_bytes)} in {duration_text(seconds)}, {speed}/s", FAINT))
+            words.append((f"   {size_text(read_bytes)} in {duration_text(seconds)}, {speed}/s", FAINT))
         screen.say(*words)
-        newest = self._catalog.newest if self._catalog else None
-        if newest is None or newest == self.newest_whole or newest not in {verdict.name for verdict in self._verdicts}:
+        newest = self.catalog.newest if self.catalog else None
+        is_read = newest in {verdict.name for verdict in self.verdicts}
+        if newest is None or not is_read or newest == self._find_newest(CheckOutcome.WHOLE):
             return
         taken = self._find_newest(CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
         if taken == newest:
             text = f"A restore takes step {taken.step}; programs that read its data file without holdfast may fail."
-            screen.say(Styled(text, NOTABLE))
+            screen.say((text, NOTABLE))
         elif taken is not None:
-            screen.say(Styled(f"A restore passes over what is damaged and takes step {taken.step}.", NOTABLE))
-        elif len(self._verdicts) == 1 and len(self._catalog.living if self._catalog else ()) > 1:
-            screen.say(Styled("A restore passes over it and takes an older step; --all says which are whole.", NOTABLE))
+            screen.say((f"A restore passes over what is damaged and takes step {taken.step}.", NOTABLE))
+        elif len(self.verdicts) == 1 and len(self.catalog.living if self.catalog else ()) > 1:
+            screen.say(("A restore passes over it and takes an older step; --all says which are whole.", NOTABLE))
         else:
-            screen.say(Styled("No checkpoint of the living line is whole.", BAD))
+            screen.say(("No checkpoint of the living line is whole.", BAD))
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        living = self._catalog.living if self._catalog else ()
+        living = self.catalog.living if self.catalog else ()
+        newest_whole = self._find_newest(CheckOutcome.WHOLE)
         return {
-            "place": self._target.storage.url,
+            "place": self.target.storage.url,
             "is_whole": self.exit_code is ExitCode.OK,
-            "newest_whole_step": self.newest_whole.step if self.newest_whole else None,
-            "read_bytes": sum(verdict.read_bytes for verdict in self._verdicts),
-            "seconds": sum(verdict.seconds for verdict in self._verdicts),
+            "newest_whole_step": newest_whole.step if newest_whole else None,
+            "read_bytes": sum(verdict.read_bytes for verdict in self.verdicts),
+            "seconds": sum(verdict.seconds for verdict in self.verdicts),
             "steps": [
                 {
                     **name_fields(verdict.name),
                     "directory": verdict.directory or None,
                     "state": None
-                    if self._catalog is None
+                    if self.catalog is None
                     else (State.LIVING if verdict.name in living else State.OFF_LINE).value,
                     "outcome": verdict.outcome.value,
                     "read_bytes": verdict.read_bytes,
                     "seconds": verdict.seconds,
                     "problems": [problem_fields(problem) for problem in verdict.problems],
                 }
-                for verdict in self._verdicts
+                for verdict in self.verdicts
             ],
-            "damaged_records": [problem_fields(damage) for damage in self._records],
+            "damaged_records": [problem_fields(damage) for damage in self.records],
         }
 
     def _count(self) -> Counter[CheckOutcome]:
-        return Counter(verdict.outcome for verdict in self._verdicts)
+        return Counter(verdict.outcome for verdict in self.verdicts)
