@@ -456,6 +456,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda label: None
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    with Console(file=sys.stderr, highlight=False).status("", spinner_style="cyan") as status:
-        yield status.update
+    columns = (SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda label: progress.update(task, description=label, refresh=True)
