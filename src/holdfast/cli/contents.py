@@ -58,10 +58,7 @@ class Heading:
 class Array:
     """One array: a leaf, or a box of one.
 
-    Attributes:
-        stored: What it is and where it lies.
-        file: The data file.
-        source: The directory of the step in which the file lies, if that is another one; else empty.
+    `source` is the directory of the step in which its file lies, if that is another one.
     """
 
     stored: StoredBox
@@ -86,13 +83,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf, whoever has its boxes.
-
-    Attributes:
-        name: Its name.
-        dtype: Its element type.
-        shape: Its shape.
-    """
+    """One leaf, whoever has its boxes."""
 
     name: str
     dtype: str
@@ -144,12 +135,7 @@ def _read_heading(target: RunTarget) -> Heading | None:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The records of one checkpoint.
-
-    Attributes:
-        heading: Which one.
-        opened: Its manifest and indexes.
-    """
+    """The records of one checkpoint."""
 
     heading: Heading
     opened: OpenedStep
@@ -246,10 +232,8 @@ class Contents:
 def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]:
     """**Blocks.** Finds the checkpoint that is meant and reads its manifest and its indexes.
 
-    Where a job goes on, it may be removed meanwhile: then what is meant is looked for again.
-
-    Returns:
-        Which one it is, and its records, or what is wrong with its indexes.
+    Where a job goes on, it may be removed meanwhile: then what is meant is looked for again. Gives which one it is, and
+    its records, or what is wrong with its indexes.
 
     Raises:
         NoCheckpointError: If there is none.
@@ -336,12 +320,7 @@ def count_values(node: Node, depth: int = 0) -> int:
 
 
 def find_nodes(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -> Iterator[tuple[str, Node]]:
-    """**Pure.** The nodes that were asked for with their paths; what lies within one of them is not given again.
-
-    Args:
-        objects: For each object its node.
-        select: Whether a path is asked for; None for all objects.
-    """
+    """**Pure.** The nodes that were asked for with their paths; what lies within one of them is not given again."""
 
     def search(path: str, node: Node, depth: int) -> Iterator[tuple[str, Node]]:
         if select is None or select(path):

@@ -187,9 +187,6 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
 def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
     """**Blocks.** Reads a committed step's manifest and holds the sizes of its files against it.
 
-    Returns:
-        The step, or None if it has been removed since.
-
     Raises:
         StorageError: If the place cannot be read.
     """

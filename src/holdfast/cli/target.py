@@ -57,10 +57,6 @@ def find_target(
 
     A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step.
 
-    Args:
-        text: What was written on the command line.
-        hint: What to do where the directory is no run's.
-
     Raises:
         NoCheckpointError: If there is no such directory, or it holds nothing of holdfast's.
         UsageError: If the text cannot be a place.

@@ -92,17 +92,7 @@ def write_dcp(
 ) -> list[str]:
     """**Blocks.** Writes a tree as a directory of `torch.distributed.checkpoint`.
 
-    Args:
-        reader: Where the leaves come from.
-        tree: What is saved.
-        modules: The names of modules, for the names of parameters.
-        out: The directory.
-        file_bytes: From which size on a file gets nothing more.
-        overwrite: Whether such files that lie there may go.
-        left: What is left out is added here.
-
-    Returns:
-        The names of the files.
+    Gives the names of the files, none of which gets more once it has `file_bytes`; what is left out is added to `left`.
 
     Raises:
         UsageError: If something is there already, or two entries get one name.
@@ -156,12 +146,7 @@ def write_dcp(
 
 
 def flatten(tree: Mapping[Any, Any], modules: list[str]) -> dict[EntryPath, Any]:
-    """**Pure.** The entries of a tree, each with the way to it, as torch divides a state into entries.
-
-    Args:
-        tree: The state.
-        modules: The names of modules, for the names of parameters.
-    """
+    """**Pure.** The entries of a tree, each with the way to it, as torch divides a state into entries."""
     entries: dict[EntryPath, Any] = {}
 
     def visit(path: EntryPath, value: Any) -> None:
@@ -285,11 +270,6 @@ class DcpDirectory:
         self, metadata: InputFile, open_file: Callable[[str], InputFile], *, keep_unknown: bool = False
     ) -> None:
         """**Blocks.** Reads what is in it, but for the tensors' values.
-
-        Args:
-            metadata: Its metadata.
-            open_file: Opens a file beside the metadata, by its plain name.
-            keep_unknown: Whether what is unknown among the values is kept as what it is, and no error.
 
         Raises:
             FormatError: If it is malformed, names what it may not, or says what cannot be.

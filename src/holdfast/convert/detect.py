@@ -45,10 +45,6 @@ class ImportSource:
     def __init__(self, path: Path, *, keep_unknown: bool) -> None:
         """**Blocks.** Finds out what it is, and reads what is in it but for the arrays' values.
 
-        Args:
-            path: A file or a directory.
-            keep_unknown: Whether values of unknown classes are passed over, and no error.
-
         Raises:
             NoCheckpointError: If nothing is there.
             UsageError: If it is nothing that can be imported.

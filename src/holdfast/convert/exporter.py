@@ -48,18 +48,7 @@ class ProgressWatcher(Protocol):
 
 
 class ExportOptions(msgspec.Struct, frozen=True):
-    """What is to be written, and how; the arguments of `export_checkpoint`.
-
-    Attributes:
-        to: The format.
-        only: Names of objects, or patterns of leaves; None for everything.
-        keep_prefix: Whether the object's name stays in front also where there is one object.
-        repeat_shared: Whether arrays that share their memory are written once for each of their names.
-        overwrite: Whether an export that is there may go.
-        file_bytes: How large the arrays in one file get together.
-        threads: How many threads read.
-        watcher: Told how far it has come.
-    """
+    """What is to be written, and how; the arguments of `export_checkpoint`."""
 
     to: str
     only: str | Iterable[str] | None = None
@@ -159,12 +148,6 @@ def export_chosen(
 ) -> Export:
     """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
 
-    Args:
-        storage: Where the run lies.
-        choose: Says which step of the run it is. Asked again if that has gone while it was read.
-        out: Where to write.
-        options: What, and how.
-
     Raises:
         UsageError: If an option is wrong, or something is there already.
         NoCheckpointError: If there is no such checkpoint, or no longer.
@@ -208,13 +191,7 @@ def export_step(
 ) -> Export:
     """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
 
-    Args:
-        storage: Where it lies.
-        directory: Its directory; empty for the storage's root.
-        expected: Which checkpoint it should be; None where its directory may have any name.
-        beside: Where the steps lie that it refers to.
-        out: Where to write.
-        options: What, and how.
+    It may be any step if none is `expected`; `beside` is where the steps lie that it refers to.
 
     Raises:
         UsageError: If an option is wrong, or something is there already.
@@ -278,13 +255,8 @@ def export_step(
 def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
     """**Pure.** What arrays are called where all names stand in one list: the keys on the way, joined by dots.
 
-    Args:
-        tree: The state.
-        has_prefix: Whether the object's name is part of it.
-        repeat_shared: Whether an array with several names stands under each.
-
-    Returns:
-        For each name its leaf, and what does not stand there.
+    Gives for each name its leaf, and what does not stand there: an array with several names stands under the first, or
+    with `repeat_shared` under each.
 
     Raises:
         UsageError: If two arrays get one name.

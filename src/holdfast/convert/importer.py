@@ -161,12 +161,7 @@ def import_checkpoint(
 
 
 def list_objects(root: Any, name: str) -> dict[str, Any]:
-    """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself.
-
-    Args:
-        root: The tree.
-        name: What that one is called.
-    """
+    """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)

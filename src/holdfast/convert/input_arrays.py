@@ -57,12 +57,7 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A box of an array.
-
-    Attributes:
-        box: Which part of the array it is.
-        tensor: Its values.
-    """
+    """A box of an array."""
 
     box: Box
     tensor: SourceTensor

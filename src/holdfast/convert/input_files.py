@@ -17,20 +17,10 @@ _COPY: Final = "A pipe or a device cannot be read back and forth: copy what come
 
 
 class InputFile:
-    """A file that is read piece by piece. It is open while it is read, and for as long as few others are.
-
-    Attributes:
-        path: Where it is.
-        size_bytes: Its size.
-    """
+    """A file that is read piece by piece. It is open while it is read, and for as long as few others are."""
 
     def __init__(self, path: Path, pool: FilePool | None = None, *, follow_links: bool = True) -> None:
         """**Blocks.** Opens it.
-
-        Args:
-            path: Where it is.
-            pool: Keeps the number of open files small, if there may be many.
-            follow_links: Whether a link is followed.
 
         Raises:
             NotFoundError: If it is not there.

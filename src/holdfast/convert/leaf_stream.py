@@ -30,13 +30,7 @@ _OPEN_FILES: Final = 64
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """A run of a leaf's elements, in row-major order.
-
-    Attributes:
-        leaf: The leaf.
-        begin: The first element.
-        end: Where they end, exclusive.
-    """
+    """A run of a leaf's elements, in row-major order; `end` is exclusive."""
 
     leaf: str
     begin: int
@@ -44,12 +38,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class StoredLeaf(msgspec.Struct, frozen=True):
-    """What a leaf of a step is.
-
-    Attributes:
-        dtype: The element type.
-        shape: The length of each dimension.
-    """
+    """What a leaf of a step is."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,16 +80,7 @@ class LeafReader:
         window_bytes: int = WINDOW_BYTES,
         advance: Callable[[int], None] | None = None,
     ) -> None:
-        """Opens nothing yet.
-
-        Args:
-            storage: Where the step lies.
-            opened: The step, with the indexes of all workers.
-            beside: Where the steps lie that it refers to.
-            threads: How many threads read.
-            window_bytes: How much is put together at a time.
-            advance: Called with the bytes of each piece that is given.
-        """
+        """Opens nothing yet. `advance` is called with the size of each piece that is given."""
         self._storage = storage
         self._beside = beside
         self._threads = threads

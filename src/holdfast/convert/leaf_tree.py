@@ -23,46 +23,27 @@ _MOST_BITS: Final = 2000
 
 
 class ArrayRef(msgspec.Struct, frozen=True):
-    """An array of the state.
-
-    Attributes:
-        leaf: The leaf that holds its values. Arrays that shared their memory have one leaf.
-    """
+    """An array of the state. Arrays that shared their memory have one leaf."""
 
     leaf: str
 
 
 class ObjectState(msgspec.Struct, frozen=True):
-    """The state of an object.
-
-    Attributes:
-        kind: The object's kind, as the format names it.
-        state: Its state.
-    """
+    """The state of an object."""
 
     kind: str
     state: Any
 
 
 class CodedValue(msgspec.Struct, frozen=True):
-    """A value that has a codec, such as a `torch.dtype`.
-
-    Attributes:
-        tag: The codec's tag.
-        value: What the codec made of it.
-    """
+    """A value that has a codec, such as a `torch.dtype`."""
 
     tag: str
     value: Any
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Something that does not stand in what was written.
-
-    Attributes:
-        path: What it is called.
-        reason: Why it was left out.
-    """
+    """Something that does not stand in what was written."""
 
     path: str
     reason: str
@@ -111,11 +92,7 @@ def _same(value: Any) -> Any:
 
 
 def join_objects(parts: Iterable[Mapping[str, Node]]) -> dict[str, Node]:
-    """**Pure.** The objects of all workers, put together: some have what others lack, as the stages of a pipeline do.
-
-    Args:
-        parts: For each worker its objects, in order of rank.
-    """
+    """**Pure.** The objects of all workers, put together: some have what others lack, as the stages of a pipeline do."""
     joined: dict[str, Node] = {}
     for objects in parts:
         for name, node in objects.items():
@@ -141,12 +118,7 @@ def make_tree(
 ) -> tuple[dict[str, Any], list[LeftOut]]:
     """**Pure.** The state of objects as a tree of dicts, lists, scalars, `ObjectState` and `ArrayRef`.
 
-    Args:
-        objects: For each object its node.
-        select: Whether what stands at a path is wanted; None for everything.
-
-    Returns:
-        The tree, and what cannot stand in it.
+    Gives what cannot stand in it as well.
 
     Raises:
         FormatError: If the state is malformed.

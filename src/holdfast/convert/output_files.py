@@ -61,11 +61,8 @@ class OutputFiles:
         """**Blocks.** Moves all files into the directory of that name.
 
         A directory that was not there appears at once, with all of them. In one that was, each file appears whole; the
-        one without which the others mean nothing goes first and comes last.
-
-        Args:
-            last: The name of that file.
-            is_ours: Whether a name is one of those that such an output has; what has another name stays.
+        one without which the others mean nothing goes first and comes last. What lies there under a name that is not
+        `is_ours` stays.
 
         Raises:
             StorageError: If the place fails.
@@ -109,11 +106,7 @@ def open_output_directory(
 ) -> Iterator[OutputFiles]:
     """**Blocks.** As `open_output_file`, for several files in one directory.
 
-    Args:
-        out: The directory. If it is there, what lies in it under other names stays.
-        size_bytes: How much will be written.
-        is_ours: Whether a name is one of those that such an output has.
-        overwrite: Whether files of such names may lie there, and go.
+    What lies in the directory under names that are not `is_ours` stays.
 
     Raises:
         UsageError: If something is there that is not to be overwritten.

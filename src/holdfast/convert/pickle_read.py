@@ -73,11 +73,7 @@ def shown(value: Any) -> str:
 def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
     """**Pure.** What a pickle describes, of protocol 2 or newer.
 
-    Args:
-        data: The pickle.
-        allowed: What may be named in it, beside plain containers.
-        path: Where it comes from, for errors.
-        keep_unknown: True to give what is not allowed as a `PickledObject` that is not known, in place of an error.
+    With `keep_unknown` what is not allowed is given as a `PickledObject` that is not known, in place of an error.
 
     Raises:
         FormatError: If it is malformed, or names what is not allowed.
@@ -102,8 +98,7 @@ class KeyChecker:
     def __init__(self, also: Collection[type] = ()) -> None:
         """Prepares for the keys of one pickle.
 
-        Args:
-            also: What else may be a key: types whose objects are hashed and compared at once, whatever they hold.
+        Objects of the types in `also` are hashed and compared at once, whatever they hold.
         """
         self._plain = frozenset({NoneType, bool, float, *also})
         # By hash: the different keys that have it, among those whose hashes a writer can choose.

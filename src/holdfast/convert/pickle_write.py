@@ -18,24 +18,14 @@ _MAX_INT_BYTES: Final = 255
 
 
 class Global(msgspec.Struct, frozen=True):
-    """A class or function that the reader is to know.
-
-    Attributes:
-        module: Where it stands.
-        name: What it is called there.
-    """
+    """A class or function that the reader is to know."""
 
     module: str
     name: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What a function of the reader's gives.
-
-    Attributes:
-        function: The function.
-        arguments: What it is called with.
-    """
+    """What a function of the reader's gives."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -44,9 +34,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 class Instance(msgspec.Struct, frozen=True):
     """An object of a class of the reader's, made without its constructor.
 
-    Attributes:
-        cls: The class.
-        state: Its attributes, or whatever its `__setstate__` takes.
+    Its state is its attributes, or whatever its `__setstate__` takes.
     """
 
     cls: Global
@@ -54,21 +42,13 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Pairs(msgspec.Struct, frozen=True):
-    """A dict whose keys need not be hashable here.
-
-    Attributes:
-        items: Its keys and values.
-    """
+    """A dict whose keys need not be hashable here."""
 
     items: list[tuple[Any, Any]]
 
 
 class Persistent(msgspec.Struct, frozen=True):
-    """Something that lies beside the pickle.
-
-    Attributes:
-        id: By what the reader finds it.
-    """
+    """Something that lies beside the pickle."""
 
     id: tuple[Any, ...]
 

@@ -30,12 +30,7 @@ _MAX_INDEX_BYTES: Final = 256 << 20
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
-    """One file that is to be written.
-
-    Attributes:
-        name: Its name.
-        layout: What lies where in it.
-    """
+    """One file that is to be written."""
 
     name: str
     layout: Layout
@@ -60,16 +55,7 @@ def write_safetensors(
 ) -> list[str]:
     """**Blocks.** Writes leaves as safetensors files.
 
-    Args:
-        reader: Where the leaves come from.
-        names: For each array the leaf that it is.
-        out: A file, if its name ends so, or else a directory.
-        file_bytes: How large the arrays of one file may be together, in a directory.
-        metadata: Text to keep in each header.
-        overwrite: Whether what is there may go.
-
-    Returns:
-        The names of the files.
+    Writes one file if the name of `out` ends so, or else into a directory, and gives the names of the files.
 
     Raises:
         UsageError: If something is there already, or the arrays cannot stand in such files.
@@ -108,11 +94,6 @@ def plan_files(
     arrays: Mapping[str, StoredLeaf], file_bytes: int | None, metadata: Mapping[str, str]
 ) -> list[PlannedFile]:
     """**Pure.** Divides arrays into files, in their order; one that is larger than a file gets a file to itself.
-
-    Args:
-        arrays: What to write, by the name that it gets.
-        file_bytes: How large the arrays of one file may be together; None for one file.
-        metadata: Text to keep in each header.
 
     Raises:
         UsageError: If a name cannot be one, or there are too many arrays for one header.

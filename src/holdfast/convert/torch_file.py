@@ -67,17 +67,7 @@ _OPTIMIZER_FORM: Final = frozenset({"state", "groups", "loose", "rest"})
 
 
 def write_torch(reader: LeafReader, tree: Any, out: Path, *, overwrite: bool, left: list[LeftOut]) -> list[str]:
-    """**Blocks.** Writes a tree as `torch.save` does, a piece at a time.
-
-    Args:
-        reader: Where the leaves come from.
-        tree: What is saved.
-        out: The file.
-        overwrite: Whether one that is there may go.
-        left: What is left out is added here.
-
-    Returns:
-        The name of the file.
+    """**Blocks.** Writes a tree as `torch.save` does, a piece at a time. What is left out is added to `left`.
 
     Raises:
         UsageError: If something is there already.
@@ -123,11 +113,7 @@ def _reorder(pieces: Iterable[memoryview], leaf: StoredLeaf, strides: tuple[int,
 def to_torch(value: Any, path: str, to_tensor: Callable[[ArrayRef], Any], left: list[LeftOut]) -> Any:
     """**Pure.** A tree as it is pickled: with what stands for tensors, and for values of torch's own.
 
-    Args:
-        value: The tree.
-        path: What it is called.
-        to_tensor: Gives what stands for an array.
-        left: What is left out is added here.
+    What is left out is added to `left`.
     """
     if type(value) is ArrayRef:
         return to_tensor(value)
@@ -148,13 +134,7 @@ def to_torch(value: Any, path: str, to_tensor: Callable[[ArrayRef], Any], left: 
 
 
 def tensor_call(key: str, leaf: StoredLeaf, strides: tuple[int, ...] | None = None) -> FunctionCall:
-    """**Pure.** The call that makes a dense tensor of all of a storage.
-
-    Args:
-        key: The storage's name in the archive.
-        leaf: What the tensor is.
-        strides: How it lies there; None for row-major order.
-    """
+    """**Pure.** The call that makes a dense tensor of all of a storage."""
     elements = math.prod(leaf.shape)
     storage = _STORAGES.get(leaf.dtype)
     length = elements if storage else elements * ITEM_BYTES[leaf.dtype]
@@ -180,20 +160,14 @@ def _coded_call(tag: str, value: Any) -> Global | FunctionCall | None:
 def number_parameters(stored: Any) -> Any:
     """**Pure.** What `optimizer.state_dict()` would give: parameters by their numbers, in the order of the groups.
 
-    Args:
-        stored: The state as holdfast keeps it; what is in a form of its own is given as it is.
+    What is not of holdfast's form is given as it is.
     """
     names = _parameter_names(stored)
     return _rename_parameters(stored, None if names is None else {name: place for place, name in enumerate(names)})
 
 
 def name_parameters(stored: Any, modules: Collection[str]) -> Any:
-    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names in the model.
-
-    Args:
-        stored: As for `number_parameters`.
-        modules: The names of the checkpoint's modules, which a parameter's name begins with.
-    """
+    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names in the model."""
     names = _parameter_names(stored)
     if names is None:
         return _rename_parameters(stored, None)
@@ -238,11 +212,7 @@ class TorchArchive:
     def __init__(self, file: InputFile, begin: int, size_bytes: int, *, keep_unknown: bool = False) -> None:
         """**Blocks.** Reads what was saved, but for the tensors' values.
 
-        Args:
-            file: The file.
-            begin: Where the archive begins in it.
-            size_bytes: How long it is.
-            keep_unknown: Whether what is unknown is kept as what it is, and no error.
+        With `keep_unknown` what is unknown is kept as what it is.
 
         Raises:
             FormatError: If it is malformed, or names what it may not.

@@ -32,12 +32,7 @@ _END_BYTES: Final = 22
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Where a record of an archive lies, in the file that holds the archive.
-
-    Attributes:
-        offset_bytes: Its first byte.
-        size_bytes: How many there are.
-    """
+    """Where a record of an archive lies, in the file that holds the archive."""
 
     offset_bytes: int
     size_bytes: int
@@ -46,13 +41,7 @@ class Record(msgspec.Struct, frozen=True):
 def write_archive(
     file: BinaryIO, pickle: bytes, storages: Iterable[tuple[str, int, Iterable[bytes | memoryview]]]
 ) -> None:
-    """**Blocks.** Writes one archive at the end of a file.
-
-    Args:
-        file: Where to write, from its current end on.
-        pickle: The pickle.
-        storages: For each storage its name, its size, and its bytes in pieces.
-    """
+    """**Blocks.** Writes one archive at the end of a file. A storage is its name, its size, and its bytes in pieces."""
     part = _WrittenPart(file)
     with ZipFile(part, "w", ZIP_STORED) as archive:
         _add(archive, part, "data.pkl", len(pickle), [pickle])
@@ -85,11 +74,6 @@ class ArchiveReader:
     def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         """**Blocks.** Reads the directory.
 
-        Args:
-            file: The file.
-            begin: Where the archive begins in it.
-            size_bytes: How long it is.
-
         Raises:
             FormatError: If it is no such archive.
             StorageError: If the file cannot be read.
@@ -117,8 +101,7 @@ class ArchiveReader:
     def find(self, name: str) -> Record | None:
         """**Blocks.** Where a record lies; None if there is none of that name.
 
-        Args:
-            name: Its name without the folder that all records lie in.
+        Its name is given without the folder in which all records lie.
 
         Raises:
             FormatError: If it is compressed, or does not lie in the archive.

@@ -18,13 +18,7 @@ _jobs: ContextVar[Job | None] = ContextVar("holdfast_job", default=None)
 
 @dataclass(frozen=True, slots=True)
 class ObjectMaker:
-    """An object with state that nodes have.
-
-    Attributes:
-        name: Its name in the workspace.
-        make: Makes it.
-        on: The nodes; None for all.
-    """
+    """An object with state that nodes have."""
 
     name: str
     make: Callable[[], Any]

@@ -44,16 +44,7 @@ NODES_NOTE: Final = "nodes"
 
 @dataclass(frozen=True, slots=True)
 class NodeStoreOptions:
-    """How to save and restore.
-
-    Attributes:
-        storage: Where the checkpoints lie.
-        keep: Which to keep.
-        begin_anew: Whether to begin from nothing although there may be checkpoints.
-        timeout_seconds: The deadline of each wait.
-        threads: How many threads write, and read, in each process.
-        sinks: Functions that get each event.
-    """
+    """How to save and restore."""
 
     storage: Storage
     keep: RetentionPolicy
@@ -212,12 +203,7 @@ def open_manager(
 ) -> CheckpointManager:
     """What saves the workspaces of one process.
 
-    Args:
-        checkpoint: The workspaces.
-        options: How to save and restore.
-        note: Told of each event first.
-        cluster: The processes that save together; "alone" if the session is this one, also beside others.
-        liveness_seconds: After how long without a sign of life a process is taken for dead.
+    `note` gets each event first; `cluster` is "alone" if the session is this process, also beside others.
     """
     return CheckpointManager(
         options.storage,
@@ -237,14 +223,7 @@ def open_manager(
 def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOptions, emit: Sink) -> float:
     """**Blocks.** Gives a node of this process its state, whichever process had written it; every byte is checked.
 
-    Args:
-        workspace: The node.
-        order: What is to be loaded.
-        options: Where the checkpoint lies, and how many threads read.
-        emit: Told of what happens.
-
-    Returns:
-        How long that took, in seconds.
+    Gives how many seconds that took.
 
     Raises:
         NoWholeCheckpointError: If it is damaged.
@@ -288,13 +267,7 @@ def warn_of_unmakeable(workspace: Workspace, emit: Sink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Where the state of a node lies in a checkpoint.
-
-    Attributes:
-        node: The node.
-        writer: Which worker of which world wrote it.
-        names: Its values.
-    """
+    """Where the state of a node lies in a checkpoint."""
 
     node: str
     writer: Worker
@@ -316,11 +289,7 @@ def read_places(storage: Storage, name: StepName) -> list[NodePlace]:
 def find_place(storage: Storage, name: StepName, node: str, stored: Sequence[str]) -> NodePlace:
     """**Blocks.** Where one node's state lies; as a rule it takes one record to know.
 
-    Args:
-        storage: Where the checkpoint lies.
-        name: Which it is.
-        node: The node.
-        stored: The nodes of the checkpoint, in order, which says where to look first.
+    The order of the stored nodes says where to look first.
 
     Raises:
         NoWholeCheckpointError: If the records are damaged, or no worker has written it.

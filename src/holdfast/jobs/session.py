@@ -107,9 +107,7 @@ class Session(ABC):
     def make_objects(self, makers: Sequence[ObjectMaker], *, anew: bool = False) -> None:
         """**Blocks.** Makes the objects that nodes are to have and have not yet, one after the other.
 
-        Args:
-            makers: The objects.
-            anew: Whether those that were made like this before are made again.
+        With `anew` those that were made like this before are made again.
 
         Raises:
             TaskFailedError: If one cannot be made.
@@ -220,12 +218,6 @@ def run_tasks(
 
     One by itself runs in the calling thread, others have a thread each. These are no executor's: Python waits for all
     threads of an executor before it exits, so that a task that hangs would keep a job alive that has failed.
-
-    Args:
-        group: What the group is called.
-        placed: The tasks.
-        workspaces: The workspace of each node.
-        grace_seconds: How long others may go on when one has failed.
 
     Raises:
         TaskFailedError: If one raised an error.

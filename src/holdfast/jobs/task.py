@@ -226,10 +226,6 @@ class TaskGroup:
 def check_place(on: Place, argument: str = "on") -> tuple[str, ...] | None:
     """**Pure.** The nodes of a place, each once; None for all.
 
-    Args:
-        on: The place.
-        argument: What errors call it.
-
     Raises:
         UsageError: If it names none, or what cannot be a node.
     """

@@ -62,12 +62,7 @@ class PeerFailedError(HoldfastError):
 
 
 class _Trouble(msgspec.Struct, frozen=True):
-    """Why the workers are no longer together: the first that was met with, for all alike.
-
-    Attributes:
-        ranks: Who is missing.
-        what: What they have not done, or why they have left.
-    """
+    """Why the workers are no longer together: the first that was met with, for all alike."""
 
     ranks: tuple[int, ...]
     what: str
@@ -86,12 +81,7 @@ class _Gathering:
     """
 
     def __init__(self, cluster: Cluster, liveness_seconds: float) -> None:
-        """Begins to give signs of life.
-
-        Args:
-            cluster: The workers. Each makes as many of these, in the same order.
-            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        """
+        """Begins to give signs of life. Each worker makes as many of these, in the same order."""
         self._cluster = cluster
         self._peers = Peers(
             cluster, liveness_seconds=liveness_seconds, timeout_seconds=_FOR_EVER_SECONDS, name="job-session"
@@ -217,8 +207,7 @@ class _Gathering:
     def close(self, trouble: str = "") -> None:
         """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well.
 
-        Args:
-            trouble: Why this worker leaves, to be told to those who still wait for it; empty if all went well.
+        Those who still wait for this worker are told of the trouble.
         """
         if trouble:
             self._report((self._cluster.rank,), f"left the job: {trouble}")
@@ -332,13 +321,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
 
 
 class _Part(msgspec.Struct, omit_defaults=True):
-    """What became of a worker's part of a group.
-
-    Attributes:
-        outputs: For each task of the group that ran on it, by its place in the group.
-        task: The task that failed; empty if none did.
-        text: How.
-    """
+    """What became of a worker's part of a group."""
 
     outputs: dict[int, _Output] = {}
     task: str = ""

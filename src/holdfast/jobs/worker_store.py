@@ -100,15 +100,7 @@ class NodePart:
         options: NodeStoreOptions,
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** Makes the manager.
-
-        Args:
-            workspace: The node.
-            is_kept: Whether its state is kept.
-            cluster: The workers, each of which is a node.
-            options: How to save and restore.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead.
-        """
+        """**Collective.** Makes the manager."""
         self._workspace = workspace
         self._is_kept = is_kept
         self._options = options
@@ -180,13 +172,7 @@ class NodeParts(Protocol):
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
         """**Blocks.** Calls a method of the parts of all nodes.
 
-        Args:
-            method: A method of `NodePart`.
-            what: What it is about, in words: the same in each process.
-            arguments: Its arguments.
-
-        Returns:
-            How it ended on each node, the first node first; none where the parts end alike by themselves.
+        Gives how it ended on each node, the first node first; nothing where the parts end alike by themselves.
         """
         ...
 

@@ -214,12 +214,7 @@ def _advise_object(name: str) -> str:
 
 
 def explain_missing(workspace: Workspace, paths: Sequence[str]) -> str:
-    """**Pure.** What to do about stored objects that a workspace does not have.
-
-    Args:
-        workspace: The node.
-        paths: Where they stand in the checkpoint.
-    """
+    """**Pure.** What to do about stored objects that a workspace does not have."""
     names = dict.fromkeys(path.split("/")[1].replace("~0", "~") for path in paths if path.count("/"))
     return f"Nothing has made {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
 

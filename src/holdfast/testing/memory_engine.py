@@ -125,9 +125,6 @@ def run_workers(
 def run_threads(jobs: Sequence[Callable[[], _T]], timeout_seconds: float = _PATIENCE_SECONDS) -> list[_T]:
     """**Blocks.** Does each job in a thread of its own.
 
-    Returns:
-        What each has returned.
-
     Raises:
         BaseException: The first error of any of them, once all have ended or the time is up.
         AssertionError: If some have not ended in time; it says where they are. They are left behind.

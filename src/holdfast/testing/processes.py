@@ -31,11 +31,7 @@ class Workers:
     """Some processes, each with its output in files. Leaving the `with` block kills whoever still runs, and theirs."""
 
     def __init__(self, directory: Path) -> None:
-        """Starts nobody yet.
-
-        Args:
-            directory: Where their output goes.
-        """
+        """Starts none yet; their output goes into the directory."""
         self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -180,12 +180,7 @@ class Finding(NamedTuple):
 class Examination:
     """Looks at an empty directory as a job uses it. Each method raises `StorageError` where the place itself fails.
 
-    Attributes:
-        storage: The directory.
-        size_bytes: The size of the state that is to be saved.
-        findings: What was looked at.
-        figures: What was measured, and what follows from that; the names end with their units.
-        bound: What sets the interval between saves, as for `Auto`.
+    The names of figures end with their units.
     """
 
     storage: LocalStorage
@@ -298,9 +293,6 @@ class Examination:
 
     def measure(self, tell: Callable[[str], None]) -> None:
         """**Blocks.** Saves and restores as a job does; what that takes is scaled up to the size of the state.
-
-        Args:
-            tell: Told what is being done.
 
         Raises:
             StorageFullError: If there is too little room.

@@ -173,14 +173,7 @@ _STATE_MARKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table that can be shown.
-
-    Attributes:
-        titles: What stands above its columns.
-        rows: Its cells, row by row.
-        figures: The titles of columns that are aligned to the right.
-        metrics_left_out: The metrics that a terminal has no room for.
-    """
+    """A table that can be shown."""
 
     titles: list[str]
     rows: list[list[Words]]
@@ -223,14 +216,7 @@ def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
 
 
 def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_unix_seconds: float) -> Sheet:
-    """The table for a person.
-
-    Args:
-        survey: The run.
-        shown: What of it to show.
-        width: How many characters fit on a line; metrics that do not fit are left out.
-        now_unix_seconds: The time that ages are counted to.
-    """
+    """The table for a person. Metrics that do not fit on a line are left out."""
     with_generation = len({one.name.generation for one in shown if one.name}) > 1
     with_references = any(one.refers_to for one in shown)
     titles = ["step", *(["gen"] if with_generation else []), "committed", "size"]

@@ -376,13 +376,7 @@ def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What came of one removal.
-
-    Attributes:
-        found: What was to go.
-        is_gone: Whether all of it is gone.
-        error: What the place said, or None.
-    """
+    """What came of one removal."""
 
     found: Found
     is_gone: bool

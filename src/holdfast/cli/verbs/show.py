@@ -238,14 +238,7 @@ _NUMBER: Final = re.compile(r"([0-9]+)")
 
 @dataclass(slots=True)
 class Branch:
-    """All leaves whose names begin in the same way.
-
-    Attributes:
-        name: What the names have in common beyond the branch above.
-        leaves: How many they are.
-        size_bytes: What they take.
-        children: The branches below, by their part of the name.
-    """
+    """All leaves whose names begin in the same way."""
 
     name: str
     leaves: int = 0
@@ -255,14 +248,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a tree that is shown.
-
-    Attributes:
-        depth: How deep it stands; 0 for the root.
-        label: Its name, or how many branches it sums up.
-        leaves: How many leaves.
-        size_bytes: What they take.
-    """
+    """One line of a tree that is shown."""
 
     depth: int
     label: str
@@ -271,12 +257,7 @@ class Line:
 
 
 def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
-    """**Pure.** The tree of one object.
-
-    Args:
-        root: The object's name.
-        leaves: The name and size of each of its leaves.
-    """
+    """**Pure.** The tree of one object."""
     tree = Branch(root)
     for name, size_bytes in leaves:
         branch = tree

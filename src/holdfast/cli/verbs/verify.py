@@ -85,13 +85,7 @@ def judge_step(
 ) -> CheckVerdict:
     """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
 
-    Args:
-        storage: Where it lies.
-        directory: Its directory; empty for the root.
-        name: Which checkpoint it should be; None where its directory may have any name.
-        label: What the bar says.
-        beside: Where the steps lie that it refers to; None if that is `storage` too, or not known.
-        checked: What was read of other steps, and is not read again.
+    The steps that it refers to lie `beside`; what was `checked` of them is not read again.
 
     Raises:
         StorageError: If not even the directory can be looked at.
@@ -220,14 +214,7 @@ _STYLES: Final = {
 
 @dataclass
 class VerifyReport:
-    """What was found; shows each verdict as it comes, and the sum of them at the end.
-
-    Attributes:
-        target: What was named on the command line.
-        catalog: The run; None where the directory of a single step was named.
-        records: Records of the run that are damaged.
-        verdicts: What came of each checkpoint so far.
-    """
+    """What was found; shows each verdict as it comes, and the sum of them at the end."""
 
     target: RunTarget
     catalog: Catalog | None
