@@ -9,8 +9,7 @@ from statistics import median
 from demo.reports import StepDone
 from demo.verdict import Outcome
 from holdfast.events import Staged, Sums, read_events
-from holdfast.events.run_journal import JOURNAL_NAME
-from holdfast.events.sinks import add_event
+from holdfast.events.sinks import JOURNAL_NAME, add_event
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.events.kinds import Committed, Retained, decode_event
-from holdfast.events.run_journal import JOURNAL_NAMES
+from holdfast.events.sinks import JOURNAL_NAMES
 from holdfast.format.digests import digest
 from holdfast.format.generation import (
     MAX_GENERATION_BYTES,

@@ -5,16 +5,18 @@ An event is a frozen record; `str(event)` is a line for people. A sink is anythi
 break a save.
 """
 
-from holdfast.events.epochs import GroupEnded, NodesTimed
-from holdfast.events.event import Event
-from holdfast.events.journal import JsonLinesSink, read_events
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
     Diverged,
+    Event,
     Failed,
     GenerationOpened,
+    GroupEnded,
     Held,
+    Leaving,
+    NodesTimed,
+    NoticeHeard,
     PassedOver,
     Resized,
     Restored,
@@ -26,8 +28,7 @@ from holdfast.events.kinds import (
     decode_event,
     encode_event,
 )
-from holdfast.events.leaving import Leaving, NoticeHeard
-from holdfast.events.sinks import Fanout, LoggingSink, Sink, Sums, Totals
+from holdfast.events.sinks import Fanout, JsonLinesSink, LoggingSink, Sink, Sums, Totals, read_events
 
 __all__ = [
     "AnyEvent",

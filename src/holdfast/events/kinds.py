@@ -1,15 +1,56 @@
-"""The kinds of event, and each as a line of JSON."""
+"""The kinds of event, each as a line for people and as a line of JSON."""
 
 from __future__ import annotations
 
+import re
+import time
 from typing import TypeAlias
 
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.events.epochs import GroupEnded, NodesTimed
-from holdfast.events.event import Event, size_text, time_text
-from holdfast.events.leaving import Leaving, NoticeHeard
+
+
+def _kind(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
+    """What all events have.
+
+    Attributes:
+        at_unix_seconds: When it happened, by the wall clock.
+    """
+
+    at_unix_seconds: float = msgspec.field(default_factory=time.time)
+
+
+def time_text(seconds: float) -> str:
+    """**Pure.** A time as a person reads it."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+
+
+def span_text(seconds: float) -> str:
+    """**Pure.** A time as a person speaks of it: one unit, and no fractions."""
+    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds or (unit == "min" and seconds >= unit_seconds):
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def size_text(size_bytes: float) -> str:
+    """**Pure.** A size as a person reads it."""
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # From 0.9995 of a unit on, three digits would round up to it.
+        if size_bytes >= 0.9995 * unit_bytes:
+            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
+    return f"{size_bytes:.0f} B"
 
 
 class GenerationOpened(Event, frozen=True):
@@ -296,6 +337,89 @@ class Warned(Event, frozen=True):
 
     def __str__(self) -> str:
         return self.text if self.step is None else f"step {self.step}: {self.text}"
+
+
+class GroupEnded(Event, frozen=True):
+    """All tasks of a group of a job have ended well.
+
+    Attributes:
+        group: The group, such as `init` or `epoch`.
+        epoch: The epoch, counted from 1; 0 before the first.
+        seconds: How long the tasks ran.
+    """
+
+    group: str
+    epoch: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.group}{f' {self.epoch}' if self.group == 'epoch' else ''} ended after {time_text(self.seconds)}"
+
+
+class NodesTimed(Event, frozen=True):
+    """The state of a job's nodes has been saved or loaded.
+
+    Attributes:
+        action: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
+        epoch: The epoch.
+        node_seconds: How long it took each node.
+        slowest: The node that it took longest.
+    """
+
+    action: str
+    epoch: int
+    node_seconds: dict[str, float]
+    slowest: str
+
+    def __str__(self) -> str:
+        longest = time_text(self.node_seconds.get(self.slowest, 0.0))
+        what = self.action.replace("_", " ")
+        return f"{what} of epoch {self.epoch}: {len(self.node_seconds)} nodes, longest {self.slowest} with {longest}"
+
+
+class NoticeHeard(Event, frozen=True):
+    """This process, or the machine that it runs on, is about to be taken away.
+
+    Attributes:
+        source: Where that was heard.
+        text: What was heard.
+        demand: What it asks for: `save`, `leave_by` or `leave`.
+        left_seconds: When the process must be gone; None if that is not known.
+    """
+
+    source: str
+    text: str
+    demand: str
+    left_seconds: float | None = None
+
+    def __str__(self) -> str:
+        left = "" if self.left_seconds is None else f", {time_text(max(self.left_seconds, 0.0))} left"
+        return f"{self.text}{left}"
+
+
+class Leaving(Event, frozen=True):
+    """The process was asked to leave, and does.
+
+    Attributes:
+        step: The newest step that is saved; None if nothing was.
+        exit_code: What it leaves with. After an interrupt in a notebook, or at a prompt, the process stays.
+        reason: Why now.
+        error: Why the state could not be saved; empty if it was.
+        blocked_seconds: How long training was held up for the last save.
+        saved: What is saved, as people read it: "step 500 is saved", say; empty if the state could not be saved.
+    """
+
+    step: int | None
+    exit_code: int
+    reason: str
+    error: str = ""
+    blocked_seconds: float = 0.0
+    saved: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"leaving with exit code {self.exit_code}, and the state could not be saved: {self.error}"
+        return f"leaving with exit code {self.exit_code}, {self.saved or f'step {self.step} is saved'} ({self.reason})"
 
 
 AnyEvent: TypeAlias = (

@@ -1,23 +1,31 @@
-"""Who is told of events: the log, running totals, and several at once."""
+"""Who is told of events: the log, files, running totals, and several at once."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import stat
 import threading
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.events.epochs import GroupEnded, NodesTimed
-from holdfast.events.event import Event
+from holdfast.errors import FormatError
 from holdfast.events.kinds import (
+    AnyEvent,
     Committed,
     Diverged,
+    Event,
     Failed,
     GenerationOpened,
     Held,
+    NoticeHeard,
     PassedOver,
     Resized,
     Restored,
@@ -26,8 +34,10 @@ from holdfast.events.kinds import (
     Staged,
     Warned,
     Written,
+    decode_event,
+    encode_event,
 )
-from holdfast.events.leaving import Leaving, NoticeHeard
+from holdfast.numbers import check_whole
 
 Sink: TypeAlias = Callable[[Event], None]
 """Anything that can be called with an event. It is called on the thread on which the event happened, the training
@@ -45,13 +55,10 @@ def _name_where_nothing_does(record: logging.LogRecord) -> bool:
 
 logger.addFilter(_name_where_nothing_does)
 
-_LEVELS: dict[type[Event], int] = {
-    GenerationOpened: logging.INFO,
+_LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     Staged: logging.DEBUG,
     Held: logging.DEBUG,
     Written: logging.DEBUG,
-    Committed: logging.INFO,
-    Restored: logging.INFO,
     Resized: logging.WARNING,
     Diverged: logging.WARNING,
     PassedOver: logging.WARNING,
@@ -59,10 +66,7 @@ _LEVELS: dict[type[Event], int] = {
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
-    GroupEnded: logging.INFO,
-    NodesTimed: logging.INFO,
     NoticeHeard: logging.WARNING,
-    Leaving: logging.INFO,
 }
 
 
@@ -174,3 +178,131 @@ def add_event(sums: Sums, event: Event) -> Sums:
         case PassedOver():
             return replace(sums, steps_passed_over=sums.steps_passed_over + 1)
     return sums
+
+
+DEFAULT_LIMIT_BYTES: Final = 8 << 20
+"""How large the file may become before it is put aside: some tens of thousands of events."""
+
+_MIN_LIMIT_BYTES: Final = 1024
+_MAX_LINE_BYTES: Final = 1 << 20
+
+
+class JsonLinesSink:
+    """**Thread-safe.** Appends each event to a file as a line of JSON.
+
+    A file that would grow over the limit is first renamed, `events.jsonl` to `events.1.jsonl`, in place of the one
+    renamed before, so both together stay below twice the limit. A crash can tear the last line at most; the next
+    event begins a line of its own. Nothing is synced: events tell of a run, and restoring needs none of them.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, limit_bytes: int = DEFAULT_LIMIT_BYTES, follow_link: bool = True
+    ) -> None:
+        """Makes the sink; the file and its directory are made by the first event.
+
+        Args:
+            path: The file.
+            limit_bytes: How large it may become.
+            follow_link: Whether it may be a link to the file that is meant.
+
+        Raises:
+            UsageError: If the limit is too small for a line.
+        """
+        check_whole("limit_bytes", limit_bytes, _MIN_LIMIT_BYTES)
+        self.path = Path(path)
+        self._limit_bytes = limit_bytes
+        # Without O_NONBLOCK a FIFO could hold up whoever has an event to tell.
+        self._flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+        # Guards the file: between looking at its end and appending to it, nobody else here does.
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Appends the event.
+
+        Raises:
+            OSError: If the file cannot be written, or is no plain file.
+        """
+        line = encode_event(event) + b"\n"
+        longest_bytes = min(self._limit_bytes, _MAX_LINE_BYTES) - 1
+        if len(line) > longest_bytes:
+            too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to be kept"
+            line = encode_event(Warned(text=too_long, at_unix_seconds=event.at_unix_seconds)) + b"\n"
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Not found: there is none yet, or another process has just put it aside.
+            with suppress(FileNotFoundError):
+                if self.path.stat().st_size + len(line) >= self._limit_bytes:
+                    self.path.replace(_put_aside(self.path))
+            # The file is opened anew each time: another process may put it aside, and there is nothing to close.
+            descriptor = os.open(self.path, self._flags, 0o666)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError(errno.EINVAL, "it is not a plain file", str(self.path))
+                end = os.lseek(descriptor, 0, os.SEEK_END)
+                if end and os.pread(descriptor, 1, end - 1) != b"\n":
+                    line = b"\n" + line
+                # One call, so that lines of two processes do not mix. A short write tears this line only.
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[AnyEvent]:
+    """The events in a file and in the one that was put aside before it, oldest first.
+
+    Torn and damaged lines and kinds that this version does not know are left out. No file: no events.
+    """
+    for part in (_put_aside(Path(path)), Path(path)):
+        try:
+            file = part.open("rb")
+        except FileNotFoundError:
+            continue
+        with file:
+            # In memory of bounded size: a line that is longer than any event comes in pieces.
+            while line := file.readline(_MAX_LINE_BYTES):
+                try:
+                    yield decode_event(line)
+                except FormatError:
+                    continue
+
+
+def _put_aside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+JOURNAL_NAME: Final = "events.jsonl"
+JOURNAL_NAMES: Final = ("events.1.jsonl", JOURNAL_NAME)
+"""The file that was put aside, if there is one, and the one that is written."""
+_MAX_WAITING: Final = 100
+
+
+class RunJournal:
+    """**Thread-safe.** Writes events into a run's directory once this process has become the one that saves there.
+
+    What happened before (a restore, say) waits until then, so that a process that only reads leaves no trace. Where
+    the file cannot be written, a warning says so, once: saves and restores need it not.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        path = os.path.join(directory, JOURNAL_NAME)  # noqa: PTH118  The sink makes it a path.
+        # Nothing outside the run's directory is written, whatever somebody has put there.
+        self._sink = JsonLinesSink(path, follow_link=False)
+        self._has_failed = False
+        self._waiting: deque[Event] | None = deque(maxlen=_MAX_WAITING)
+        # Guards what waits: an event that comes while the others are written is neither lost nor written before them.
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Writes the event, or keeps it until a generation is opened."""
+        with self._lock:
+            if self._waiting is not None and not isinstance(event, GenerationOpened):
+                self._waiting.append(event)
+                return
+            waiting, self._waiting = self._waiting or (), None
+            for one in (*waiting, event):
+                try:
+                    self._sink(one)
+                except OSError as error:
+                    if not self._has_failed:
+                        self._has_failed = True
+                        logger.warning("the run's events are not kept; saves and restores need them not: %s", error)

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
-from holdfast.events.event import span_text
+from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.manifest import Worker
 from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.events import Fanout, Sink, Warned
-from holdfast.events.run_journal import RunJournal
-from holdfast.events.sinks import LoggingSink
+from holdfast.events.sinks import LoggingSink, RunJournal
 from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 
