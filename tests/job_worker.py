@@ -15,7 +15,7 @@ from epoch_jobs import make_job
 from file_engine import join_in_directory
 from holdfast.jobs import TorchrunSession, Workspace
 from holdfast.storage import LocalStorage
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.streams import LocalWriter
 
 LIVENESS_SECONDS = 4.0
 

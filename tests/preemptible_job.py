@@ -33,7 +33,7 @@ from holdfast.errors import StorageError
 from holdfast.events import Event
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage import Entry, LocalStorage
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.streams import LocalWriter
 
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1])
 LONGEST_SECONDS = 100

@@ -22,7 +22,7 @@ from holdfast.catalog import read_catalog
 from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Committed, Event, Failed, Staged
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
+from holdfast.storage.checks import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
 from interrupts import save_struck
 from patience import PATIENCE_SECONDS, killed_after, read_line

@@ -17,7 +17,7 @@ from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.storage.digesting import NO_PAGES, find_native
-from holdfast.storage.local.reader import LocalReader
+from holdfast.storage.local.streams import LocalReader
 
 NATIVE = find_native()
 PACKAGE = Path(holdfast.__file__).parent

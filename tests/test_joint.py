@@ -37,7 +37,7 @@ from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.streams import LocalWriter
 from holdfast.testing.memory_engine import MemoryEngine, run_threads, run_workers
 from whole_runs import check_whole
 

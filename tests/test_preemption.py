@@ -30,7 +30,7 @@ from holdfast.preemption.sources.signals import DEFAULT_SIGNALS
 from holdfast.resumable import Run
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.storage import LocalStorage
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.streams import LocalWriter
 from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 

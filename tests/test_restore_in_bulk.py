@@ -34,7 +34,7 @@ from holdfast.state.match.compare import Comparison
 from holdfast.state.match.context import ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
-from holdfast.storage.addresses import memory_between
+from holdfast.storage.buffers import memory_between
 from holdfast.storage.local import LocalStorage
 from repetitions import repeated
 from state_trip import Stored, store

@@ -22,7 +22,7 @@ from holdfast.format.names import SPARE_NAME
 from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.streams import LocalWriter
 from holdfast.testing.faulty import FaultyStorage
 from spare_files import identity
 from test_storage_faults import needs_strace

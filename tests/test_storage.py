@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import LocalStorage, MemoryStorage, Storage, open_storage
-from holdfast.storage.paths import (
+from holdfast.storage.checks import (
     MAX_PART_BYTES,
     MAX_PATH_BYTES,
     split_directory,

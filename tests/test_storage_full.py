@@ -21,7 +21,7 @@ from holdfast.catalog import read_catalog
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.events import Event, Written
 from holdfast.storage import LocalStorage
-from holdfast.storage.failures import storage_error
+from holdfast.storage.checks import storage_error
 from holdfast.storage.local.direct import PAGE_BYTES
 from mounts import mounted
 

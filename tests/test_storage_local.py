@@ -25,10 +25,9 @@ from hypothesis import strategies as st
 import preloaded
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.storage import Entry, LocalStorage
-from holdfast.storage.local.descriptors import SharedDescriptor, open_directory
-from holdfast.storage.local.direct import PAGE_BYTES, try_direct_reads
-from holdfast.storage.local.residency import Residency
-from holdfast.storage.local.writer import LocalWriter
+from holdfast.storage.local.direct import PAGE_BYTES, Residency, try_direct_reads
+from holdfast.storage.local.files import open_directory
+from holdfast.storage.local.streams import LocalWriter, SharedDescriptor
 from patience import read_line
 
 OPEN_FILES = Path("/proc/self/fd")

@@ -19,11 +19,9 @@ from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest
 from holdfast.storage import LocalStorage
-from holdfast.storage.local.direct import PAGE_BYTES, address_of
-from holdfast.storage.local.reader import LocalReader
-from holdfast.storage.local.residency import Residency
-from holdfast.storage.parts import fill_parts, parts_beyond
-from holdfast.storage.scratch import Scratch, take_pages
+from holdfast.storage.buffers import Scratch, address_of, fill_parts, parts_beyond, take_pages
+from holdfast.storage.local.direct import PAGE_BYTES, Residency
+from holdfast.storage.local.streams import LocalReader
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -42,7 +42,7 @@ from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.records import Origin
 from holdfast.save.write.writer import PIECE_BYTES, conclude
 from holdfast.storage import Storage, local_directory, open_storage
-from holdfast.storage.scratch import take_pages
+from holdfast.storage.buffers import take_pages
 from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")

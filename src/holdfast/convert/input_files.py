@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from holdfast.errors import FormatError
 from holdfast.format.scalars import is_text
-from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.checks import as_storage_errors
 
 _OPEN_FILES: Final = 64
 _COPY: Final = "A pipe or a device cannot be read back and forth: copy what comes out of it into a file."

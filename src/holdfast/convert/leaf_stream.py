@@ -20,8 +20,8 @@ from holdfast.restore.records import OpenedStep
 from holdfast.restore.reshard import read_shares
 from holdfast.restore.reshard_plan import Share
 from holdfast.state.leaves import Target, spec_of
+from holdfast.storage.buffers import take_pages
 from holdfast.storage.protocol import FileReader, Storage
-from holdfast.storage.scratch import take_pages
 
 WINDOW_BYTES: Final = 64 << 20
 """How much is put together at a time: so much that of boxes which lie side by side each gives some spans at once."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from holdfast.errors import StorageFullError, UsageError
-from holdfast.storage.failures import as_storage_errors, find_file_above
+from holdfast.storage.checks import as_storage_errors, find_file_above
 
 _OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
 

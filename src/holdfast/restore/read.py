@@ -12,9 +12,8 @@ from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
 from holdfast.restore.records import Parts, Piece
 from holdfast.state.leaves import ArrayBackend, Target
-from holdfast.storage.addresses import Extent, memory_between
+from holdfast.storage.buffers import Extent, Scratch, memory_between, take_pages
 from holdfast.storage.protocol import FileReader
-from holdfast.storage.scratch import Scratch, take_pages
 from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20

@@ -23,9 +23,8 @@ from holdfast.restore.records import OpenedStep, Parts, Piece
 from holdfast.restore.reshard_plan import Assignment, Order, Share
 from holdfast.restore.verify import read_rank
 from holdfast.state.leaves import ArraySpec, Target
-from holdfast.storage.addresses import Extent, memory_between
+from holdfast.storage.buffers import Extent, memory_between, take_pages
 from holdfast.storage.protocol import FileReader, Storage
-from holdfast.storage.scratch import take_pages
 
 
 def assign_parts(

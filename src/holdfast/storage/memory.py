@@ -8,8 +8,7 @@ from typing import Final, TypeAlias
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.format.digests import digest_each
-from holdfast.storage.paths import split_directory, split_path, trash_name
-from holdfast.storage.pieces import check_size, flat, kept_bytes, missing_error
+from holdfast.storage.checks import check_size, flat, kept_bytes, missing_error, split_directory, split_path, trash_name
 from holdfast.storage.protocol import Entry
 
 Parts: TypeAlias = tuple[str, ...]

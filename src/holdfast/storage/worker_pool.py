@@ -42,7 +42,6 @@ class WorkerPool:
             for number, arrival in enumerate(self._arrivals)
         ]
         self._size = size
-        self._size = size
         self._count = 0
         # Guards that each is started once: a start may be interrupted, and asked for again.
         self._starting = threading.Lock()
@@ -94,7 +93,7 @@ class WorkerPool:
             jobs: What is to be done.
             most_helpers: How many of the threads help at most.
         """
-        share = self._share_out(jobs, min(self._size - 1, most_helpers))
+        share = self.begin(jobs, min(self._size - 1, most_helpers))
         try:
             share.work()
         except BaseException as error:
@@ -105,7 +104,10 @@ class WorkerPool:
 
     def begin(self, jobs: Iterable[Callable[[], object]], most_helpers: int = sys.maxsize) -> Round:
         """As `run`, but the threads alone do it, and the caller goes on. There have to be some: see `start`."""
-        return self._share_out(jobs, most_helpers)
+        share = Round(iter(jobs))
+        for _ in range(min(self._count, most_helpers)):
+            self._work.put(share.work)
+        return share
 
     def close(self) -> None:
         """**Blocks.** Ends the threads, once they have done what they were given; harmless twice."""
@@ -124,12 +126,6 @@ class WorkerPool:
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(min(end_at - time.monotonic(), threading.TIMEOUT_MAX), 0.0))
-
-    def _share_out(self, jobs: Iterable[Callable[[], object]], most_helpers: int) -> Round:
-        share = Round(iter(jobs))
-        for _ in range(min(self._count, most_helpers)):
-            self._work.put(share.work)
-        return share
 
     def _start_all(self, started: Latch, _: _Sign) -> None:
         with self._starting:
@@ -179,13 +175,13 @@ class Round:
 
     def work(self) -> None:
         """**Blocks.** Does jobs as long as there are any."""
-        while (job := self._take()) is not None:
+        ended = 0
+        while (job := self._take(ended)) is not None:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
                 self.end(error)
-            finally:
-                self._note_done()
+            ended = 1
 
     def end(self, error: BaseException) -> None:
         """Begins no further job."""
@@ -198,8 +194,10 @@ class Round:
         if self._error is not None:
             raise self._error
 
-    def _take(self) -> Callable[[], object] | None:
+    def _take(self, ended: int) -> Callable[[], object] | None:
+        """Notes how many jobs have ended, and gives the next one; None if none is to be begun."""
         with self._lock:
+            self._under_way -= ended
             job = None
             if self._error is None and not self._is_over:
                 try:
@@ -215,9 +213,3 @@ class Round:
             if not self._under_way:
                 self._ended.open()
             return None
-
-    def _note_done(self) -> None:
-        with self._lock:
-            self._under_way -= 1
-            if self._is_over and not self._under_way:
-                self._ended.open()

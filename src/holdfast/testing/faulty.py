@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.paths import temporary_name
-from holdfast.storage.pieces import flat
+from holdfast.storage.checks import flat, temporary_name
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
 
 _T = TypeVar("_T")

@@ -45,7 +45,7 @@ from holdfast.policies.expectation import expect_losses
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
 from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
-from holdfast.storage.failures import as_storage_errors
+from holdfast.storage.checks import as_storage_errors
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
 from holdfast.storage.local.recycle import has_spare
 

@@ -17,7 +17,7 @@ from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.copy_progress import CopyProgress
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
-from holdfast.storage.parts import batches
+from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
 _SMALL_BYTES: Final = 256 << 10

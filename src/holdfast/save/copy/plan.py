@@ -11,8 +11,7 @@ from importlib import import_module
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
-from holdfast.storage.addresses import MEMORY
-from holdfast.storage.parts import batches
+from holdfast.storage.buffers import MEMORY, batches
 
 Job: TypeAlias = Callable[[], object]
 Move: TypeAlias = tuple[int, int, int]

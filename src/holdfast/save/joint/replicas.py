@@ -23,7 +23,7 @@ from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
-from holdfast.storage.parts import batches
+from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
 _DIGEST_CHARACTERS: Final = 16

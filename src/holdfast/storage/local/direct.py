@@ -1,4 +1,4 @@
-"""Writes and reads that pass by the page cache: whether a file can have them, and the memory that they need."""
+"""Reads and writes that pass by the page cache: whether a file can have them, and which reads are the better for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from typing import Final
 
-PAGE_BYTES: Final = 4096
+from holdfast.format.layout import ALIGNMENT_BYTES
+from holdfast.storage.buffers import address_of
+
+PAGE_BYTES: Final = ALIGNMENT_BYTES
 """Offset, length and memory address of a direct write are multiples of this."""
 
 SMALLEST_DIRECT_BYTES: Final = 1 << 20
@@ -20,21 +24,9 @@ _BLOCK_BYTES: Final = 512
 _NOT_SUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 
 
-def round_up(size_bytes: int) -> int:
-    """**Pure.** The next multiple of a page."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def round_down(size_bytes: int) -> int:
     """**Pure.** The multiple of a page before."""
     return size_bytes // PAGE_BYTES * PAGE_BYTES
-
-
-def address_of(data: memoryview) -> int:
-    """Where the first byte of `data`, which is not empty, lies in memory."""
-    import numpy as np
-
-    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def preallocate(descriptor: int, size_bytes: int) -> None:
@@ -146,3 +138,68 @@ def _try_fallocate(descriptor: int, size_bytes: int) -> bool:
             raise OSError(code, os.strerror(code))
     # Some file systems begin anew after a signal, and a profiler's timer would never let them end.
     return False
+
+
+_REGION_BYTES: Final = 32 << 20
+_LOOKS: Final = 8
+_LOOK_PAGES: Final = 8
+
+_LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
+"""Of each byte that the kernel gives, only the lowest bit is defined."""
+
+
+class Residency:
+    """Tells of ranges of one open file whether the page cache holds them; `close` lets go of the file.
+
+    It asks the kernel once for each region of the file, without reading anything. Where that is not possible, or once
+    it is closed, every range counts as held, and is read through the page cache as usual.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Maps the file; a mapping costs nothing until it is touched, and nobody touches it. It keeps the file open."""
+        self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None) if size_bytes else None
+        self._map: mmap.mmap | None = None
+        self._size_bytes = size_bytes
+        # What was found out, by the region's number. Should two threads ask at once, both find out.
+        self._regions: dict[int, bool] = {}
+        if self._mincore is None:
+            return
+        self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+        try:
+            # The mapping must be writable for its address to be told, and private so that nothing could be written.
+            self._map = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError):
+            return
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def holds(self, begin: int, end: int) -> bool:
+        """**Thread-safe.** True if the page cache seems to hold most of what lies around the middle of a range."""
+        if self._map is None or self._mincore is None:
+            return True
+        region = (begin + end) // 2 // _REGION_BYTES
+        held = self._regions.get(region)
+        if held is None:
+            held = self._regions[region] = self._look(self._mincore, region * _REGION_BYTES)
+        return held
+
+    def close(self) -> None:
+        """**Thread-safe.** Ends the mapping; harmless twice.
+
+        A thread that asks the kernel meanwhile is told of no mapping, or of another one: then it reads the other way.
+        """
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            mapped.close()
+
+    def _look(self, mincore: Callable[..., int], begin: int) -> bool:
+        """Looks at places of a region. To ask for every page takes a tenth of the time in which they are read."""
+        end = min(begin + _REGION_BYTES, self._size_bytes)
+        looked = held = 0
+        found = ctypes.create_string_buffer(_LOOK_PAGES)
+        for first in range(begin, end, _REGION_BYTES // _LOOKS):
+            pages = min(_LOOK_PAGES, -(-(end - first) // mmap.PAGESIZE))
+            if mincore(self._address + first, min(pages * mmap.PAGESIZE, end - first), found) != 0:
+                return True
+            looked += pages
+            held += found.raw[:pages].translate(_LOWEST_BITS).count(1)
+        return 2 * held >= looked

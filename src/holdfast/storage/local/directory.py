@@ -7,28 +7,39 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
-from holdfast.storage.failures import as_storage_errors, lost_bytes_as_damage
-from holdfast.storage.local.descriptors import make_last, open_directory, write_all
-from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, preallocate, round_up, try_direct
-from holdfast.storage.local.publishing import CannotPublishError, publish_file
-from holdfast.storage.local.reader import LocalReader
+from holdfast.format.layout import round_up
+from holdfast.storage.checks import (
+    as_storage_errors,
+    check_size,
+    lost_bytes_as_damage,
+    split_directory,
+    split_path,
+    trash_name,
+)
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, preallocate, try_direct
+from holdfast.storage.local.files import (
+    NEW_FILE,
+    CannotPublishError,
+    open_directory,
+    publish_file,
+    sync_to_disk,
+    write_all,
+)
 from holdfast.storage.local.recycle import LocalSpare, has_spare, take_spare
-from holdfast.storage.local.writer import LocalWriter
-from holdfast.storage.paths import split_directory, split_path, trash_name
-from holdfast.storage.pieces import check_size
+from holdfast.storage.local.streams import LocalReader, LocalWriter
 from holdfast.storage.protocol import Entry
 
-_T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _log = logging.getLogger(__name__)
 
-_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO that lies in place of a file would wait for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES: Final = 1 << 20
@@ -36,6 +47,24 @@ _without_direct_lock: Final = threading.Lock()
 # Guarded by the lock above: the roots of which this process has said that they have no direct writes.
 _without_direct: Final[set[str]] = set()
 _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
+
+
+def _with_room(method: _Method) -> _Method:
+    """Makes a method that finds no room on the disk give up what the spare has of it, and try once more."""
+
+    @wraps(method)
+    def call(self: LocalStorage, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except StorageFullError:
+            has_given = False
+            with suppress(HoldfastError):
+                has_given = self.spare.remove()
+            if not has_given:
+                raise
+        return method(self, *args, **options)
+
+    return cast(_Method, call)
 
 
 class LocalStorage:
@@ -81,20 +110,18 @@ class LocalStorage:
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
 
+    @_with_room
     def make_directory(self, path: str) -> None:
         """**Blocks.** Makes a directory, and those above it, so that they last; see `Storage`."""
-        self._with_room(lambda: self._make_directory(path))
-
-    def _make_directory(self, path: str) -> None:
         parts = split_directory(path)
-        with self._errors("make the directory", path):
+        with as_storage_errors("make the directory", path, self._root):
             self._make_root()
             for depth, part in enumerate(parts):
                 with open_directory(self._root, parts[:depth]) as above:
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=above)
                     # Also where it was there: whoever made it may have died before it was made to last.
-                    make_last(above)
+                    sync_to_disk(above)
             with open_directory(self._root, parts):
                 pass
 
@@ -108,13 +135,17 @@ class LocalStorage:
             # only because it was there.
             with suppress(StorageFullError):
                 return self._open_writer(path, size_bytes, takes_spare=True)
-        return self._with_room(lambda: self._open_writer(path, size_bytes, takes_spare=False))
+        return self._open_writer(path, size_bytes, takes_spare=False)
 
+    @_with_room
     def _open_writer(self, path: str, size_bytes: int, *, takes_spare: bool) -> LocalWriter:
         *parents, name = split_path(path)
         check_size(size_bytes, path)
-        with self._errors("make", path, size_bytes), self._open_to_write(parents) as directory:
-            descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+        with (
+            as_storage_errors("make", path, self._root, size_bytes),
+            open_directory(self._make_root(), parents) as directory,
+        ):
+            descriptor = os.open(name, NEW_FILE, 0o666, dir_fd=directory)
             try:
                 taken = take_spare(self._root, directory, name, descriptor, size_bytes) if takes_spare else None
                 if taken is not None:
@@ -128,17 +159,18 @@ class LocalStorage:
                 raise
         return LocalWriter(descriptor, path, self._root, size_bytes, is_direct)
 
+    @_with_room
     def write(self, path: str, data: bytes) -> None:
         """**Blocks.** Writes a whole new small file and makes its bytes last; see `Storage`."""
-        self._with_room(lambda: self._write(path, data))
-
-    def _write(self, path: str, data: bytes) -> None:
         *parents, name = split_path(path)
-        with self._errors("write", path, len(data)), self._open_to_write(parents) as directory:
-            descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+        with (
+            as_storage_errors("write", path, self._root, len(data)),
+            open_directory(self._make_root(), parents) as directory,
+        ):
+            descriptor = os.open(name, NEW_FILE, 0o666, dir_fd=directory)
             try:
                 write_all(descriptor, memoryview(data), 0)
-                make_last(descriptor)
+                sync_to_disk(descriptor)
             except BaseException:
                 self._undo(descriptor, directory, name)
                 raise
@@ -146,17 +178,18 @@ class LocalStorage:
 
     def sync_directory(self, path: str) -> None:
         """**Blocks.** Makes the names in a directory last; see `Storage`."""
-        with self._errors("sync the directory", path):
+        with as_storage_errors("sync the directory", path, self._root):
             with open_directory(self._root, split_directory(path)) as directory:
-                make_last(directory)
+                sync_to_disk(directory)
 
+    @_with_room
     def publish(self, path: str, data: bytes) -> bool:
         """**Blocks.** Makes a whole small file appear at once and last; see `Storage` and `publish_file`."""
-        return self._with_room(lambda: self._publish(path, data))
-
-    def _publish(self, path: str, data: bytes) -> bool:
         *parents, name = split_path(path)
-        with self._errors("publish", path, len(data)), self._open_to_write(parents) as directory:
+        with (
+            as_storage_errors("publish", path, self._root, len(data)),
+            open_directory(self._make_root(), parents) as directory,
+        ):
             try:
                 return publish_file(directory, name, data)
             except CannotPublishError as error:
@@ -169,13 +202,18 @@ class LocalStorage:
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """Reads a whole small file; see `Storage`."""
-        with lost_bytes_as_damage(path), self._errors("read", path):
+        with lost_bytes_as_damage(path), as_storage_errors("read", path, self._root):
             descriptor, size_bytes = self._open_plain(path)
             try:
+                pieces: list[bytes] = []
                 # One byte more than is allowed, so that a file that grows meanwhile is noticed.
-                data = b"" if size_bytes > limit_bytes else _read_up_to(descriptor, limit_bytes + 1)
+                left_bytes = limit_bytes + 1 if size_bytes <= limit_bytes else 0
+                while left_bytes and (piece := os.read(descriptor, min(left_bytes, _READ_BYTES))):
+                    pieces.append(piece)
+                    left_bytes -= len(piece)
             finally:
                 os.close(descriptor)
+        data = b"".join(pieces)
         if max(size_bytes, len(data)) > limit_bytes:
             raise DamageError(
                 f"{self._root / path} has {max(size_bytes, len(data))} bytes, more than the {limit_bytes} allowed",
@@ -188,7 +226,7 @@ class LocalStorage:
         """Opens a file for reading; see `Storage`."""
         descriptor = -1
         try:
-            with self._errors("read", path):
+            with as_storage_errors("read", path, self._root):
                 descriptor, size_bytes = self._open_plain(path)
             return LocalReader(descriptor, path, self._root, size_bytes, direct=self._wants_direct)
         except BaseException:
@@ -201,7 +239,7 @@ class LocalStorage:
         """What lies directly in a directory, in order of name; see `Storage`."""
         parts = split_directory(path)
         entries = []
-        with self._errors("list", path), suppress(FileNotFoundError, NotADirectoryError):
+        with as_storage_errors("list", path, self._root), suppress(FileNotFoundError, NotADirectoryError):
             with open_directory(self._root, parts) as directory, os.scandir(directory) as found:
                 for item in found:
                     # What vanishes while it is looked at was not there.
@@ -214,14 +252,14 @@ class LocalStorage:
     def remove(self, path: str) -> None:
         """Removes one file or link; see `Storage`."""
         *parents, name = split_path(path)
-        with self._errors("remove", path), suppress(FileNotFoundError):
+        with as_storage_errors("remove", path, self._root), suppress(FileNotFoundError):
             with open_directory(self._root, parents) as directory:
                 os.unlink(name, dir_fd=directory)
 
     def remove_directory(self, path: str) -> bool:
         """Removes a directory if it is empty; see `Storage`."""
         *parents, name = split_path(path)
-        with self._errors("remove", path), suppress(FileNotFoundError):
+        with as_storage_errors("remove", path, self._root), suppress(FileNotFoundError):
             with open_directory(self._root, parents) as directory:
                 try:
                     os.rmdir(name, dir_fd=directory)
@@ -239,43 +277,22 @@ class LocalStorage:
         """
         *parents, name = split_path(path)
         aside = trash_name(name)
-        with self._errors("set aside", path):
+        with as_storage_errors("set aside", path, self._root):
             with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
                 if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
                 os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=root)
                 # The new name first: in this order a directory moved between two others is never in neither.
-                make_last(root)
+                sync_to_disk(root)
                 if parents:
-                    make_last(directory)
+                    sync_to_disk(directory)
         return aside
 
-    def _with_room(self, act: Callable[[], _T]) -> _T:
-        """Does something that takes room on the disk. If there is none, what the spare has of it is given up for it."""
-        try:
-            return act()
-        except StorageFullError:
-            has_given = False
-            with suppress(HoldfastError):
-                has_given = self.spare.remove()
-            if not has_given:
-                raise
-        return act()
-
-    def _errors(self, doing: str, path: str, needed_bytes: int | None = None) -> AbstractContextManager[None]:
-        return as_storage_errors(doing, path, self._root, needed_bytes)
-
-    @contextmanager
-    def _open_to_write(self, parents: Sequence[str]) -> Iterator[int]:
-        self._make_root()
-        with open_directory(self._root, parents) as directory:
-            yield directory
-
-    def _make_root(self) -> None:
-        """Makes the root where it is missing, so that it lasts. A crash leaves empty directories."""
+    def _make_root(self) -> Path:
+        """Makes the root where it is missing, so that it lasts, and returns it. A crash leaves empty directories."""
         with self._lock:
             if self._root_lasts and self._root.is_dir():
-                return
+                return self._root
             missing = []
             place = self._root
             while not place.is_dir():
@@ -283,13 +300,15 @@ class LocalStorage:
                 place = place.parent
             for directory in reversed(missing):
                 directory.mkdir(exist_ok=True)
-                _sync(directory.parent)
+                with open_directory(directory.parent, ()) as above:
+                    sync_to_disk(above)
             if not missing:
                 # Another process may have made it and died before it was made to last. Where we may not look into the
                 # directory above, an administrator made it.
-                with suppress(PermissionError):
-                    _sync(self._root.parent)
+                with suppress(PermissionError), open_directory(self._root.parent, ()) as above:
+                    sync_to_disk(above)
             self._root_lasts = True
+        return self._root
 
     def _try_direct(self, descriptor: int) -> bool:
         if not self._wants_direct:
@@ -345,20 +364,3 @@ class LocalStorage:
             os.close(descriptor)
         with suppress(OSError):
             os.unlink(name, dir_fd=directory)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        make_last(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_up_to(descriptor: int, limit_bytes: int) -> bytes:
-    """The file's bytes from here, or as many as the limit allows."""
-    pieces = []
-    while limit_bytes > 0 and (piece := os.read(descriptor, min(limit_bytes, _READ_BYTES))):
-        pieces.append(piece)
-        limit_bytes -= len(piece)
-    return b"".join(pieces)

@@ -15,15 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from holdfast.format.layout import round_up
 from holdfast.format.names import SPARE_NAME
-from holdfast.storage.failures import as_storage_errors
-from holdfast.storage.local.descriptors import make_last, open_directory
-from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, round_up
-from holdfast.storage.paths import split_path
+from holdfast.storage.checks import as_storage_errors, split_path
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
+from holdfast.storage.local.files import NEW_FILE, open_directory, sync_to_disk
 
 # Without O_NONBLOCK a FIFO would hold the opening up, and so would a file that somebody else has a lease on.
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _OVERWRITING: Final = frozenset({0xEF53, 0x58465342})
 """The kinds of file systems that write over a file in place, by their magic numbers: ext2 to ext4, and XFS.
@@ -121,11 +120,11 @@ def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int
             os.rename(SPARE_NAME, name, src_dir_fd=place, dst_dir_fd=directory)
         except OSError:
             return None  # Another process took it.
-        make_last(place)
+        sync_to_disk(place)
     taken = _open_unseen(directory, name, made)
     if taken is None:
         os.unlink(name, dir_fd=directory)
-        return os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+        return os.open(name, NEW_FILE, 0o666, dir_fd=directory)
     try:
         if os.fstat(taken).st_size > round_up(size_bytes):
             os.ftruncate(taken, round_up(size_bytes))

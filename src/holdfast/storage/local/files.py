@@ -1,18 +1,77 @@
-"""How a small file appears in a directory: whole or not at all, once, and for good."""
+"""Small files and directories of this machine: opened without following links, made to last, and published."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import stat
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
-from holdfast.storage.local.descriptors import make_last, write_all
-from holdfast.storage.paths import temporary_name
+from holdfast.storage.checks import temporary_name
 
-_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
+    """Lends a descriptor of the directory that lies at `parts` below `root`. `OSError` goes through.
+
+    The root may be reached by links: the user named it. Below it each step is taken from the directory before, and no
+    link is followed, so that whoever can write into a checkpoint cannot lead holdfast out of it. A link in the way
+    gives `NotADirectoryError`.
+    """
+    descriptor = os.open(root, _DIRECTORY)
+    try:
+        for part in parts:
+            # Closed once it is no longer this one's: Ctrl-C in between must not let it be closed twice, when the number
+            # may be another file's.
+            try:
+                above, descriptor = descriptor, os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError as error:
+                # Which of the two a link gives depends on the system.
+                if error.errno == errno.ELOOP:
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), part) from error
+                raise
+            os.close(above)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync_to_disk(descriptor: int) -> None:
+    """**Blocks.** Makes a file's bytes, or a directory's names, outlive a power cut. `OSError` goes through."""
+    if sys.platform == "darwin":
+        # fsync leaves the bytes in the drive's own cache there. Some file systems know only fsync.
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
+
+
+def write_all(descriptor: int, data: memoryview, offset_bytes: int) -> None:
+    """**Blocks.** Writes all of `data`, however many calls that takes. `OSError` goes through.
+
+    A signal does not cut it short: Python calls again after EINTR.
+    """
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset_bytes)
+        if written == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        data = data[written:]
+        offset_bytes += written
+
+
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 _RENAME_NOREPLACE: Final = 1
 
@@ -34,10 +93,10 @@ def publish_file(directory: int, name: str, data: bytes) -> bool:
         after a failure, and finds their own file, may rely on it.
     """
     temporary = temporary_name(name)
-    descriptor = os.open(temporary, _NEW_FILE, 0o666, dir_fd=directory)
+    descriptor = os.open(temporary, NEW_FILE, 0o666, dir_fd=directory)
     try:
         write_all(descriptor, memoryview(data), 0)
-        make_last(descriptor)
+        sync_to_disk(descriptor)
         has_appeared = _give_name(directory, temporary, name, descriptor, data)
     finally:
         os.close(descriptor)
@@ -45,7 +104,7 @@ def publish_file(directory: int, name: str, data: bytes) -> bool:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
     try:
-        make_last(directory)
+        sync_to_disk(directory)
     except OSError:
         # Whether the name lasts is not known, and no later fsync could tell. It is taken back, so that what is seen
         # agrees with the error that the caller gets: a name that stayed would be counted as kept, and older files that

@@ -1,0 +1,143 @@
+"""Host memory: by its address, on whole pages, and many places of it at once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, TypeAlias, TypeVar
+
+from holdfast.errors import OutOfMemoryError
+
+MEMORY: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+"""All memory there may be, of which only what arrays have may be touched."""
+
+Extent: TypeAlias = tuple[int, int]
+"""The addresses between which an array lies, the last exclusive."""
+
+
+def address_of(data: memoryview) -> int:
+    """Where the first byte of `data`, which is not empty, lies in memory."""
+    import numpy as np
+
+    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def memory_between(begin: int, end: int, extent: Extent) -> memoryview:
+    """The memory between two addresses, which belongs to an array.
+
+    Args:
+        begin: The first address.
+        end: The last one, exclusive.
+        extent: Where the array lies.
+
+    Raises:
+        ValueError: If some of that memory is not the array's.
+    """
+    if not 0 < extent[0] <= begin <= end <= extent[1]:
+        raise ValueError(
+            f"memory from {begin:#x} to {end:#x} is wanted, and the array lies from {extent[0]:#x} to {extent[1]:#x}"
+        )
+    return MEMORY[begin:end]
+
+
+_HUGE_BYTES: Final = 2 << 20
+"""The huge pages of most processors. Where they have another size, the memory is only less quick."""
+
+
+def take_pages(size_bytes: int) -> memoryview:
+    """New writable memory that begins on a page, on huge pages as far as they go; it goes with the last view of it.
+
+    A device reads into huge pages with far fewer entries in its lists, and they are touched for the first time in a
+    tenth of the time. Forks do not inherit the memory: a direct read into private memory that is forked meanwhile may
+    end in the child.
+
+    Raises:
+        OutOfMemoryError: If there is not that much.
+    """
+    huge_bytes = size_bytes // _HUGE_BYTES * _HUGE_BYTES
+    spare_bytes = _HUGE_BYTES if huge_bytes else 0
+    try:
+        memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise OutOfMemoryError(f"no memory for {size_bytes:,} bytes on their way: {error}") from error
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES if huge_bytes else 0
+    _advise(memory, "MADV_DONTFORK", 0, len(memory))
+    _advise(memory, "MADV_HUGEPAGE", begin, huge_bytes)
+    return memoryview(memory)[begin : begin + size_bytes]
+
+
+def _advise(memory: mmap.mmap, advice: str, begin: int, length_bytes: int) -> None:
+    if length_bytes and hasattr(mmap, advice):
+        # A kernel that does not know the advice goes on without it.
+        with suppress(OSError):
+            memory.madvise(getattr(mmap, advice), begin, length_bytes)
+
+
+class Scratch(threading.local):
+    """Memory for one piece, one to a thread, made when it is first needed; what it held before stays in it."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def take(self, size_bytes: int) -> memoryview:
+        """A writable view of that many bytes, beginning on a page; it holds until the thread asks again.
+
+        Raises:
+            OutOfMemoryError: If there is not that much.
+        """
+        if self._memory.nbytes < size_bytes:
+            # The old memory goes first, so that the two are never held at once.
+            self._memory = memoryview(b"")
+            self._memory = take_pages(size_bytes)
+        return self._memory[:size_bytes]
+
+
+_SMALLEST_SHARED_BYTES: Final = 1 << 17
+"""While as much is copied, other threads may run. To let them costs more than a smaller copy takes."""
+
+_T = TypeVar("_T")
+
+
+def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int) -> Iterator[list[_T]]:
+    """Cuts a sequence into runs of at most so many bytes, or of one item that is larger."""
+    batch: list[_T] = []
+    batch_bytes = 0
+    for item in items:
+        size_bytes = size_of(item)
+        batch_bytes += size_bytes
+        if batch_bytes > limit_bytes and batch:
+            yield batch
+            batch, batch_bytes = [], size_bytes
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def fill_parts(parts: Sequence[memoryview], data: memoryview) -> None:
+    """Copies bytes into places of memory, one behind the other, until the bytes or the places end."""
+    begin, size_bytes = 0, len(data)
+    for part in parts:
+        end = begin + len(part)
+        if end > size_bytes:
+            part = part[: size_bytes - begin]
+            end = size_bytes
+        if end - begin >= _SMALLEST_SHARED_BYTES:
+            ctypes.memmove(address_of(part), address_of(data) + begin, end - begin)
+        else:
+            part[:] = data[begin:end]
+        begin = end
+        if begin == size_bytes:
+            return
+
+
+def parts_beyond(parts: Sequence[memoryview], filled_bytes: int) -> list[memoryview]:
+    """What is left to fill when that many bytes have been filled, fewer than the parts have."""
+    for number, part in enumerate(parts):
+        if filled_bytes < len(part):
+            return [part[filled_bytes:], *parts[number + 1 :]]
+        filled_bytes -= len(part)
+    return []

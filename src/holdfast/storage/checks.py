@@ -1,0 +1,210 @@
+"""What all storages check alike: paths, the pieces of a file, and what the operating system says."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.format.names import TRASH_PREFIX
+
+MAX_PART_BYTES: Final = 255
+"""No file system in use allows more for one name."""
+
+MAX_PATH_BYTES: Final = 1024
+"""What an object store allows for a whole key; most file systems allow more."""
+
+TEMPORARY_SUFFIX: Final = ".tmp"
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    r"""**Pure.** The parts of a path, which is checked first.
+
+    Bytes that are not UTF-8 may stand in a name as lone surrogates, as Python gives them, and so may a backslash and
+    control characters: each is a plain character of a POSIX name, and what `list` shows must be removable.
+
+    Raises:
+        UsageError: If the path is empty, absolute, too long, holds NUL, or has a part that is empty, `.` or `..`.
+    """
+    if not path:
+        raise UsageError("a path is empty", hint="name something that lies below the storage's root")
+    try:
+        encoded = path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"a path cannot be encoded: {path[:200]!r}", hint="use text that UTF-8 can hold") from error
+    parts = tuple(path.split("/"))
+    for part, encoded_part in zip(parts, encoded.split(b"/"), strict=True):
+        if part in ("", ".", ".."):
+            raise UsageError(
+                f"a path has the part {part!r}: {path[:200]!r}",
+                hint="a path is relative to the storage's root, with one / between its parts",
+            )
+        if "\0" in part or len(encoded_part) > MAX_PART_BYTES:
+            raise UsageError(
+                f"a path has a part that no file system can name: {path[:200]!r}",
+                hint=f"a part has at most {MAX_PART_BYTES} bytes, and no NUL",
+            )
+    if len(encoded) > MAX_PATH_BYTES:
+        raise UsageError(f"a path is longer than {MAX_PATH_BYTES} bytes: {path[:200]!r}...", hint="use a shorter path")
+    return parts
+
+
+def split_directory(path: str) -> tuple[str, ...]:
+    """**Pure.** Like `split_path`, but `""` is the root and has no parts.
+
+    Raises:
+        UsageError: As `split_path`.
+    """
+    return split_path(path) if path else ()
+
+
+def temporary_name(name: str) -> str:
+    """A new name for what will be called `name` once it is whole: short enough, however long that one is."""
+    return f".{name[:50]}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
+
+
+def trash_name(name: str) -> str:
+    """A new name for what was called `name` and is to be removed."""
+    return f"{TRASH_PREFIX}{os.urandom(8).hex()}-{name[:50]}"
+
+
+MAX_PADDING_BYTES: Final = 4095
+"""How far a piece may run over its file's size."""
+
+
+def flat(data: memoryview) -> memoryview:
+    """The same bytes as one row of bytes.
+
+    Raises:
+        UsageError: If they are not contiguous.
+    """
+    if not data.c_contiguous:
+        raise UsageError("a piece is not contiguous in memory", hint="copy it first")
+    return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def check_size(size_bytes: int, path: str) -> None:
+    """Checks the size that a file is to have.
+
+    Raises:
+        UsageError: If it is negative.
+    """
+    if size_bytes < 0:
+        raise UsageError(f"{path}: a file cannot have {size_bytes} bytes", hint="give a size of 0 or more")
+
+
+def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str) -> int:
+    """How much of a piece belongs to the file; the rest is padding.
+
+    Raises:
+        UsageError: If the piece begins outside the file, or runs over its size by more than padding may.
+    """
+    over_bytes = offset_bytes + length_bytes - size_bytes
+    if not 0 <= offset_bytes <= size_bytes or over_bytes > MAX_PADDING_BYTES:
+        raise UsageError(
+            f"{path}: a piece of {length_bytes} bytes at {offset_bytes} does not fit a file of {size_bytes} bytes",
+            hint=f"a piece begins within the file, and at most {MAX_PADDING_BYTES} bytes of it are padding",
+        )
+    return length_bytes - max(0, over_bytes)
+
+
+def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:
+    """The error for a file that was to be finished before it was covered."""
+    return UsageError(
+        f"{path} cannot be finished: {written_bytes} of {size_bytes} bytes have been written",
+        hint="finish once every piece has been written, each of them once, and every write has returned",
+    )
+
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+_HINTS: Final = {
+    errno.EACCES: "check who owns the directory, and its permissions",
+    errno.EPERM: "check who owns the directory, and its permissions",
+    errno.EROFS: "the file system is mounted read-only, perhaps after an error: see the kernel's log",
+    errno.EIO: "the device failed: see the kernel's log, and save elsewhere",
+    errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
+    errno.ENOTDIR: "a file or a link stands where a directory should be; links below the root are not followed",
+    errno.ESTALE: "the file server no longer knows the directory: mount it anew",
+}
+
+
+UNREADABLE: Final = frozenset(
+    code for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA") if (code := getattr(errno, name, None)) is not None
+)
+"""What a device or a file system says of bytes that it has lost."""
+
+
+@contextmanager
+def lost_bytes_as_damage(path: str) -> Iterator[None]:
+    """Turns the `StorageError` of a device that has lost bytes into a `DamageError`: a reader may have others."""
+    try:
+        yield
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in UNREADABLE:
+            raise DamageError(error.message, path=path, hint="the device failed: see the kernel's log") from error
+        raise
+
+
+def storage_error(error: OSError, doing: str, path: str, root: Path, needed_bytes: int | None = None) -> StorageError:
+    """The error to raise for one of the operating system's.
+
+    Args:
+        error: What the system said.
+        doing: What was tried, as it follows "cannot".
+        path: The path below the root, or an empty string for the root.
+        root: The storage's root.
+        needed_bytes: How much room was asked for, where that is known.
+    """
+    code = errno.errorcode.get(error.errno or 0, "unknown")
+    message = f"cannot {doing} {root / path}: {os.strerror(error.errno or 0)} ({code})"
+    if error.errno in FULL:
+        return StorageFullError(message, path=path, hint=_room_hint(error.errno or 0, root, needed_bytes))
+    if error.errno == errno.ENOENT:
+        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, is not there")
+    if error.errno == errno.EEXIST:
+        file = find_file_above(root / path)
+        hint = f"{file} is no directory" if file else "something lies there already, and is never overwritten"
+        return StorageError(message, path=path, hint=hint)
+    return StorageError(message, path=path, hint=_HINTS.get(error.errno or 0, ""))
+
+
+def find_file_above(path: Path) -> Path | None:
+    """**Blocks.** The file that lies where a path needs a directory; None if there is none."""
+    above = next((parent for parent in path.parents if parent.exists()), None)
+    return None if above is None or above.is_dir() else above
+
+
+@contextmanager
+def as_storage_errors(doing: str, path: str, root: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """Turns each `OSError` of the body into a `StorageError`; the arguments are those of `storage_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, doing, path, root, needed_bytes) from error
+
+
+def _say_bytes(count: int, what: str) -> str:
+    return f"{count} byte is {what}" if count == 1 else f"{count} bytes are {what}"
+
+
+def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
+    needed = "more room is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
+    try:
+        status = os.statvfs(root)
+        free = _say_bytes(status.f_bavail * status.f_frsize, "free")
+    except OSError:
+        free = "how much is free is not known"
+    if code == errno.EFBIG:
+        return f"{needed} and {free}, but no file may grow that large: see the limit of the process (ulimit -f)"
+    if code == errno.EDQUOT:
+        return f"{needed} and {free}, but the quota is used up: remove old checkpoints, or ask for more"
+    return (
+        f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` "
+        "removes what saves that were cut off have left"
+    )

@@ -1,0 +1,395 @@
+"""One open file of this machine, written or read by several threads."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from holdfast.errors import DamageError, StorageError, UsageError
+from holdfast.format.digests import digest_each
+from holdfast.format.layout import round_up
+from holdfast.storage.buffers import Scratch, address_of, batches, fill_parts, parts_beyond
+from holdfast.storage.checks import (
+    as_storage_errors,
+    flat,
+    kept_bytes,
+    lost_bytes_as_damage,
+    missing_error,
+    storage_error,
+)
+from holdfast.storage.digesting import NO_PAGES, find_native
+from holdfast.storage.local.direct import (
+    PAGE_BYTES,
+    Residency,
+    round_down,
+    try_direct_reads,
+    write_pages,
+)
+from holdfast.storage.local.files import sync_to_disk, write_all
+
+_WRITTEN_BYTES: Final = 1 << 20
+"""So much is copied into aligned memory, and written from there, at a time."""
+
+
+class SharedDescriptor:
+    """**Thread-safe.** A file descriptor that is closed when the last thread that uses it has left.
+
+    A number that is closed while another thread writes to it may by then belong to another file, which would be
+    overwritten.
+
+    Attributes:
+        users: How many threads are using it at this moment.
+    """
+
+    def __init__(self, descriptor: int, what: str) -> None:
+        self._descriptor = descriptor
+        self._what = what
+        # Guards the two fields below.
+        self._lock = threading.Lock()
+        self.users = 0
+        self._is_closing = False
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """Lends the descriptor to the body.
+
+        Raises:
+            UsageError: If it was closed before.
+        """
+        with self._lock:
+            is_closed = self._is_closing
+            self.users += not is_closed
+        if is_closed:
+            raise UsageError(f"{self._what} is closed", hint="open it anew")
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self.users -= 1
+                is_last = self._is_closing and self.users == 0
+            if is_last:
+                # Whoever closed it has given the file up, so what closing says means nothing any more.
+                with suppress(OSError):
+                    os.close(self._descriptor)
+
+    def close(self) -> None:
+        """Lets nobody in any more, and closes once all have left; harmless twice. `OSError` goes through."""
+        with self._lock:
+            is_first, self._is_closing = not self._is_closing, True
+            is_idle = self.users == 0
+        if is_first and is_idle:
+            os.close(self._descriptor)
+
+
+class _Edge(msgspec.Struct):
+    """A page that several pieces share, until all of them have come."""
+
+    page: memoryview
+    filled_bytes: int = 0
+
+
+class LocalWriter:
+    """One new file of known size, written in pieces in any order; see `FileWriter`.
+
+    A direct file is written by whole pages only, and never through the page cache as well: the two ways into one file
+    agree only as long as no page of the cache, which may be larger than ours, is touched by both at once. So what is
+    not aligned is copied into aligned memory first: the inside of a piece through a buffer, and the page that two
+    pieces share into one that waits here until it is full. A file whose file system refuses direct writes is written
+    through the page cache only.
+
+    Attributes:
+        is_direct: Whether the bytes pass by the page cache.
+    """
+
+    def __init__(self, descriptor: int, path: str, root: Path, size_bytes: int, is_direct: bool) -> None:
+        self._shared = SharedDescriptor(descriptor, f"the writer of {root / path}")
+        self._path = path
+        self._root = root
+        self._size_bytes = size_bytes
+        self.is_direct = is_direct
+        # Guards the three fields below.
+        self._lock = threading.Lock()
+        self._written_bytes = 0
+        self._edges: dict[int, _Edge] = {}
+        self._failure: StorageError | None = None
+
+    def write_at(self, offset_bytes: int, data: memoryview) -> None:
+        """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`.
+
+        Raises:
+            StorageError: If this or an earlier write failed; always the same one, since what a failed write left is
+                not known.
+            UsageError: If the piece lies outside the file, or the writer is closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        piece = flat(data)
+        kept = kept_bytes(offset_bytes, piece.nbytes, self._size_bytes, self._path)
+        with self._shared.use() as descriptor:
+            if kept == 0:
+                return
+            try:
+                if self.is_direct:
+                    self._write_direct(descriptor, offset_bytes, piece)
+                else:
+                    write_all(descriptor, piece[:kept], offset_bytes)
+            except OSError as error:
+                raise self._fail(error) from error
+        with self._lock:
+            self._written_bytes += kept
+
+    def finish(self) -> None:
+        """**Blocks.** Makes the bytes last (fsync), and closes.
+
+        Raises:
+            StorageError: If this or an earlier call failed. After a failed fsync the system may have dropped the bytes
+                and will call the next fsync a success; so there is none, and the file is never to be believed.
+            UsageError: If pieces are missing or still being written, or the writer is closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with self._shared.use() as descriptor:
+            if self._shared.users > 1 or self._written_bytes != self._size_bytes:
+                raise missing_error(self._path, self._written_bytes, self._size_bytes)
+            try:
+                if self._size_bytes % PAGE_BYTES:
+                    os.ftruncate(descriptor, self._size_bytes)
+                sync_to_disk(descriptor)
+            except OSError as error:
+                raise self._fail(error) from error
+        try:
+            self._shared.close()
+        except OSError as error:
+            raise self._fail(error) from error
+
+    def abandon(self) -> None:
+        """Closes without making anything last, once writes in flight have come back; see `FileWriter`."""
+        try:
+            self._shared.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _write_direct(self, descriptor: int, offset_bytes: int, piece: memoryview) -> None:
+        end_bytes = offset_bytes + piece.nbytes
+        # The whole pages inside the piece: a piece that lies within one page has none.
+        first_bytes = min(round_up(offset_bytes), end_bytes)
+        last_bytes = max(round_down(end_bytes), first_bytes)
+        inside = piece[first_bytes - offset_bytes : last_bytes - offset_bytes]
+        if inside.nbytes:
+            if address_of(inside) % PAGE_BYTES:
+                self._write_bounced(descriptor, first_bytes, inside)
+            else:
+                write_pages(descriptor, inside, first_bytes)
+        self._write_edge(descriptor, offset_bytes, piece[: first_bytes - offset_bytes])
+        self._write_edge(descriptor, last_bytes, piece[last_bytes - offset_bytes :])
+
+    def _write_bounced(self, descriptor: int, offset_bytes: int, inside: memoryview) -> None:
+        bounce = memoryview(mmap.mmap(-1, min(_WRITTEN_BYTES, inside.nbytes)))
+        for start in range(0, inside.nbytes, _WRITTEN_BYTES):
+            part = inside[start : start + _WRITTEN_BYTES]
+            bounce[: part.nbytes] = part
+            write_pages(descriptor, bounce[: part.nbytes], offset_bytes + start)
+
+    def _write_edge(self, descriptor: int, offset_bytes: int, edge_piece: memoryview) -> None:
+        """Keeps a part of one page until its other parts have come, then writes the page."""
+        page_bytes = round_down(offset_bytes)
+        edge_piece = edge_piece[: max(0, self._size_bytes - offset_bytes)]
+        if not edge_piece.nbytes:
+            return
+        with self._lock:
+            edge = self._edges.get(page_bytes)
+            if edge is None:
+                edge = self._edges[page_bytes] = _Edge(memoryview(mmap.mmap(-1, PAGE_BYTES)))
+            start = offset_bytes - page_bytes
+            edge.page[start : start + edge_piece.nbytes] = edge_piece
+            edge.filled_bytes += edge_piece.nbytes
+            if edge.filled_bytes < min(PAGE_BYTES, self._size_bytes - page_bytes):
+                return
+            del self._edges[page_bytes]
+        write_pages(descriptor, edge.page, page_bytes)
+
+    def _fail(self, error: OSError) -> StorageError:
+        """Ends the writer; the first failure is the one that every later call raises."""
+        if error.errno == errno.EINVAL and self._size_bytes > resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0:
+            # A direct write up to the limit is cut short within a page, which no such write may be.
+            error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        failure = storage_error(error, "write", self._path, self._root, self._size_bytes)
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            failure = self._failure
+            self._edges.clear()
+        self.abandon()
+        return failure
+
+
+_SMALLEST_READ_BYTES: Final = 1 << 20
+"""A shorter read goes through the page cache, which reads ahead for the next one."""
+
+_CACHED_BYTES: Final = 1 << 20
+"""So much is read through the page cache, and digested, at a time: the processor's own cache still holds it then."""
+
+_DIRECT_BYTES: Final = 2 << 20
+"""The same past the page cache, where the disk is the slower for smaller reads."""
+
+_BOUNCE_BYTES: Final = _DIRECT_BYTES + 2 * PAGE_BYTES
+"""Holds the pages on which as much lies, wherever it begins."""
+
+_MOST_PARTS: Final = 1024
+"""How many places of memory one call of the system fills."""
+
+
+class LocalReader:
+    """One file, read in pieces by any number of threads; see `FileReader`.
+
+    A large piece that the page cache does not hold is read past it, which is several times faster on the disks that
+    were measured; any other one through it. Both see the same bytes: nobody writes into a file that is being read.
+
+    Attributes:
+        size_bytes: The file's size when it was opened.
+    """
+
+    def __init__(
+        self, descriptor: int, path: str, root: Path, size_bytes: int, *, direct: bool = True, native: bool = True
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._wants_native = native
+        self._shared = SharedDescriptor(descriptor, f"the reader of {root / path}")
+        self._path = path
+        self._root = root
+        self._bounce = Scratch()
+        self._direct: SharedDescriptor | None = None
+        self._residency: Residency | None = None
+        if direct and size_bytes >= _SMALLEST_READ_BYTES:
+            second = try_direct_reads(descriptor)
+            if second is not None:
+                try:
+                    self._residency = Residency(descriptor, size_bytes)
+                    self._direct = SharedDescriptor(second, f"the direct reader of {root / path}")
+                except BaseException:
+                    # Ctrl-C, say: whoever opened the other one closes that.
+                    os.close(second)
+                    raise
+
+    def read_into(self, offset_bytes: int, into: memoryview) -> None:
+        """**Thread-safe.** **Blocks.** Fills `into` from the file.
+
+        Raises:
+            DamageError: If the file ends before `into` is full.
+            StorageError: If the device fails.
+            UsageError: If the offset is negative, or the reader is closed.
+        """
+        deque(self._fill_each(offset_bytes, [flat(into)]), maxlen=0)
+
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** **Blocks.** Fills many places of memory, and gives the digest of each; see `FileReader`.
+
+        Raises:
+            DamageError: If the file ends before all are full.
+            StorageError: If the device fails.
+            UsageError: If the offset is negative, or the reader is closed.
+        """
+        native = find_native() if self._wants_native else None
+        if native is None:
+            return digest_each(self._fill_each(offset_bytes, parts))
+        self._check(offset_bytes)
+        size_bytes = sum(map(len, parts))
+        direct = self._direct_for(offset_bytes, size_bytes)
+        pages = NO_PAGES if direct is None else self._bounce.take(_BOUNCE_BYTES)
+        with (direct or self._shared).use() as descriptor, self._errors():
+            end_bytes, digests = native.read(descriptor, offset_bytes, parts, pages)
+        if end_bytes < offset_bytes + size_bytes:
+            raise self._too_short(end_bytes, offset_bytes + size_bytes - end_bytes)
+        return digests
+
+    def close(self) -> None:
+        """Closes, once reads in flight have come back; harmless twice."""
+        if self._residency is not None:
+            self._residency.close()
+        # Nothing was written through it, so there is nothing that a failure could mean.
+        for shared in (self._shared, self._direct):
+            if shared is not None:
+                with suppress(OSError):
+                    shared.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        with lost_bytes_as_damage(self._path), as_storage_errors("read", self._path, self._root):
+            yield
+
+    def _check(self, offset_bytes: int) -> None:
+        if offset_bytes < 0:
+            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+
+    def _direct_for(self, offset_bytes: int, size_bytes: int) -> SharedDescriptor | None:
+        """What a read goes by that passes by the page cache; None if it goes through it."""
+        end_bytes = offset_bytes + size_bytes
+        if self._residency is None or size_bytes < _SMALLEST_READ_BYTES or end_bytes > self.size_bytes:
+            return None
+        return None if self._residency.holds(offset_bytes, end_bytes) else self._direct
+
+    def _fill_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        """Yields each part, in order, once it is full; the file stays open until all are, or the iterator is closed."""
+        self._check(offset_bytes)
+        direct = self._direct_for(offset_bytes, sum(map(len, parts)))
+        if direct is not None:
+            with direct.use() as descriptor, self._errors():
+                for batch in batches(parts, len, _DIRECT_BYTES):
+                    offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
+                    yield from batch
+        else:
+            with self._shared.use() as descriptor, self._errors():
+                for batch in batches(parts, len, _CACHED_BYTES):
+                    offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
+                    yield from batch
+
+    def _read_cached(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
+        """Reads straight into the parts, and returns where in the file they end."""
+        left_bytes = sum(map(len, parts))
+        while left_bytes:
+            # Python calls again after EINTR; a long read may come back short without being at the end.
+            got_bytes = os.preadv(descriptor, parts[:_MOST_PARTS], offset_bytes)
+            if got_bytes == 0:
+                raise self._too_short(offset_bytes, left_bytes)
+            left_bytes -= got_bytes
+            offset_bytes += got_bytes
+            if left_bytes:
+                parts = parts_beyond(parts, got_bytes)
+        return offset_bytes
+
+    def _read_direct(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
+        """Reads whole pages into aligned memory, copies from there what was asked for, and returns where that ends."""
+        left_bytes = sum(map(len, parts))
+        bounce = self._bounce.take(_BOUNCE_BYTES)
+        while left_bytes:
+            first_bytes = round_down(offset_bytes)
+            skipped_bytes = offset_bytes - first_bytes
+            wanted_bytes = min(round_up(skipped_bytes + left_bytes), len(bounce))
+            got_bytes = os.preadv(descriptor, [bounce[:wanted_bytes]], first_bytes) - skipped_bytes
+            if got_bytes <= 0:
+                raise self._too_short(offset_bytes, left_bytes)
+            got_bytes = min(got_bytes, left_bytes)
+            fill_parts(parts, bounce[skipped_bytes : skipped_bytes + got_bytes])
+            left_bytes -= got_bytes
+            offset_bytes += got_bytes
+            if left_bytes:
+                parts = parts_beyond(parts, got_bytes)
+        return offset_bytes
+
+    def _too_short(self, end_bytes: int, missing_bytes: int) -> DamageError:
+        return DamageError(
+            f"{self._root / self._path} ends at {end_bytes}, where {missing_bytes} bytes more should be",
+            path=self._path,
+            offset_bytes=end_bytes,
+            hint="the file was cut short: restore an older step",
+        )
