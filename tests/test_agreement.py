@@ -17,6 +17,7 @@ from holdfast.preemption.consensus.stop_step import (
     Promise,
     StopCall,
     StopStepAgreement,
+    Turn,
     Wanted,
 )
 from repetitions import repeated
@@ -28,20 +29,24 @@ def called(agreement: StopStepAgreement, wanted: Wanted = Wanted.LEAVE) -> StopS
     return agreement.hear_call(wanted)[0]
 
 
+def may_begin(agreement: StopStepAgreement) -> bool:
+    return agreement.turn is Turn.GO and not agreement.finished
+
+
 def test_a_wish_is_called_for_once_and_answered_by_a_pledge() -> None:
-    agreement = StopStepAgreement(rank=1, world_size=2).begin(5)
+    agreement = StopStepAgreement(rank=1, world_size=2).reach(5)
     agreement, deeds = agreement.wish(Wanted.LEAVE)
     assert deeds == [StopCall(0, Wanted.LEAVE)]
-    assert agreement.may_begin, "until the call stands in the store, nothing is promised"
+    assert may_begin(agreement), "until the call stands in the store, nothing is promised"
     agreement, deeds = agreement.hear_call(Wanted.LEAVE)
     assert deeds == [Promise(0, 1, Pledge(5))]
-    assert not agreement.may_begin
+    assert not may_begin(agreement)
     assert agreement.hear_call(Wanted.LEAVE) == (agreement, [])
     assert agreement.wish(Wanted.SAVE) == (agreement, [])
 
 
 def test_the_largest_pledge_is_the_stop_step() -> None:
-    agreement = called(StopStepAgreement(rank=0, world_size=3).begin(5))
+    agreement = called(StopStepAgreement(rank=0, world_size=3).reach(5))
     agreement, deeds = agreement.hear_pledge(0, Pledge(5))
     assert deeds == []
     assert agreement.unheard == [1, 2]
@@ -49,15 +54,15 @@ def test_the_largest_pledge_is_the_stop_step() -> None:
     agreement, deeds = agreement.hear_pledge(1, Pledge(6))
     assert deeds == [Announce(0, 7)]
     agreement = agreement.hear_stop(7)
-    assert agreement.may_begin
-    assert not agreement.is_at_stop
-    agreement = agreement.begin(6).begin(7)
-    assert not agreement.may_begin
-    assert agreement.is_at_stop
+    assert may_begin(agreement)
+    assert agreement.turn is not Turn.STOP
+    agreement = agreement.reach(6).reach(7)
+    assert not may_begin(agreement)
+    assert agreement.turn is Turn.STOP
 
 
 def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
-    agreement = called(StopStepAgreement(rank=0, world_size=2).begin(3))
+    agreement = called(StopStepAgreement(rank=0, world_size=2).reach(3))
     agreement, _ = agreement.hear_pledge(0, Pledge(3))
     assert agreement.fence(0) == (agreement, []), "not itself"
     agreement, deeds = agreement.fence(1)
@@ -68,20 +73,20 @@ def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
 
 
 def test_a_worker_that_was_left_out_finds_out_and_stands_still() -> None:
-    agreement = called(StopStepAgreement(rank=1, world_size=2).begin(9))
+    agreement = called(StopStepAgreement(rank=1, world_size=2).reach(9))
     agreement, _ = agreement.hear_pledge(1, ABSENT)
     assert agreement.is_excluded
     agreement = agreement.hear_stop(20)
-    assert not agreement.may_begin
-    assert not agreement.is_at_stop
+    assert not may_begin(agreement)
+    assert agreement.turn is not Turn.STOP
 
 
 def test_a_worker_whose_training_has_ended_saves_what_it_has() -> None:
-    agreement = called(StopStepAgreement(rank=1, world_size=2).begin(4).finish())
+    agreement = called(StopStepAgreement(rank=1, world_size=2).reach(4, finished=True))
     assert agreement.pledge == Pledge(4, final=True)
     agreement = agreement.hear_stop(6)
-    assert not agreement.may_begin
-    assert agreement.is_at_stop
+    assert not may_begin(agreement)
+    assert agreement.turn is Turn.STOP
 
 
 def test_what_one_round_does_not_bring_the_next_one_does() -> None:
@@ -104,7 +109,7 @@ def test_a_call_that_wants_less_leaves_the_wish() -> None:
 
 
 def test_what_comes_late_changes_nothing() -> None:
-    agreement = called(StopStepAgreement(rank=0, world_size=2).begin(2)).hear_stop(3)
+    agreement = called(StopStepAgreement(rank=0, world_size=2).reach(2)).hear_stop(3)
     assert agreement.hear_stop(9) is agreement
     assert agreement.unheard == []
     fresh = StopStepAgreement(rank=0, world_size=2)
@@ -114,9 +119,9 @@ def test_what_comes_late_changes_nothing() -> None:
 
 
 def test_training_that_begins_again_may_step() -> None:
-    agreement = StopStepAgreement(rank=0, world_size=1).begin(3).finish()
-    assert not agreement.may_begin
-    assert agreement.resume(3).may_begin
+    agreement = StopStepAgreement(rank=0, world_size=1).reach(3, finished=True)
+    assert not may_begin(agreement)
+    assert may_begin(agreement.reach(3))
 
 
 # Every order of events.
@@ -176,9 +181,9 @@ class Job:
         if worker.completed < agreement.begun or agreement.finished:
             return
         if worker.completed >= worker.total:
-            worker.agreement = agreement.finish()
-        elif agreement.may_begin:
-            worker.agreement = agreement.begin(agreement.begun + 1)
+            worker.agreement = agreement.reach(agreement.begun, finished=True)
+        elif may_begin(agreement):
+            worker.agreement = agreement.reach(agreement.begun + 1)
 
     def complete(self, worker: Worker) -> None:
         worker.completed = worker.agreement.begun
@@ -199,7 +204,7 @@ class Job:
 
     def save(self, worker: Worker) -> None:
         agreement = worker.agreement
-        if agreement.is_at_stop and worker.completed == agreement.begun:
+        if agreement.turn is Turn.STOP and worker.completed == agreement.begun:
             assert agreement.stop is not None
             assert agreement.called is not None
             worker.saves.append((agreement.round, agreement.stop, agreement.called))
@@ -292,7 +297,7 @@ def test_in_every_order_all_stop_at_one_step_that_nobody_has_passed(
     for worker in job.workers:
         if worker.active:
             assert not worker.agreement.unheard, "nobody waits for ever"
-            assert worker.agreement.called is None or worker.agreement.is_at_stop is False
+            assert worker.agreement.called is None or worker.agreement.turn is not Turn.STOP
         if asked and worker.joined and worker.alive and not worker.agreement.is_excluded:
             assert worker.saves, "what was called for is done by all who live and were not left out"
     rounds = [save for worker in job.workers for save in worker.saves]

@@ -287,6 +287,7 @@ def test_posts_are_written_in_order_and_again_until_the_store_answers(mailbox: S
     assert mailbox.wait(lambda: len(written) == 2, time.monotonic() + PATIENCE_SECONDS)
     # What can never be written is left out, and does not hold up the rest.
     assert (written, errors, mailbox.trouble) == ([0, 2], [], "")
+    assert mailbox.ask(lambda: written[-1]) == 2
 
 
 def test_a_closed_mailbox_has_written_what_was_posted() -> None:
@@ -335,11 +336,12 @@ def test_who_waits_for_a_mailbox_hears_of_its_end(mailbox: StoreMailbox) -> None
     def fail() -> None:
         raise ClosedError("the cluster was closed before this call")
 
-    heard: list[str] = []
-    mailbox.watch(Watch(fail, on_news=lambda: heard.append(mailbox.trouble)))
+    changed = mailbox.changed
+    mailbox.watch(Watch(fail))
     assert not mailbox.wait(lambda: False, time.monotonic() + PATIENCE_SECONDS)
     assert mailbox.trouble == "the cluster was closed"
-    wait_until(lambda: heard == ["the cluster was closed"])
+    assert changed.wait(PATIENCE_SECONDS)
+    assert mailbox.ask(lambda: "an answer") is None
 
 
 def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:

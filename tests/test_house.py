@@ -88,7 +88,6 @@ LARGER_CLASSES = {
     "LocalStorage": 13,
     "NoticeInbox": 17,
     "Saver": 13,
-    "StopStepAgreement": 13,
     "StorageContract": 0,  # It has a test for each thing that a storage must do.
     "Writer": 14,
 }

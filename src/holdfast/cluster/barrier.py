@@ -20,7 +20,8 @@ Check: TypeAlias = Callable[[Collection[int]], None]
 """Raises `AbsentError` if one of these workers is known to be missing, such as `Heartbeat.check`."""
 
 _NAMED_NODES: Final = 32
-_READ_SECONDS: Final = 3.0
+READ_SECONDS: Final = 3.0
+"""How long the leader waits until the others have read what it leaves with: the store may lie in its process."""
 
 _led: dict[str, tuple[str, float]] = {}
 """The newest meeting that was led in this process, for each cluster's incarnation, and when it was decided by the
@@ -116,11 +117,15 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
     name, decided_at = _led.pop(cluster.incarnation, ("", 0.0))
     if not name:
         return
-    with suppress(HoldfastError):
-        is_cleared = wait_counted(
-            cluster, f"{name}/read", lost, decided_at, lambda: cluster.try_get(f"{name}/outcome") is None
-        )
-        if is_cleared:
+    is_cleared = wait_counted(
+        cluster,
+        f"{name}/read",
+        lost,
+        decided_at + READ_SECONDS,
+        lambda: cluster.try_get(f"{name}/outcome") is None,
+    )
+    if is_cleared:
+        with suppress(HoldfastError):
             # The last one that read it has left nothing behind; the question has.
             cluster.delete(f"{name}/read")
 
@@ -129,7 +134,7 @@ def wait_counted(
     cluster: Cluster,
     key: str,
     lost: Callable[[], Collection[int]],
-    begun_at: float,
+    end_at: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """**Blocks** for a moment. The leader waits until each of the others has counted itself as one that has read.
@@ -138,14 +143,11 @@ def wait_counted(
         cluster: The workers.
         key: Their counter.
         lost: Gives who will not read.
-        begun_at: From when on they could, by the monotonic clock.
-        is_over: Whether nobody is waited for in any case.
+        end_at: Until when to wait, by the monotonic clock. It waits no longer either if the store does not answer.
+        is_over: True to end the wait in any case.
 
     Returns:
         Whether it was over before all had counted.
-
-    Raises:
-        ClusterError: If the store does not answer.
     """
 
     def look() -> bool | None:
@@ -154,8 +156,9 @@ def wait_counted(
             return False
         return True if is_over() else None
 
-    end_at = begun_at + _READ_SECONDS
-    return time.monotonic() < end_at and bool(poll(look, COUNTERS, end_at))
+    with suppress(HoldfastError):
+        return time.monotonic() < end_at and bool(poll(look, COUNTERS, end_at))
+    return False
 
 
 class _Meeting:

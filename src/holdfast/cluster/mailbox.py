@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.cluster.polling import NEWS, URGENT_NEWS, Backoff
 from holdfast.cluster.protocol import ANSWER_SECONDS
@@ -22,32 +22,27 @@ from holdfast.errors import ClosedError, ClusterError, HoldfastError
 
 _CLOSE_SECONDS: Final = 2.0
 
+_ASK_SECONDS: Final = 3.0
+"""How long a thread waits for the answer of the store, if others have to hear of it before it ends."""
 
-def _never() -> bool:
-    return False
-
-
-def _nothing(*_: object) -> None:
-    pass
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class Watch:
-    """What is looked at again and again.
+    """A look that is repeated.
 
     Attributes:
         look: Looks, in the mailbox's thread; it may raise `HoldfastError`, and is called again then.
         pauses: How long between two looks as a rule.
         is_urgent: Whether something is under way. Then it is looked at more often for a while, as `URGENT_NEWS` says.
-        on_news: Called when something was written or has been noted by `notify`, in whichever thread that was.
         on_silence: Called in the mailbox's thread with the seconds for which the store has not answered, and its error.
     """
 
     look: Callable[[], object]
     pauses: Backoff = NEWS
-    is_urgent: Callable[[], bool] = _never
-    on_news: Callable[[], object] = _nothing
-    on_silence: Callable[[float, str], object] = _nothing
+    is_urgent: Callable[[], bool] = lambda: False
+    on_silence: Callable[[float, str], object] = lambda seconds, error: None
     due_at: float = field(default=0.0, init=False)
 
 
@@ -73,7 +68,9 @@ class StoreMailbox:
         self._lock = threading.Lock()
         self._watches: tuple[Watch, ...] = ()
         self._writes: deque[Callable[[], object]] = deque()
-        self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_closed = self._is_woken = False
+        # Anything in it ends the thread's pause.
+        self._inbox: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = Latch()
         self._woken_at = time.monotonic()
         self._silent_since: float | None = None
@@ -91,14 +88,21 @@ class StoreMailbox:
         What the store has done without an answer is done a second time. So it is a record, and does not count.
         """
         self._writes.append(write)
-        self._inbox.put(True)
+        self._inbox.put(None)
+
+    def ask(self, question: Callable[[], _T]) -> _T | None:
+        """**Blocks** for a moment. Posts a question and waits for its answer; None if there is none in time."""
+        answers: list[_T] = []
+        self.post(lambda: answers.append(question()))
+        self.wait(lambda: bool(answers), time.monotonic() + _ASK_SECONDS)
+        return answers[0] if answers else None
 
     def watch(self, watch: Watch) -> Watch:
         """Looks from now on; gives the watch back."""
         watch.pauses = watch.pauses.spread(self._world_size)
         with self._lock:
             self._watches = (*self._watches, watch)
-        self._inbox.put(True)
+        self._inbox.put(None)
         return watch
 
     def unwatch(self, watch: Watch) -> None:
@@ -108,14 +112,13 @@ class StoreMailbox:
 
     def wake(self) -> None:
         """Has the thread look at everything at once."""
-        self._inbox.put(True)
+        self._is_woken = True
+        self._inbox.put(None)
 
     def notify(self) -> None:
         """Wakes the threads that wait: there is something new."""
         changed, self.changed = self.changed, Latch()
         changed.open()
-        for watch in self._watches:
-            watch.on_news()
 
     def wait(self, holds: Callable[[], bool], end_at: float | None) -> bool:
         """**Blocks.** Waits until something holds, or the store cannot be reached, or the time is over.
@@ -134,19 +137,22 @@ class StoreMailbox:
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends the thread, once it has written what was posted before; harmless twice."""
-        self._inbox.put(False)
+        self._is_closed = True
+        self._inbox.put(None)
         self._ended.wait(_CLOSE_SECONDS)
 
     def _run(self) -> None:
+        end = "the cluster was closed"
         try:
-            while self._wait_turn():
+            is_open = True
+            while is_open:
+                is_open = self._wait_turn()
                 begun_at = time.monotonic()
                 try:
                     self._write_all()
-                    self._look_around()
+                    if is_open:
+                        self._look_around()
                 except ClosedError:
-                    self.trouble = "the cluster was closed"
-                    self.notify()
                     return
                 except HoldfastError as error:
                     # A store that hangs is silent from the moment in which it was asked.
@@ -155,27 +161,30 @@ class StoreMailbox:
                 else:
                     self._silent_since, self.trouble = None, ""
         except BaseException as error:
-            # Nothing is written or looked at any more: the threads that wait have to know.
-            self.trouble = f"{type(error).__name__}: {error}"
-            self.notify()
+            end = f"{type(error).__name__}: {error}"
             raise
         finally:
+            # Nothing is written or looked at any more: the threads that wait have to know.
+            self.trouble = end
+            self.notify()
             self._ended.open()
 
     def _wait_turn(self) -> bool:
-        """Waits until there is something to do; False at the end."""
+        """Waits until there is something to do; False for the last turn."""
         now = time.monotonic()
         due_at = [watch.due_at for watch in self._watches]
         if self._writes:
             due_at.append(now + NEWS.shortest_seconds)
         try:
-            is_open = self._inbox.get(timeout=max(min(due_at) - now, 0.0) if due_at else None)
+            self._inbox.get(timeout=max(min(due_at) - now, 0.0) if due_at else None)
         except queue.Empty:
             return True
-        self._woken_at = time.monotonic()
-        for watch in self._watches:
-            watch.due_at = self._woken_at
-        return is_open
+        if self._is_woken:
+            self._is_woken = False
+            self._woken_at = time.monotonic()
+            for watch in self._watches:
+                watch.due_at = self._woken_at
+        return not self._is_closed
 
     def _write_all(self) -> None:
         while self._writes:

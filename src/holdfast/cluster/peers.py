@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.cluster.barrier import LEADER, gather_decide_broadcast, wait_counted, wait_read
+from holdfast.cluster.barrier import LEADER, READ_SECONDS, gather_decide_broadcast, wait_counted, wait_read
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
 from holdfast.cluster.membership import name_ranks
@@ -269,8 +269,7 @@ class FailureFeed:
         self._heartbeat.stop()
         if self._cluster.rank == LEADER and self._is_explained:
             self._is_explained = False
-            with suppress(HoldfastError):
-                wait_counted(self._cluster, self._read_key, lambda: self.lost, time.monotonic())
+            wait_counted(self._cluster, self._read_key, lambda: self.lost, time.monotonic() + READ_SECONDS)
 
     def _hear_of_leader(self) -> None:
         """The leader has left; in the heartbeat's thread."""
@@ -298,9 +297,6 @@ class Peers:
         mailbox: The thread that writes and looks for threads which must not wait.
         liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
-        warn: Told, in words, of a wait that takes long.
-        may_wait_seconds: Gives how much longer any wait may last, whatever its deadline; None where that is not known.
-            It is not asked before a wait has lasted `LEAST_SECONDS`.
     """
 
     def __init__(
@@ -318,8 +314,8 @@ class Peers:
         self.rank = cluster.rank
         self.world_size = cluster.world_size
         self.timeout_seconds = timeout_seconds
-        self.warn: Callable[[str], object] = lambda text: None
-        self.may_wait_seconds: Callable[[], float | None] = _no_end
+        self._warn: Callable[[str], object] = lambda text: None
+        self._find_left: Callable[[], float | None] = lambda: None
         self.liveness_seconds = liveness_seconds
         key = (cluster.incarnation, cluster.rank, name)
         number = _numbers[key] = _numbers.get(key, 0) + 1
@@ -342,6 +338,18 @@ class Peers:
         """A new place for records of one kind. Each worker makes as many calls, in the same order."""
         number = self._namespaces[name] = self._namespaces.get(name, 0) + 1
         return Namespace(self.cluster, self.key(f"{name}-{number}"))
+
+    def set_warner(self, warn: Callable[[str], object]) -> None:
+        """Has `warn` called, with a sentence, for each wait that takes long."""
+        self._warn = warn
+
+    def set_end_of_job(self, find_left: Callable[[], float | None]) -> None:
+        """Lets no wait outlast the time of the job: `find_left` gives the seconds that are left, or None."""
+        self._find_left = find_left
+
+    def find_left_seconds(self) -> float | None:
+        """How much longer any wait may last, whatever its deadline; None if that is not known."""
+        return self._find_left()
 
     def gather_decide_broadcast(
         self,
@@ -425,7 +433,7 @@ class Peers:
                 missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT) if text else None
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
-                self.warn(
+                self._warn(
                     f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
                 )
             if missed is None:
@@ -468,7 +476,7 @@ class Peers:
         if time.monotonic() >= end_at:
             return f"did not {what} within {self.timeout_seconds:g} s"
         is_asked = waited_seconds >= LEAST_SECONDS and not outlasts_job
-        left_seconds = self.may_wait_seconds() if is_asked else None
+        left_seconds = self._find_left() if is_asked else None
         if left_seconds is not None and left_seconds <= 0:
             return f"did not {what} in the time that was left to the job"
         return ""
@@ -482,10 +490,6 @@ class Peers:
             if self.failures.leader_failure is None:
                 raise
             raise self.failures.make_error(self.failures.leader_failure) from error
-
-
-def _no_end() -> None:
-    """Nobody knows when the job has to be gone."""
 
 
 _LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."

@@ -18,8 +18,8 @@ from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerErro
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
-from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, SingleConsensus, Turn
-from holdfast.preemption.consensus.stop_step import Wanted
+from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, SingleConsensus
+from holdfast.preemption.consensus.stop_step import Turn, Wanted
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
 from holdfast.preemption.grace import (
     Action,
@@ -120,7 +120,7 @@ class Guard:
         self._process = os.getpid()
         self._yields = yields
         self._ends = False
-        self._is_concluding = False  # Whether all are about to leave together, and the result is not known yet.
+        self._is_sharing_outcome = False  # Whether all are about to leave together, and the result is not known yet.
         self._safe_step = 0  # At which step nothing could be lost.
         # Guards what the training thread is paused in, so that it does not go on while that is being saved.
         self._lock = threading.Lock()
@@ -394,7 +394,7 @@ class Guard:
         call, stop = self._consensus.call, self._consensus.stop
         assert call is not None, "no worker leaves without a call"
         end_at = end_at_of(self._outlook())
-        self.leaving = self._is_concluding = True
+        self.leaving = self._is_sharing_outcome = True
         try:
             if stop is not None and stop.absent:
                 self._raise_cause()
@@ -417,7 +417,7 @@ class Guard:
             error = self._final_save.wait_decided(step, met, saves, limit_seconds, self._consensus.try_end)
             if error:
                 self._raise_cause()
-            together = self._conclude(error, end_at)
+            together = self._share_outcome(error, end_at)
         except BaseException:
             # The error of another worker ends this one, as it would in a step, and its own one the others.
             if self._consensus.has_peers:
@@ -425,11 +425,11 @@ class Guard:
                 self._manager.abandon()
             raise
         finally:
-            self._is_concluding = False
+            self._is_sharing_outcome = False
         by_hand = together.by_hand if self._consensus.has_peers else None
         self._leave(step, call.reason, together.error, time.monotonic() - begun_at, by_hand=by_hand, met=met)
 
-    def _conclude(self, error: str, end_at: float | None) -> SaveOutcome:
+    def _share_outcome(self, error: str, end_at: float | None) -> SaveOutcome:
         """The result of the last save for all workers, in this worker's words where it has failed here."""
         changed = "" if self._pause is None else self._pause.changed
         mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
@@ -437,7 +437,7 @@ class Guard:
         own = SaveOutcome(mistake or error, self.inbox.is_by_hand(), is_proof, is_cause=bool(mistake))
         # The others may be in a save of theirs that this worker takes no part in.
         told = self._manager.abandon if error and (changed or self._save_fn) else None
-        together = self._consensus.conclude(own, end_at, told)
+        together = self._consensus.share_outcome(own, end_at, told)
         # What failed here says more than what the others have seen of it, unless it results from what failed there.
         is_theirs = not error or (together.is_cause and not mistake)
         shown = together.error and (together.error if is_theirs else error)
@@ -484,7 +484,7 @@ class Guard:
         except BaseException as leaving:
             if self._final_save.has_left and self._ownership is not None:
                 self._ownership.shared.has_left = True
-            is_heard = self._consensus.is_concluded and not self._consensus.is_cut_short
+            is_heard = self._consensus.is_outcome_known and not self._consensus.is_cut_short
             if error and not is_heard and self._failures.error is None:
                 # One that does not come to the end of its step would never hear of it.
                 self._failures.report(SaveFailedError(error, step=step or 0), left_seconds, is_exit=True)
@@ -530,8 +530,8 @@ class Guard:
 
     def _attend(self) -> None:
         """Does what is to be done beside the training thread."""
-        is_concluding = self._is_concluding and not self._consensus.is_concluded
-        if not self._is_alert() or (self.leaving and not is_concluding):
+        is_sharing = self._is_sharing_outcome and not self._consensus.is_outcome_known
+        if not self._is_alert() or (self.leaving and not is_sharing):
             return
         if self._failures.error is not None:
             self._failures.escalate()

@@ -1,7 +1,17 @@
 """One worker's part in what all agree on: the step at which they save, or save and leave.
 
-A thread speaks with the others, through the store of the job. The training thread says between two steps how far it is,
-by setting plain numbers, and looks at one plain flag. Only when that is up it takes a lock, and waits.
+The mailbox's thread speaks with the others. The training thread says between two steps how far it is, by setting plain
+numbers, and looks at one plain flag. Only when that is up it takes a lock, and waits.
+
+    call/ROUND             a `CallRecord`: what all are to do, save, or save and leave
+    pledge/ROUND/RANK      a `Pledge`: up to where a worker trains while the stop step is not known
+    stop/ROUND             a `StopRecord`: the stop step
+    outcome/ROUND/RANK     a `SaveOutcome`: the result of the save there
+    verdict/ROUND          a `SaveOutcome`: the result of it on all workers
+    heard/ROUND            how many have read that
+    news                   counts up whenever there is something new
+
+What was written first under a name stays, but for the counters. `peer_failures.py` has further records.
 """
 
 from __future__ import annotations
@@ -16,22 +26,30 @@ from typing import Concatenate, Final, ParamSpec, TypeAlias
 
 from msgspec.structs import replace as replace_fields
 
+from holdfast.cluster.barrier import READ_SECONDS, wait_counted
+from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_brief
+from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
-from holdfast.preemption.consensus.abort import StuckThreadAborter
 from holdfast.preemption.consensus.peer_failures import PeerFailures
-from holdfast.preemption.consensus.records import CALL, HEARD, OUTCOME, PLEDGE, STOP, VERDICT, CoordinationStore
-from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord, Turn, make_call
-from holdfast.preemption.consensus.stop_step import Announce, Deed, Pledge, Promise, StopCall, StopStepAgreement, Wanted
-from holdfast.preemption.consensus.store_thread import StoreThread
+from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord, make_call
+from holdfast.preemption.consensus.stop_step import (
+    Announce,
+    Deed,
+    Pledge,
+    Promise,
+    StopCall,
+    StopStepAgreement,
+    Turn,
+    Wanted,
+)
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
 
 _SETTLE_SECONDS: Final = 3.0
 """How long one that cannot wait for the others any more waits until its verdict is written down."""
-
 
 _WARN_SECONDS: Final = 10.0
 """After how long a wait for the others is warned of."""
@@ -58,16 +76,16 @@ class StopCoordinator:
             url: Where the run lies.
         """
         self.begun = 0
-        self.is_alarmed = self.is_concluded = self.is_cut_short = False
+        self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
         self.objection = ""
         self.call: CallRecord | None = None
         self.stop: StopRecord | None = None
         self._peers = peers
-        self._store = CoordinationStore(peers)
-        self._thread = StoreThread(peers.world_size)
-        self._aborter = StuckThreadAborter()
-        self.failures = PeerFailures(peers, self._store, self._thread, self._aborter, emit, url)
-        self.changed = self._thread.changed
+        self.changed = Latch()
+        self._mailbox = peers.mailbox
+        self._records = peers.open_namespace("stop")
+        self._watch = Watch(self._look, is_urgent=self._is_urgent, on_silence=self._note_silence)
+        self.failures = PeerFailures(peers, self._records, emit, url)
         self._timeout = ConsensusTimeout(peers, emit)
         self._hear: Hear = lambda notice: True
         self._wake: Callable[[], object] = lambda: None
@@ -82,23 +100,23 @@ class StopCoordinator:
         self._outcome: SaveOutcome | None = None
         self._verdict: SaveOutcome | None = None
         self._is_stale = True
-        # What the thread has to write down; each is forgotten once the store has it.
+        # What is to be written down; each is forgotten once the store has it.
         self._deeds: deque[Deed] = deque()
-        # These are the thread's own.
-        self._news: bytes | None = None
+        # These are the mailbox's thread's own.
+        self._news = 0
         self._outcomes: dict[int, SaveOutcome] = {}
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
         """See `SingleConsensus`, as for those that follow."""
         self._hear, self._wake = hear, wake
-        self._peers.may_wait_seconds = lambda: to_spare(find_left())
-        self._aborter.open()
-        self._thread.open(self._look, self._is_busy, self._note_change, self.failures.note_silence)
+        self._peers.set_end_of_job(lambda: to_spare(find_left()))
+        self.failures.open()
+        self._mailbox.watch(self._watch)
 
     def close(self) -> None:
-        """**Blocks** for a moment. Ends; harmless twice."""
-        self._aborter.close()
-        self._thread.close()
+        """Ends; harmless twice."""
+        self.failures.close()
+        self._mailbox.unwatch(self._watch)
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
         """The training thread goes on; False if it has to ask before."""
@@ -140,7 +158,7 @@ class StopCoordinator:
 
     def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
         """Calls for it at once, or in the next round. Without the others only an exit is waited for."""
-        if verdict.action is Action.SAVE and self._thread.trouble:
+        if verdict.action is Action.SAVE and self._mailbox.trouble:
             return False
         call = make_call(self._peers.rank, outlook, verdict, make_brief(text), by_hand=by_hand)
         with self._lock:
@@ -150,7 +168,7 @@ class StopCoordinator:
             self._asked = (call, time.monotonic())
             self._agreement, deeds = self._agreement.wish(Wanted(call.wanted))
             self._deeds.extend(deeds)
-        self._thread.wake()
+        self._mailbox.wake()
         return True
 
     def arrive(
@@ -172,14 +190,16 @@ class StopCoordinator:
             turn = self._arrive(step, holds=holds, ends=ends or is_paused, is_over=is_over)
         stop = self._agreement.stop
         is_behind = is_paused and not is_at_end and stop is not None and step < stop
-        self.objection = self._timeout.find_objection(turn, left_seconds, self._thread.trouble, is_behind=is_behind)
+        self.objection = self._timeout.find_objection(turn, left_seconds, self._mailbox.trouble, is_behind=is_behind)
         return turn
 
     def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
-        return self._thread.ask(lambda: end(late)) is not False
+        return self._mailbox.ask(lambda: end(late)) is not False
 
-    def conclude(self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None) -> SaveOutcome:
+    def share_outcome(
+        self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
+    ) -> SaveOutcome:
         """**Blocks.** Tells the result of the last save here, and gives that on all workers."""
         if outcome.is_cause:
             mistake = Failure.of(self._peers.rank, *outcome.error.split(": ", 1))
@@ -188,29 +208,30 @@ class StopCoordinator:
         with self._lock:
             self._outcome = outcome
             number = self._agreement.round
-        write = partial(self._store.set_once, OUTCOME, outcome, number, self._peers.rank)
+        write = partial(self._records.post_once, outcome, "outcome", number, self._peers.rank)
         if told is None:
-            self._thread.send(write)
+            self._mailbox.post(write)
         else:
-            self._thread.ask(write)
+            self._mailbox.ask(write)
             told()
+        self._mailbox.wake()
         now = time.monotonic()
         end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
-        if not self._thread.wait(lambda: self._verdict is not None, end_at):
+        if not self._mailbox.wait(lambda: self._verdict is not None, end_at):
             # What one worker writes down when its time is over is what all leave with.
             self.is_cut_short = True
             own = merge([outcome], is_complete=False)
-            self._thread.send(lambda: self._hear_verdict(self._store.set_once(VERDICT, own, number), number))
-            if not self._thread.wait(lambda: self._verdict is not None, time.monotonic() + _SETTLE_SECONDS):
+            self._mailbox.post(lambda: self._hear_verdict(self._records.post_once(own, "verdict", number), number))
+            if not self._mailbox.wait(lambda: self._verdict is not None, time.monotonic() + _SETTLE_SECONDS):
                 return own
         verdict = self._verdict
         assert verdict is not None, "it was waited for"
         if self._peers.is_leader and self.stop is not None:
             # The store may lie in this process.
-            others = set(range(self._peers.world_size)) - {*self.stop.absent, *self.stop.done}
-            self._thread.wait_counted(
-                lambda: self._store.count(HEARD, number), lambda: len(others - self._peers.failures.dead)
-            )
+            absent = {*self.stop.absent, *self.stop.done}
+            heard = self._records.key("heard", number)
+            end_at = time.monotonic() + READ_SECONDS
+            wait_counted(self._peers.cluster, heard, lambda: absent | self._peers.failures.dead, end_at)
         return verdict
 
     def end_round(self, provisional: int | None) -> int | None:
@@ -227,24 +248,22 @@ class StopCoordinator:
             self.call = self.stop = self._outcome = self._verdict = None
             self._outcomes = {}
             self._is_stale = True
-            self.is_alarmed = self.is_concluded = False
-        self._thread.wake()
+            self.is_alarmed = self.is_outcome_known = False
+        self._mailbox.wake()
         return None if stop is None or stop.done else stop.step
 
     def find_last_call(self) -> CallRecord | None:
         """**Blocks** for a moment. What was called for when this worker had come to its end."""
         number = self._agreement.round
-        return self._thread.ask(lambda: self._store.read(CALL, number))
+        return self._mailbox.ask(lambda: self._records.read(CallRecord, "call", number))
 
     def _arrive(self, step: int, *, holds: bool, ends: bool, is_over: bool) -> Turn:
         with self._lock:
             self.begun = step
-            known = self._agreement = replace(self._agreement, begun=step, finished=is_over)
-            if known.is_excluded:
-                return Turn.OUT
-            if known.stop is not None and (step >= known.stop or is_over):
-                return Turn.STOP
-            if known.stop is None and (known.called is not None or holds):
+            known = self._agreement = self._agreement.reach(step, finished=is_over)
+            if known.turn is not Turn.GO:
+                return known.turn
+            if known.stop is None and holds:
                 return Turn.WAIT
             self._is_over = is_over
             self.is_alarmed = known.called is not None
@@ -253,13 +272,19 @@ class StopCoordinator:
                 self.failures.certain = step if self._is_tentative else step + 1
             return Turn.GO
 
-    # The thread that speaks with the others.
+    # In the mailbox's thread.
 
-    def _note_change(self) -> None:
-        self.changed = self._thread.changed
+    def _notify(self) -> None:
+        changed, self.changed = self.changed, Latch()
+        changed.open()
+        self._mailbox.notify()
         self._wake()
 
-    def _is_busy(self) -> bool:
+    def _note_silence(self, seconds: float, error: str) -> None:
+        self.failures.note_silence(seconds, error)
+        self._notify()
+
+    def _is_urgent(self) -> bool:
         known = self._agreement
         is_settling = known.called is not None and known.stop is None
         return is_settling or (self._outcome is not None and self._verdict is None)
@@ -272,20 +297,20 @@ class StopCoordinator:
                     call, asked_at = self._asked
                     left = call.left_seconds
                     left = None if left is None else left - (time.monotonic() - asked_at)
-                    first = self._store.set_once(CALL, replace_fields(call, left_seconds=left), number)
-                    self._store.announce()
+                    first = self._records.post_once(replace_fields(call, left_seconds=left), "call", number)
+                    self._records.count(1, "news")
                     self._hear_call(number, first)
             case Promise(number, rank, pledge):
-                pledge = self._store.set_once(PLEDGE, pledge, number, rank)
+                pledge = self._records.post_once(pledge, "pledge", number, rank)
                 self._update(StopStepAgreement.hear_pledge, rank, pledge)
             case Announce(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
-                stop = StopRecord(step, absent, self.failures.list_done())
-                self._hear_stop(self._store.set_once(STOP, stop, number))
+                stop = StopRecord(step, absent, tuple(sorted(self.failures.done)))
+                self._hear_stop(self._records.post_once(stop, "stop", number))
                 if number > 0:
                     # A worker that has pledged has ended the round before.
-                    self._store.delete_round(number - 1)
+                    self._delete_round(number - 1)
 
     def _update(
         self,
@@ -296,7 +321,7 @@ class StopCoordinator:
         with self._lock:
             self._agreement, deeds = hear(self._agreement, *args, **kwargs)
             self._deeds.extend(deeds)
-        self._thread.note_change()
+        self._notify()
 
     def _hear_call(self, number: int, call: CallRecord) -> None:
         with self._lock:
@@ -320,14 +345,14 @@ class StopCoordinator:
                     by_hand=call.by_hand,
                 )
             )
-        self._thread.note_change()
+        self._notify()
 
     def _hear_stop(self, stop: StopRecord) -> None:
         with self._lock:
             if self._agreement.called is not None and self.stop is None:
                 self._agreement = self._agreement.hear_stop(stop.step)
                 self.stop = stop
-        self._thread.note_change()
+        self._notify()
 
     def _look(self) -> None:
         while self._deeds:
@@ -337,13 +362,13 @@ class StopCoordinator:
             is_stale, self._is_stale = self._is_stale, False
             known = self._agreement
         try:
-            news = self._store.read_news()
+            news = self._records.count(0, "news")
             is_new = is_stale or news != self._news
             is_settling = known.called is Wanted.LEAVE and known.stop is None
             if self.failures.look(is_new=is_new, is_settling=is_settling):
-                self._thread.note_change()
+                self._notify()
             if is_new and known.called is None and not self._is_over:
-                call = self._store.read(CALL, known.round)
+                call = self._records.read(CallRecord, "call", known.round)
                 if call is not None:
                     self._hear_call(known.round, call)
         except BaseException:
@@ -355,7 +380,7 @@ class StopCoordinator:
         if self._outcome is not None and self._verdict is None and self.stop is not None:
             self._seek_verdict(self._outcome, self.stop)
         if self._deeds:
-            self._thread.wake()
+            self._mailbox.wake()
 
     def _is_collector(self) -> bool:
         """Whether all before this worker are gone, or at their end and deaf to calls.
@@ -368,14 +393,14 @@ class StopCoordinator:
 
     def _seek_stop(self) -> None:
         number = self._agreement.round
-        stop = self._store.read(STOP, number)
+        stop = self._records.read(StopRecord, "stop", number)
         if stop is not None:
             self._hear_stop(stop)
         elif self._is_collector():
             # Before the look at what they have written.
             dead = self._peers.failures.dead
             for rank in self._agreement.unheard:
-                pledge = self._store.read(PLEDGE, number, rank)
+                pledge = self._records.read(Pledge, "pledge", number, rank)
                 end = None if pledge is not None else self.failures.find_end(rank)
                 if end is not None:
                     pledge = Pledge(end.step, final=True)
@@ -386,14 +411,14 @@ class StopCoordinator:
 
     def _seek_verdict(self, own: SaveOutcome, stop: StopRecord) -> None:
         number = self._agreement.round
-        verdict = self._store.read(VERDICT, number)
+        verdict = self._records.read(SaveOutcome, "verdict", number)
         if verdict is None and self._is_collector():
             dead = self._peers.failures.dead
             outcomes = self._outcomes
             outcomes[self._peers.rank] = own
             missing = set(range(self._peers.world_size)) - {*stop.absent, *stop.done, *outcomes}
             for rank in sorted(missing):
-                outcome = self._store.read(OUTCOME, number, rank)
+                outcome = self._records.read(SaveOutcome, "outcome", number, rank)
                 if outcome is None and rank in dead:
                     outcome = SaveOutcome(f"rank {rank} was gone before it had said that all is saved", True, False)
                 if outcome is not None:
@@ -401,16 +426,25 @@ class StopCoordinator:
                     missing.discard(rank)
             if not missing:
                 whole = merge(list(outcomes.values()), is_complete=True)
-                verdict = self._store.set_once(VERDICT, whole, number)
+                verdict = self._records.post_once(whole, "verdict", number)
         if verdict is not None:
             self._hear_verdict(verdict, number)
 
     def _hear_verdict(self, verdict: SaveOutcome, number: int) -> None:
         if self._verdict is None:
-            self._store.count(HEARD, number, amount=1)
+            if not self._peers.is_leader:
+                # The leader waits for the others before it takes the store along.
+                self._records.count(1, "heard", number)
             self._verdict = verdict
-            self.is_concluded = True
-            self._thread.note_change()
+            self.is_outcome_known = True
+            self._notify()
+
+    def _delete_round(self, number: int) -> None:
+        """Deletes what was written in a round that all have ended."""
+        names: list[tuple[object, ...]] = [(name, number) for name in ("call", "stop", "verdict", "heard")]
+        for rank in range(self._peers.world_size):
+            names += [(name, number, rank) for name in ("pledge", "outcome")]
+        self._records.delete(*(self._records.key(*name) for name in names))
 
 
 class ConsensusTimeout:

@@ -1,4 +1,11 @@
-"""Failures of peers: that a worker has failed, has vanished, or has ended its training before the others."""
+"""Failures of peers: that a worker has failed, has vanished, or has ended its training before the others.
+
+done/RANK              a `TrainingEnd`: where a worker's training has ended for good
+end                    a `TrainingEnd`: where the first one's has
+failure                a `Failure`: the first error that has ended a worker's training
+failure-heard          how many have read that
+news                   counts up whenever there is something new
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
-from holdfast.cluster.peers import Failure, Peers, make_sendable
+from holdfast.cluster.barrier import READ_SECONDS, wait_counted
+from holdfast.cluster.peers import Failure, Namespace, Peers, make_sendable
 from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
@@ -19,12 +28,7 @@ from holdfast.events import Event, Failed
 from holdfast.preemption.consensus.abort import StuckThreadAborter
 from holdfast.preemption.consensus.collectives import count_begun, find_library_call
 from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
-from holdfast.preemption.consensus.records import DONE, END, FAILURE, FAILURE_HEARD, CoordinationStore, TrainingEnd
 from holdfast.preemption.consensus.single import FailureReport
-from holdfast.preemption.consensus.store_thread import StoreThread
-
-_TELL_SECONDS: Final = 3.0
-"""How long to wait until what ends this worker is written down and, if it may host the store, read by the others."""
 
 _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150
@@ -40,6 +44,20 @@ _STORE_HINT: Final = "Look whether the process that hosts the job's store still 
 _EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
 
 
+class TrainingEnd(msgspec.Struct, frozen=True):
+    """Where a worker's training has ended.
+
+    Attributes:
+        rank: Which worker.
+        step: How many steps it has completed.
+        collectives: How many collectives among all workers it has begun; None if that is not known.
+    """
+
+    rank: int
+    step: int
+    collectives: int | None = None
+
+
 class PeerFailures:
     """**Thread-safe**, but for `certain`, which belongs to the training thread. See `NoFailures`.
 
@@ -47,26 +65,20 @@ class PeerFailures:
         certain: How many steps the training thread has begun for certain.
         step: How many steps are complete here.
         error: That another worker has failed, or that none can be reached any more; None if all is well.
+        done: The workers that are known to have ended for good.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        store: CoordinationStore,
-        thread: StoreThread,
-        aborter: StuckThreadAborter,
-        emit: Callable[[Event], object],
-        url: str,
-    ) -> None:
+    def __init__(self, peers: Peers, records: Namespace, emit: Callable[[Event], object], url: str) -> None:
         """Knows of none yet; `url` is where the run lies."""
         self.certain = self.step = 0
         self.error: ClusterError | None = None
+        self.done: set[int] = set()
         self._peers = peers
-        self._store = store
-        self._thread = thread
+        self._records = records
         self._emit = emit
         self._url = url
-        self._aborter = aborter
+        self._aborter = StuckThreadAborter()
+        self._is_open = False
         # What has failed on another worker; None as long as nothing has, or where none can be reached.
         self._blamed: Failure | None = None
         # When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
@@ -76,8 +88,7 @@ class PeerFailures:
         self._is_logged = False
         self._is_over = False
         self._is_holding = False
-        # Known to the thread that speaks with the others.
-        self._done: set[int] = set()
+        # Known to the mailbox's thread.
         self._asked: set[int] = set()
         self._end: TrainingEnd | None = None
         self._failure: Failure | None = None
@@ -85,6 +96,15 @@ class PeerFailures:
         self._training_thread = threading.get_ident()
         self._call: tuple[int, object] | None = None
         self._waits_since: float | None = None
+
+    def open(self) -> None:
+        """Makes ready; from now on the others are told what fails here. Called in the training thread."""
+        self._aborter.open()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Harmless twice."""
+        self._aborter.close()
 
     def take_error(self) -> ClusterError | None:
         """See `NoFailures`, as for those that follow."""
@@ -112,8 +132,7 @@ class PeerFailures:
         """**Blocks** for a moment. Tells the others of an error that ends training here; None if they know."""
         if is_exit:
             self._tell(error, left_seconds)
-        # Before the thread speaks none of the others can be told.
-        if is_exit or self._is_told or not self._thread.is_open:
+        if is_exit or self._is_told or not self._is_open:
             return None
         self._is_told = True
         cause = self._tell(error, left_seconds)
@@ -126,7 +145,7 @@ class PeerFailures:
 
         Whether or not it was heard before.
         """
-        self._thread.ask(self._look_for_failure)
+        self._peers.mailbox.ask(self._look_for_failure)
         error = self.error
         if error is None or not is_cause(error):
             return None
@@ -143,16 +162,16 @@ class PeerFailures:
         end = TrainingEnd(self._peers.rank, step, count_begun())
 
         def write() -> TrainingEnd:
-            self._store.set_once(DONE, end, end.rank)
-            first = self._store.set_once(END, end)
-            self._store.announce()
+            self._records.post_once(end, "done", end.rank)
+            first = self._records.post_once(end, "end")
+            self._records.count(1, "news")
             return first
 
-        first = self._thread.ask(write) or end
+        first = self._peers.mailbox.ask(write) or end
         if first.step != step:
             raise self._peers.failures.make_error(_fail_early(first, step))
 
-    # What the coordinator asks, in the thread that speaks with the others.
+    # What the coordinator asks, in the mailbox's thread.
 
     def look(self, *, is_new: bool, is_settling: bool) -> bool:
         """Looks whether there is something to be heard.
@@ -168,14 +187,14 @@ class PeerFailures:
         if is_new:
             self._look_for_failure()
         if is_new and self._end is None:
-            self._end = self._store.read(END)
+            self._end = self._records.read(TrainingEnd, "end")
         if self._end is not None and self._end.step < self.certain:
             self._err(_fail_early(self._end, self.certain))
         elif self._end is not None:
             self._look_for_vain_wait(self._end)
         self._look_for_explanation()
         if self.error is None and (self._is_holding or not is_settling):
-            for rank in sorted(self._peers.failures.lost - self._done):
+            for rank in sorted(self._peers.failures.lost - self.done):
                 if self.find_end(rank) is None:
                     self._err(self._peers.failures.describe_loss(rank))
         return self.error is not before
@@ -195,14 +214,10 @@ class PeerFailures:
 
     def find_end(self, rank: int) -> TrainingEnd | None:
         """**Blocks.** Where another worker's training has ended for good, if it has."""
-        end = self._store.read(DONE, rank)
+        end = self._records.read(TrainingEnd, "done", rank)
         if end is not None:
-            self._done.add(rank)
+            self.done.add(rank)
         return end
-
-    def list_done(self) -> tuple[int, ...]:
-        """The workers that are known to have ended for good."""
-        return tuple(sorted(self._done))
 
     def _tell(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
         """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
@@ -228,22 +243,20 @@ class PeerFailures:
         failure = replace(_describe(cause or error, self._peers), step=self.step)
 
         def write() -> Failure:
-            first = self._store.set_once(FAILURE, failure)
-            self._store.announce()
+            first = self._records.post_once(failure, "failure")
+            self._records.count(1, "news")
             return first
 
-        found = self._thread.ask(write, begun_at + _TELL_SECONDS)
+        found = self._peers.mailbox.ask(write)
         if found is not None and self._peers.is_leader:
             # The store may lie in this process.
-            most_seconds = _TELL_SECONDS if left_seconds is None else min(left_seconds, _TELL_SECONDS)
+            most_seconds = READ_SECONDS if left_seconds is None else min(left_seconds, READ_SECONDS)
             end_at = max(begun_at + most_seconds, time.monotonic() + LEAST_SECONDS)
-            others = set(range(1, self._peers.world_size))
             # One that has ended counts, too: it waits for the last save of all, and hears why that does not come.
-            self._thread.wait_counted(
-                lambda: self._store.count(FAILURE_HEARD), lambda: len(others - self._peers.failures.dead), end_at
-            )
+            heard = self._records.key("failure-heard")
+            wait_counted(self._peers.cluster, heard, lambda: self._peers.failures.dead, end_at)
         if found is None and cause is None and error is not self.error:
-            trouble = self._thread.trouble or "the store of the job is slow"
+            trouble = self._peers.mailbox.trouble or "the store of the job is slow"
             _note(error, f"The other workers could not be told: {trouble}")
         # The others may have found this worker gone from the loop before it came to its end.
         if found is None or found == failure or (found.rank == self._peers.rank and not self._is_over):
@@ -274,7 +287,7 @@ class PeerFailures:
         for _ in range(_HOLD_LOOKS):
             if self.error is not None:
                 break
-            left_seconds = self._peers.may_wait_seconds()
+            left_seconds = self._peers.find_left_seconds()
             if left_seconds is not None and left_seconds <= 0 and time.monotonic() - begun_at >= LEAST_SECONDS:
                 break
             Latch().wait(_HOLD_SHARE * self._peers.liveness_seconds / _HOLD_LOOKS)
@@ -283,7 +296,7 @@ class PeerFailures:
 
     def _look_for_failure(self) -> None:
         if self._failure is None:
-            self._failure = self._store.read(FAILURE)
+            self._failure = self._records.read(Failure, "failure")
             if self._failure is not None:
                 self._note_heard()
                 self._err(self._failure)
@@ -291,7 +304,7 @@ class PeerFailures:
     def _note_heard(self) -> None:
         """The leader waits for the others before it takes the store along."""
         if not self._peers.is_leader:
-            self._store.count(FAILURE_HEARD, amount=1)
+            self._records.count(1, "failure-heard")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
         """Whether this worker is in a collective of the step amid which another one has left its loop.
@@ -317,7 +330,7 @@ class PeerFailures:
         """Reads the failure left by a worker that died before it began."""
         if self.error is not None or self._is_over:
             return
-        for rank in sorted(self._peers.failures.gone - self._asked - self._done):
+        for rank in sorted(self._peers.failures.gone - self._asked - self.done):
             failure = self._peers.failures.find_explanation((rank,))
             # It comes before the goodbye, or never.
             self._asked.add(rank)
@@ -337,9 +350,9 @@ class PeerFailures:
         if self._failure is None:
             # Without the store each worker names what it has found itself.
             with suppress(HoldfastError):
-                failure = self._failure = self._store.set_once(FAILURE, failure)
+                failure = self._failure = self._records.post_once(failure, "failure")
                 self._note_heard()
-                self._store.announce()
+                self._records.count(1, "news")
         error = self._peers.failures.make_error(failure)
         self._erred_at = since or time.monotonic()
         self._blamed, self.error = failure, error

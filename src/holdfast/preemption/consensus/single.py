@@ -5,25 +5,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from holdfast.concurrency import Latch
 from holdfast.errors import ClusterError, HoldfastError, PeerError
-from holdfast.preemption.consensus.stop_step import Wanted
+from holdfast.preemption.consensus.stop_step import Turn, Wanted
 from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
 from holdfast.preemption.sources.protocol import Demand, Hear
-
-
-class Turn(enum.Enum):
-    """What a worker does between two steps."""
-
-    GO = "go on"
-    WAIT = "wait until there is something new"
-    STOP = "do what was called for: this is the stop step"
-    OUT = "leave: the others have taken this worker for dead, and go on without it"
 
 
 class CallRecord(msgspec.Struct, frozen=True):
@@ -153,7 +143,7 @@ class SingleConsensus:
         stop: The stop step of this round; None before it is known, and where there is no other worker.
         changed: Opened when there is something new; another latch has taken its place by then.
         is_alarmed: Whether the training thread has to ask before it begins another step.
-        is_concluded: Whether the result of the last save on all workers is known.
+        is_outcome_known: Whether the result of the last save on all workers is known.
         is_cut_short: Whether it was too late to wait until all had told the result of the last save.
         objection: Why the others are not waited for any longer, as the last `arrive` has found; else empty.
     """
@@ -165,7 +155,7 @@ class SingleConsensus:
         self.call: CallRecord | None = None
         self.stop: StopRecord | None = None
         self.changed = Latch()
-        self.is_alarmed = self.is_concluded = self.is_cut_short = False
+        self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
         self.objection = ""
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
@@ -241,7 +231,9 @@ class SingleConsensus:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
         return end(late)
 
-    def conclude(self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None) -> SaveOutcome:
+    def share_outcome(
+        self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
+    ) -> SaveOutcome:
         """**Blocks.** Tells the result of the last save here.
 
         Args:

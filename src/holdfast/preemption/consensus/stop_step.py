@@ -32,6 +32,15 @@ class Wanted(enum.IntEnum):
     LEAVE = 2
 
 
+class Turn(enum.Enum):
+    """What a worker does between two steps."""
+
+    GO = "go on"
+    WAIT = "wait until there is something new"
+    STOP = "do what was called for: this is the stop step"
+    OUT = "leave: the others have taken this worker for dead, and go on without it"
+
+
 @dataclass(frozen=True, slots=True)
 class Pledge:
     """Up to where a worker trains while the stop step is not known.
@@ -111,20 +120,13 @@ class StopStepAgreement:
         return self.pledge is not None and self.pledge.step is None
 
     @property
-    def may_begin(self) -> bool:
-        """Whether this worker may begin another step now."""
-        if self.is_excluded or self.finished:
-            return False
+    def turn(self) -> Turn:
+        """What this worker does when the steps that it has begun are complete."""
+        if self.is_excluded:
+            return Turn.OUT
         if self.stop is not None:
-            return self.begun < self.stop
-        return self.pledge is None
-
-    @property
-    def is_at_stop(self) -> bool:
-        """Whether this worker saves when the steps that it has begun are complete."""
-        if self.stop is None or self.is_excluded:
-            return False
-        return self.begun == self.stop or self.finished
+            return Turn.STOP if self.begun >= self.stop or self.finished else Turn.GO
+        return Turn.GO if self.called is None else Turn.WAIT
 
     @property
     def unheard(self) -> list[int]:
@@ -133,17 +135,9 @@ class StopStepAgreement:
             return []
         return [rank for rank in range(self.world_size) if rank not in self.pledges]
 
-    def begin(self, step: int) -> StopStepAgreement:
-        """This worker begins the step after which `step` steps are complete. Ask `may_begin` first."""
-        return replace(self, begun=step)
-
-    def finish(self) -> StopStepAgreement:
-        """This worker's training has ended; it may only save what it has."""
-        return replace(self, finished=True)
-
-    def resume(self, step: int) -> StopStepAgreement:
-        """This worker stands at that step, and training begins (again)."""
-        return replace(self, begun=step, finished=False)
+    def reach(self, step: int, *, finished: bool = False) -> StopStepAgreement:
+        """This worker has begun so many steps; if its training has ended, it may only save what it has."""
+        return replace(self, begun=step, finished=finished)
 
     def wish(self, wanted: Wanted) -> tuple[StopStepAgreement, list[Deed]]:
         """This worker wants that; it is called for at once, or in the next round if this one does not bring it."""

@@ -97,6 +97,6 @@ def make_writer(
         return writer, writer.recycler
     from holdfast.save.joint.run_writer import JointRunWriter
 
-    company.peers.warn = lambda text: emit(Warned(text=text))
+    company.peers.set_warner(lambda text: emit(Warned(text=text)))
     joint = JointRunWriter(writer, storage, company, emit, check_replicas=options.check_replicas)
     return joint, writer.recycler
