@@ -86,7 +86,6 @@ LARGER_CLASSES = {
     "JointParticipant": 13,
     "JointRunWriter": 14,
     "LocalStorage": 13,
-    "NoticeInbox": 17,
     "Saver": 13,
     "StorageContract": 0,  # It has a test for each thing that a storage must do.
     "Writer": 14,

@@ -111,7 +111,7 @@ def resumable(
     options = {name: given[name] for name in resumable.__kwdefaults__ or ()}
     # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
     from holdfast.preemption.config import make_termination
-    from holdfast.preemption.startup_notices import EarlyNotices
+    from holdfast.preemption.notice_inbox import EarlyNotices
     from holdfast.save import arguments
 
     arguments.check_options(options)

@@ -15,8 +15,10 @@ from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedE
 from holdfast.events import Event, Leaving, Warned
 from holdfast.format.manifest import Worker
 from holdfast.preemption.config import TerminationConfig
+from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.pause import ATTEMPTS
+from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.drain import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,
@@ -297,8 +299,8 @@ class FinalSave:
             KeyboardInterrupt: In its place, in a notebook's cell or at a prompt: the process goes on.
             SaveFailedError: In its place, where that is so and the state is not saved.
         """
-        by_hand = self._inbox.is_by_hand() if by_hand is None else by_hand
-        left_seconds = self._inbox.demand()[1]
+        by_hand = is_by_hand(self._inbox.pending) if by_hand is None else by_hand
+        left_seconds = self._inbox.demand().left_seconds
         gone_at = None if left_seconds is None else time.monotonic() + left_seconds
         code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
         if error:
@@ -372,7 +374,7 @@ class FinalSave:
         else:
             then = f"leaving with exit code {code}"
         line = self._say_lost(step, error) if error else self._describe_saved(step)
-        advice = self._inbox.advice
+        advice = next((each.notice.advice for each in self._inbox.pending if each.notice.advice), "")
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:
@@ -418,7 +420,8 @@ class Tolerance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return isinstance(error, SaveFailedError) and self._inbox.is_to_leave
+        asks = (each.notice.demand for each in self._inbox.pending)
+        return isinstance(error, SaveFailedError) and any(ask is not Demand.SAVE for ask in asks)
 
 
 def end_by(error: BaseException) -> NoReturn:

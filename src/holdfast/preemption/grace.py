@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -50,6 +50,13 @@ class Heard(msgspec.Struct, frozen=True):
     at: float
 
 
+class CombinedDemand(NamedTuple):
+    """What several notices ask for together, and how many seconds are left; None if there is no end that is known."""
+
+    demand: Demand
+    left_seconds: float | None
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What is known between two steps.
 
@@ -91,28 +98,30 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return max(step, self.rest_seconds) + self.next_save_seconds + MARGIN_SECONDS
 
 
-def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> tuple[Demand, float | None]:
+def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> CombinedDemand:
     """**Pure.** What several notices ask for together, and how much time is left.
 
     Args:
-        heard: The notices; at least one.
+        heard: The notices.
         grace_period: What the user allows for training on; None for what the sources say.
         now: By the monotonic clock.
-
-    Returns:
-        The demand, and the seconds that are left; None if there is no end that is known.
     """
     stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
     if not stopping:
-        return Demand.SAVE, None
+        return CombinedDemand(Demand.SAVE, None)
     ends = [each.at + each.notice.left_seconds for each in stopping if each.notice.left_seconds is not None]
     orders = [each for each in stopping if each.notice.demand is Demand.LEAVE]
     is_hurried = sum(each.notice.insists for each in orders) > 1
     if is_hurried or grace_period == 0 or (grace_period is None and (orders or not ends)):
-        return Demand.LEAVE, min(ends) - now if ends else None
+        return CombinedDemand(Demand.LEAVE, min(ends) - now if ends else None)
     if grace_period is not None:
         ends.append(min(each.at for each in stopping) + grace_period)
-    return Demand.LEAVE_BY, min(ends) - now
+    return CombinedDemand(Demand.LEAVE_BY, min(ends) - now)
+
+
+def is_by_hand(heard: Sequence[Heard]) -> bool:
+    """**Pure.** Whether it was a person at a terminal that asked, and no other source."""
+    return all(each.notice.by_hand for each in heard)
 
 
 def allow_for_others(outlook: Outlook) -> Outlook:

@@ -28,6 +28,7 @@ from holdfast.preemption.grace import (
     allow_for_others,
     decide,
     has_time_to_save,
+    is_by_hand,
 )
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.ownership import GuardOwnership
@@ -155,7 +156,7 @@ class Guard:
         except BaseException:
             self.close()
             raise
-        left = lambda: None if self._closed else self.inbox.demand()[1]  # noqa: E731
+        left = lambda: None if self._closed else self.inbox.demand().left_seconds  # noqa: E731
         self._consensus.open(self.inbox.hear, self.inbox.ring, left)
 
     def close(self) -> None:
@@ -167,9 +168,7 @@ class Guard:
                 self._closed = True
             if self._ownership is not None:
                 self._ownership.leave()
-            self.inbox.close()
-            if self._ended is None or self._ended.wait(_END_SECONDS):
-                self.inbox.dispose()
+            self.inbox.close(lambda: self._ended is None or self._ended.wait(_END_SECONDS))
         self._consensus.close()
 
     @property
@@ -309,7 +308,7 @@ class Guard:
             changed = self._consensus.changed
             self._raise_peer_failure(step)
             holds = self._propose()
-            left_seconds = self.inbox.demand()[1]
+            left_seconds = self.inbox.demand().left_seconds
             turn = self._consensus.arrive(step, holds=holds, left_seconds=left_seconds, ends=ends, is_over=is_over)
             if turn is Turn.GO:
                 # What saving took is no step's.
@@ -351,8 +350,7 @@ class Guard:
             return False
         if verdict.action is Action.SAVE and not is_paused and self._progress.is_left_out:
             return False
-        text, by_hand = pending[0].notice.text, self.inbox.is_by_hand()
-        return self._consensus.propose(outlook, verdict, text, by_hand=by_hand)
+        return self._consensus.propose(outlook, verdict, pending[0].notice.text, by_hand=is_by_hand(pending))
 
     def _outlook(self, *, is_paused: bool = False) -> Outlook:
         demand, left_seconds = self.inbox.demand()
@@ -373,7 +371,7 @@ class Guard:
             self._leave_at_stop(step, partial(self._final_save.save_last, step))
         else:
             count = self.inbox.count
-            demand = self.inbox.demand()[0]
+            demand = self.inbox.demand().demand
             saved = self._final_save.save_early(step)
             # One that was left out, since another is in flight, is tried again after the next step.
             self._progress.is_left_out = saved is not None and saved.skipped
@@ -434,7 +432,7 @@ class Guard:
         changed = "" if self._pause is None else self._pause.changed
         mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
         is_proof = not error and self._save_fn is None
-        own = SaveOutcome(mistake or error, self.inbox.is_by_hand(), is_proof, is_cause=bool(mistake))
+        own = SaveOutcome(mistake or error, is_by_hand(self.inbox.pending), is_proof, is_cause=bool(mistake))
         # The others may be in a save of theirs that this worker takes no part in.
         told = self._manager.abandon if error and (changed or self._save_fn) else None
         together = self._consensus.share_outcome(own, end_at, told)
@@ -478,7 +476,7 @@ class Guard:
         if self._consensus.has_peers and (error or (met and not self._has_exit_fn)):
             # The others are not waited for any more.
             self._manager.abandon()
-        left_seconds, count = self.inbox.demand()[1], self.inbox.count
+        left_seconds, count = self.inbox.demand().left_seconds, self.inbox.count
         try:
             self._final_save.leave(step, reason, error, held_seconds, by_hand=by_hand)
         except BaseException as leaving:
@@ -548,10 +546,10 @@ class Guard:
             if pause is None or pause.changed or self._closed:
                 return
             holds = self._propose(is_paused=True)
-            left_seconds = self.inbox.demand()[1]
+            left_seconds = self.inbox.demand().left_seconds
             turn = self._consensus.arrive(pause.step or 0, holds=holds, left_seconds=left_seconds, is_paused=True)
             # A person who has pressed Ctrl-C waits for the loop, or presses it again.
-            waits_for_loop = self._is_to_leave() and self.inbox.is_by_hand() and not self._is_awaited
+            waits_for_loop = self._is_to_leave() and is_by_hand(self.inbox.pending) and not self._is_awaited
             if turn is not Turn.GO and waits_for_loop:
                 return
             if turn is Turn.STOP:
@@ -566,7 +564,7 @@ class Guard:
         pause.renew(self.provisional)
         is_leaving = call.wanted == Wanted.LEAVE
         if not (is_leaving and self._consensus.has_peers):
-            count, demand = self.inbox.count, self.inbox.demand()[0]
+            count, demand = self.inbox.count, self.inbox.demand().demand
             pause.save()
             if pause.changed:
                 text = f"the state cannot be saved while the loop rests, and it is waited for: {pause.changed}"
@@ -595,5 +593,5 @@ class Guard:
         is_paused = self._pause is not None and not self._pause.changed
         if is_paused or self._ownership is None or not self._ownership.is_owner:
             return
-        if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand()[1]):
+        if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand().left_seconds):
             self._manager.emit(Warned(text=text, step=self._progress.step))

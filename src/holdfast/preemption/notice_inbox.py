@@ -1,23 +1,29 @@
-"""Notices for one loop, from all its sources, until they are dealt with."""
+"""Notices for one loop, from all its sources, until they are dealt with; and what is heard before there is a loop."""
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
 
+from msgspec.structs import replace
+
+from holdfast.concurrency import Latch
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.grace import Heard, combine
+from holdfast.preemption.grace import CombinedDemand, Heard, combine
 from holdfast.preemption.sources.poller import SourcePoller
-from holdfast.preemption.sources.protocol import Demand, Notice
+from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from holdfast.save.drain import is_interactive
-from holdfast.save.say import say_amid
+from holdfast.save.say import say, say_amid
 
 _MOST_SIGNALS: Final = 2
 """So many are taken: the first asks to leave, the second hurries. Another one has the effect that it always had."""
@@ -31,6 +37,9 @@ _LOOK_SECONDS: Final = 0.1
 _TELLING_SECONDS: Final = 2.0
 """How long to wait for whoever tells of notices already."""
 
+_WAIT_SECONDS: Final = 2.0
+"""How long a run may take to be made after a signal, other workers included. Then the job leaves without it."""
+
 _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
 
@@ -42,6 +51,7 @@ class NoticeInbox:
         alarmed: Whether there is something to deal with.
         gave_up: Whether a person does not want to wait for a save any more.
         patient: Whether there is a loop that Ctrl-C has to wait for. Without one it has the effect that it always had.
+        listens: Whether there is anything to be heard but Ctrl-C.
     """
 
     def __init__(self, config: TerminationConfig, emit: Callable[[Event], object]) -> None:
@@ -57,6 +67,7 @@ class NoticeInbox:
         self._config = config
         self._emit = emit
         sources = self._sources = config.make_sources()
+        self.listens = any(not isinstance(each, Signals) or {*each.numbers} - {signal.SIGINT} for each in sources)
         self._bell = Wakeup()
         self._poller = SourcePoller(sources, self.hear, emit)
         is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
@@ -75,29 +86,14 @@ class NoticeInbox:
         self._heard_ahead: list[Notice] = []
 
     @property
-    def listens(self) -> bool:
-        """Whether there is anything to be heard but Ctrl-C."""
-        return any(not isinstance(source, Signals) or {*source.numbers} - {signal.SIGINT} for source in self._sources)
-
-    @property
     def pending(self) -> list[Heard]:
         """What has not been dealt with."""
         return self._heard[self._settled :]
 
     @property
-    def is_to_leave(self) -> bool:
-        """Whether a notice asks to leave, now or by a known time: there is a last save to come then."""
-        return self.alarmed and any(each.notice.demand is not Demand.SAVE for each in self.pending)
-
-    @property
     def count(self) -> int:
         """How many notices were heard, those that have been dealt with included."""
         return len(self._heard)
-
-    @property
-    def advice(self) -> str:
-        """How the job is started again, for people; or an empty string."""
-        return next((each.notice.advice for each in self.pending if each.notice.advice), "")
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -114,14 +110,16 @@ class NoticeInbox:
                 text = f"{number.name} is not listened to: it has a handler that was not set by Python, and that stays"
                 self._emit(Warned(text=text))
 
-    def close(self) -> None:
-        """**Blocks** for a moment. Ends listening, and puts signal handlers back."""
+    def close(self, wait_listener: Callable[[], bool]) -> None:
+        """**Blocks** for a moment. Ends listening, and puts signal handlers back.
+
+        Args:
+            wait_listener: Waits until the thread that calls `listen` does so no more; False if it still might.
+        """
         self._poller.close()
         self._bell.ring()
-
-    def dispose(self) -> None:
-        """Gives the bell back, when nobody listens to it any more."""
-        self._bell.close()
+        if wait_listener():
+            self._bell.close()
 
     def hear(self, notice: Notice) -> bool:
         """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
@@ -145,14 +143,9 @@ class NoticeInbox:
         self._bell.ring()
         return True
 
-    def demand(self) -> tuple[Demand, float | None]:
-        """What all notices ask for together, and how many seconds are left; see `combine`."""
-        heard = self.pending
-        return combine(heard, self._config.grace_period, time.monotonic()) if heard else (Demand.SAVE, None)
-
-    def is_by_hand(self) -> bool:
-        """Whether it was a person at a terminal, and nobody else."""
-        return all(each.notice.by_hand for each in self.pending)
+    def demand(self) -> CombinedDemand:
+        """What all notices ask for together."""
+        return combine(self.pending, self._config.grace_period, time.monotonic())
 
     def forget(self, count: int) -> None:
         """So many notices, counted from the beginning, have been dealt with."""
@@ -246,6 +239,104 @@ class NoticeInbox:
         """What the handlers of that signal are going to say."""
         told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
         return [notice for notice in told if notice is not None]
+
+
+class EarlyNotices:
+    """For `with`: keeps signals that would kill the process while others wait for it, and hands them over.
+
+    If the run is not made soon after a signal, the process leaves: another worker may have failed before it came, and a
+    launcher waits for this one. Ctrl-C has the effect that it always had. Other sources are still asked later.
+    """
+
+    def __init__(self, config: TerminationConfig) -> None:
+        """Takes note of what to listen to.
+
+        Args:
+            config: What the user wants.
+        """
+        self._config = config
+        self._sources: list[Signals] = []
+        self._heard: list[Heard] = []
+        # Guards that the signal is sent once more only while this listens.
+        self._lock = threading.Lock()
+        self._closed = Latch()
+        self._is_late = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for source in self._config.make_sources():
+                # One that is open is another run's, which acts on what it hears.
+                if isinstance(source, Signals) and not source.is_open:
+                    self._sources.append(source)
+                    source.open(self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        if self._heard and isinstance(error, Exception):
+            # As when all workers are taken away at once, and each finds the others gone. An error that lasts comes
+            # again at the next start.
+            self._leave(error)
+
+    def hand_over(self, hear: Hear) -> None:
+        """Listens no more, and tells what it has heard.
+
+        Args:
+            hear: Whoever acts on it.
+        """
+        self._close()
+        heard, self._heard = self._heard, []
+        for each in heard:
+            left_seconds = each.notice.left_seconds
+            if left_seconds is not None:
+                left_seconds -= time.monotonic() - each.at
+            hear(replace(each.notice, left_seconds=left_seconds))
+
+    def _hear(self, notice: Notice) -> bool:
+        if self._is_late and self._heard:
+            self._is_late = False
+            self._end(
+                f"{self._heard[0].notice.text} while the run was made, and it is not made after {_WAIT_SECONDS:g} s"
+            )
+            return True
+        if notice.by_hand or len(self._heard) >= _MOST_SIGNALS:
+            return False
+        self._heard.append(Heard(notice, time.monotonic()))
+        if len(self._heard) == 1:
+            # Not a `Thread`: this is a signal handler, which may have come while one starts.
+            with suppress(RuntimeError):
+                _thread.start_new_thread(self._hurry, ())
+        return True
+
+    def _hurry(self) -> None:
+        """Sends a signal once more if the run is late, which ends what the main thread waits for."""
+        self._closed.wait(_WAIT_SECONDS)
+        with self._lock:
+            handled = [number for source in self._sources for number in source.numbers if source.handles(number)]
+            if handled:
+                self._is_late = True
+                signal.pthread_kill(threading.main_thread().ident or 0, handled[0])
+
+    def _leave(self, error: Exception) -> None:
+        found = f"{type(error).__name__}: {error}"
+        self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
+
+    def _end(self, text: str, error: Exception | None = None) -> None:
+        exit_fn, code = self._config.exit_fn, self._config.exit_code
+        then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
+        say(f"holdfast: {text}; nothing was trained that could be lost; {then}.")
+        if exit_fn is None:
+            raise SystemExit(code) from error
+        exit_fn()
+
+    def _close(self) -> None:
+        self._closed.open()
+        with self._lock:
+            sources, self._sources = self._sources, []
+        for source in sources:
+            source.close()
 
 
 def _take(notices: list[Notice], notice: Notice) -> bool:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Concatenate, Final, ParamSpec, TypeAlias
+from typing import Final
 
 from msgspec.structs import replace as replace_fields
 
@@ -53,9 +53,6 @@ _SETTLE_SECONDS: Final = 3.0
 
 _WARN_SECONDS: Final = 10.0
 """After how long a wait for the others is warned of."""
-
-_P = ParamSpec("_P")
-_Known: TypeAlias = tuple[StopStepAgreement, list[Deed]]
 
 
 class StopCoordinator:
@@ -302,7 +299,7 @@ class StopCoordinator:
                     self._hear_call(number, first)
             case Promise(number, rank, pledge):
                 pledge = self._records.post_once(pledge, "pledge", number, rank)
-                self._update(StopStepAgreement.hear_pledge, rank, pledge)
+                self._hear_pledge(rank, pledge)
             case Announce(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
@@ -312,14 +309,11 @@ class StopCoordinator:
                     # A worker that has pledged has ended the round before.
                     self._delete_round(number - 1)
 
-    def _update(
-        self,
-        hear: Callable[Concatenate[StopStepAgreement, _P], tuple[StopStepAgreement, list[Deed]]],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> None:
+    def _hear_pledge(self, rank: int, pledge: Pledge | None) -> None:
+        """Takes note of a pledge; None for a worker that is dead and has made none."""
         with self._lock:
-            self._agreement, deeds = hear(self._agreement, *args, **kwargs)
+            known = self._agreement
+            self._agreement, deeds = known.fence(rank) if pledge is None else known.hear_pledge(rank, pledge)
             self._deeds.extend(deeds)
         self._notify()
 
@@ -404,10 +398,8 @@ class StopCoordinator:
                 end = None if pledge is not None else self.failures.find_end(rank)
                 if end is not None:
                     pledge = Pledge(end.step, final=True)
-                if pledge is not None:
-                    self._update(StopStepAgreement.hear_pledge, rank, pledge)
-                elif rank in dead:
-                    self._update(StopStepAgreement.fence, rank)
+                if pledge is not None or rank in dead:
+                    self._hear_pledge(rank, pledge)
 
     def _seek_verdict(self, own: SaveOutcome, stop: StopRecord) -> None:
         number = self._agreement.round
