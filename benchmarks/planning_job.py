@@ -19,8 +19,7 @@ from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
 from holdfast.save.commit.run_writer import RunWriter
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Stager
+from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, PartRecord, SaveId, WorkerProgress
 from holdfast.save.joint.run_writer import JointRunWriter

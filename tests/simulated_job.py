@@ -12,8 +12,7 @@ from holdfast.format.names import StepName
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save.commit.publish import commit
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Stager
+from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.records import Receipts
 from holdfast.save.write.writer import WholeWriting
 from holdfast.state import capture_objects

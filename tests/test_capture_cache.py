@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Stager
+from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.state import CaptureCache, Captured, capture_objects
 from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.save.copy_progress import CalledOffError, CopyProgress
+from holdfast.save.records import CalledOffError, CopyProgress
 from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 

@@ -29,8 +29,7 @@ from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
 from holdfast.integrations.torch import optimizers
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Stager
+from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.copy.overlap import OptimizerStepBarrier
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of

@@ -18,8 +18,8 @@ from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.manifest import Worker
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Stager
+from holdfast.save.copy.image import HostBuffer, Stager
+from holdfast.save.joint.coverage import Roster, find_holders, find_unlike, make_roster
 from holdfast.save.joint.replicas import (
     Detail,
     Divergence,
@@ -29,7 +29,6 @@ from holdfast.save.joint.replicas import (
     name_difference,
     name_divergences,
 )
-from holdfast.save.joint.roster import Roster, find_holders, find_unlike, make_roster
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.testing.memory_engine import MemoryEngine, run_workers

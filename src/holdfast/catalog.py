@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -13,7 +13,9 @@ import msgspec
 
 from holdfast.errors import (
     DamageError,
+    FencedError,
     FormatError,
+    HoldfastError,
     NoCheckpointError,
     NotFoundError,
     NoWholeCheckpointError,
@@ -51,6 +53,7 @@ from holdfast.format.names import (
     parse_generation_file,
     parse_step_directory,
 )
+from holdfast.policies import Referrer
 from holdfast.storage.protocol import Entry, Storage
 
 _MOST_LOOKS: Final = 30
@@ -440,3 +443,113 @@ def record_base(storage: Storage, base: Base) -> None:
             path=path,
             hint="The directory was changed by hand, or two jobs believe to be the same one.",
         )
+
+
+def check_fence(storage: Storage, generation: int) -> None:
+    """**Blocks.** Makes sure that no newer generation has been opened.
+
+    Raises:
+        FencedError: If one has; it says by whom.
+    """
+    newest = max(read_generations(storage), default=0)
+    if newest > generation:
+        by = _name_opener(_try_opening(storage, newest))
+        raise FencedError(
+            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
+            hint=_FENCED_HINT,
+        )
+
+
+def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
+    """**Blocks.** Makes sure that nobody else has begun to save since this manager looked where to go on from.
+
+    Args:
+        storage: Where the run lies.
+        seen_generation: The newest generation at that time.
+        token: What this manager opens generations with: its own attempts do not count.
+
+    Raises:
+        FencedError: If somebody has; it says who.
+    """
+    for newer in sorted(read_generations(storage), reverse=True):
+        if newer <= seen_generation:
+            return
+        opening = _try_opening(storage, newer)
+        if opening is None or opening.token != token:
+            raise FencedError(
+                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} since this job looked where to "
+                "go on from; what was saved there would be left out",
+                hint=_FENCED_HINT,
+            )
+
+
+def _try_opening(storage: Storage, generation: int) -> Opening | None:
+    try:
+        return read_opening(storage, generation)
+    except HoldfastError:
+        return None
+
+
+def _name_opener(opening: Opening | None) -> str:
+    return "" if opening is None else f" by process {opening.process} on {opening.host}"
+
+
+_FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
+
+
+class ManifestCache:
+    """The manifests of a run, read when they are asked for. Not thread-safe: one save uses it at a time.
+
+    What cannot be read for now, since it is damaged or gone, is asked for again the next time. Each method raises
+    `StorageError` if the place fails.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._manifests: dict[StepName, Manifest] = {}
+        self._references: dict[StepName, tuple[StepName, ...]] = {}
+
+    def add(self, manifest: Manifest) -> None:
+        """Notes a manifest that was just published."""
+        self._manifests[manifest.name] = manifest
+
+    def manifest(self, name: StepName) -> Manifest | None:
+        """**Blocks.** A step's manifest; None if it is damaged, or that of a newer holdfast, or there is none."""
+        if name not in self._manifests:
+            try:
+                self._manifests[name] = read_manifest(self._storage, name)
+            except (DamageError, NotFoundError):
+                return None
+        return self._manifests[name]
+
+    def references(self, name: StepName) -> tuple[StepName, ...]:
+        """**Blocks.** The steps that a step refers to, as far as that can be read."""
+        manifest = self.manifest(name)
+        if manifest is not None:
+            return tuple(reference.name for reference in manifest.references)
+        if name not in self._references:
+            try:
+                self._references[name] = read_references(self._storage, name)
+            except (DamageError, NotFoundError):
+                return ()  # Nobody can restore it, whatever it needs.
+        return self._references[name]
+
+    def kept_with(self, name: StepName) -> frozenset[StepName]:
+        """**Blocks.** All steps that have to stay as long as a step does: what it refers to, what these refer to..."""
+        kept: set[StepName] = set()
+        ahead = [name]
+        while ahead:
+            new = set(self.references(ahead.pop())) - kept
+            kept |= new
+            ahead += new
+        return frozenset(kept)
+
+    def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
+        """**Blocks.** Those of some steps that refer to others."""
+        found = ((name, self.references(name)) for name in names)
+        return [Referrer(name, name.step, references) for name, references in found if references]
+
+    def forget_all_but(self, names: Collection[StepName]) -> None:
+        """Lets go of what is known of other steps."""
+        self._manifests = {name: known for name, known in self._manifests.items() if name in names}
+        self._references = {name: known for name, known in self._references.items() if name in names}

@@ -25,16 +25,14 @@ from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.arguments import check_metrics, check_notes
-from holdfast.save.event_sinks import open_audience
 from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress
 from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.prepare import Readiness
+from holdfast.save.prepare import Readiness, open_audience
 from holdfast.save.records import Origin, SaveOptions, SaveOrder
 from holdfast.save.request import SaveRequest
-from holdfast.save.saver import Saver
-from holdfast.save.timing import StepTimer
+from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import KeptEpoch

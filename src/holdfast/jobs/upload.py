@@ -17,7 +17,7 @@ from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.commit.delete_step import discard_unfinished
+from holdfast.save.commit.deletion import discard_unfinished
 from holdfast.storage import Storage, find_location, open_storage
 
 if TYPE_CHECKING:

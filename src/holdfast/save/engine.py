@@ -24,12 +24,10 @@ from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
 from holdfast.save.commit.retention import Cleaner
 from holdfast.save.commit.run_writer import Writer, Writing, make_debris_warning
-from holdfast.save.copy.host_buffer import HostBuffer
-from holdfast.save.copy.image import Staging
+from holdfast.save.copy.image import HostBuffer, Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
-from holdfast.save.copy_progress import CalledOffError
 from holdfast.save.failures import PendingFailures
-from holdfast.save.records import LeftOutError, Origin, Receipts, SaveOptions
+from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts, SaveOptions
 from holdfast.save.request import SaveRequest
 from holdfast.storage.worker_pool import Round, WorkerPool
 

@@ -1,18 +1,19 @@
-"""What is made ready and checked before the first save: memory, the objects, and the directory."""
+"""What is made ready and checked before the first save: memory, the objects, the directory, and who hears of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, StorageFullError
-from holdfast.events import Sink, Warned
+from holdfast.events import Fanout, Sink, Warned
+from holdfast.events.sinks import LoggingSink, RunJournal
 from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.state.tree_walk import may_change_when_read
-from holdfast.storage.protocol import Storage
+from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 
 class Readiness:
@@ -116,3 +117,17 @@ def estimate_bytes(objects: Mapping[str, object]) -> int:
     )
     # And a header, of about so many bytes for each leaf.
     return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)
+
+
+def open_audience(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
+    """The log, the sinks, and on a local disk the run's own journal; they also hear what the storage warns of.
+
+    Args:
+        storage: The run.
+        sinks: Functions that are told of each event.
+        keeps_journal: Whether this worker writes the journal.
+    """
+    journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
+    audience = Fanout([LoggingSink(), *journal, *sinks])
+    pass_on_warnings(storage, lambda text: audience(Warned(text=text)))
+    return audience

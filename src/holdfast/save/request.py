@@ -8,9 +8,8 @@ import threading
 from holdfast.concurrency import Latch
 from holdfast.errors import OutOfMemoryError
 from holdfast.save.copy.image import Staging
-from holdfast.save.copy_progress import CopyProgress
 from holdfast.save.handle import SaveHandle, SaveProgress
-from holdfast.save.records import SaveOrder
+from holdfast.save.records import CopyProgress, SaveOrder
 
 
 class SaveRequest:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, read_catalog
+from holdfast.catalog import Catalog, ManifestCache, read_catalog
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, Screen, Words, counted, size_text, write_json
 from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
 from holdfast.cli.target import RunTarget, find_run
@@ -17,8 +17,7 @@ from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
-from holdfast.save.commit.delete_step import discard_trash, discard_unfinished, remove_own_files, withdraw
-from holdfast.save.write.manifest_cache import ManifestCache
+from holdfast.save.commit.deletion import discard_trash, discard_unfinished, remove_own_files, withdraw
 from holdfast.storage import Storage
 
 

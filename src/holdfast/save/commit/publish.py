@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
-from holdfast.catalog import read_generations, read_opening
-from holdfast.errors import FencedError, HoldfastError, StorageError
-from holdfast.format.generation import Opening
+from holdfast.catalog import check_fence
+from holdfast.errors import StorageError
 from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
-from holdfast.save.commit.delete_step import discard_committed
+from holdfast.save.commit.deletion import discard_committed
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
@@ -86,58 +85,6 @@ def _check_references(storage: Storage, manifest: Manifest) -> None:
                 path=reference.name.directory,
                 hint="The next save writes everything that lay there.",
             )
-
-
-def check_fence(storage: Storage, generation: int) -> None:
-    """**Blocks.** Makes sure that no newer generation has been opened.
-
-    Raises:
-        FencedError: If one has; it says by whom.
-    """
-    newest = max(read_generations(storage), default=0)
-    if newest > generation:
-        by = _name_opener(_try_opening(storage, newest))
-        raise FencedError(
-            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
-            hint=_FENCED_HINT,
-        )
-
-
-def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
-    """**Blocks.** Makes sure that nobody else has begun to save since this manager looked where to go on from.
-
-    Args:
-        storage: Where the run lies.
-        seen_generation: The newest generation at that time.
-        token: What this manager opens generations with: its own attempts do not count.
-
-    Raises:
-        FencedError: If somebody has; it says who.
-    """
-    for newer in sorted(read_generations(storage), reverse=True):
-        if newer <= seen_generation:
-            return
-        opening = _try_opening(storage, newer)
-        if opening is None or opening.token != token:
-            raise FencedError(
-                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} since this job looked where to "
-                "go on from; what was saved there would be left out",
-                hint=_FENCED_HINT,
-            )
-
-
-def _try_opening(storage: Storage, generation: int) -> Opening | None:
-    try:
-        return read_opening(storage, generation)
-    except HoldfastError:
-        return None
-
-
-def _name_opener(opening: Opening | None) -> str:
-    return "" if opening is None else f" by process {opening.process} on {opening.host}"
-
-
-_FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
 
 
 def _name_versions() -> dict[str, str]:

@@ -10,26 +10,34 @@ from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.catalog import Catalog, exists, find_lost, open_generation, read_catalog, record_base
-from holdfast.errors import HoldfastError, NotFoundError
+from holdfast.catalog import (
+    Catalog,
+    ManifestCache,
+    check_fence,
+    check_unpassed,
+    exists,
+    find_lost,
+    open_generation,
+    read_catalog,
+    record_base,
+)
+from holdfast.errors import HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.generation import Base, make_base
 from holdfast.format.manifest import Manifest, encode_manifest
-from holdfast.format.names import StepName
+from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
-from holdfast.save.commit.delete_step import (
+from holdfast.save.commit.deletion import (
+    FileRecycler,
     discard_half_published,
     discard_trash,
     discard_unfinished,
-    next_attempt,
     withdraw,
 )
-from holdfast.save.commit.publish import check_fence, check_unpassed, commit
-from holdfast.save.commit.recycle import FileRecycler
+from holdfast.save.commit.publish import commit
 from holdfast.save.copy.image import Staging
 from holdfast.save.records import Origin, Receipts, SaveOrder, Snapshot
 from holdfast.save.write.incremental import Incremental, IncrementalWriting
-from holdfast.save.write.manifest_cache import ManifestCache
 from holdfast.save.write.writer import WholeWriting
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -409,6 +417,29 @@ class RunWriter(Writer):
         except HoldfastError as error:
             problems.append(error)
         return swept
+
+
+def next_attempt(storage: Storage, step: int, generation: int, known: Collection[StepName] = ()) -> StepName:
+    """**Blocks.** The name for a new attempt of a generation at a step: one that no directory has.
+
+    Args:
+        storage: Where the run lies.
+        step: The step.
+        generation: The generation.
+        known: Names that are not given either, though somebody may have removed their directories.
+
+    Raises:
+        StorageError: If the place fails.
+    """
+    names = (*known, *(parse_step_directory(entry.name) for entry in storage.list("")))
+    taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+    attempt = max(taken, default=0) + 1
+    if attempt > MAX_ATTEMPT:
+        raise StorageError(
+            f"{storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
+            hint="Some directory there has a number that no job gave it; remove that one.",
+        )
+    return StepName(step, generation, attempt)
 
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:

@@ -1,4 +1,12 @@
-"""Whether the boxes of leaves that no worker can know all of cover these leaves, of all workers together.
+"""Whether all workers together have all objects, and all boxes of their leaves. Pure, but for `Coverage`.
+
+Workers tell each other the names of their objects when the managers are made. The stages of a
+pipeline have objects under names of their own: then each object is held by the workers that name it. A worker whose
+names are but a part of another's has no stage of its own, and lacks what the other has: it counts as one that should
+hold that, so that the save fails, and names it.
+
+Who holds an array is compared leaf by leaf; see `save/joint/replicas.py`. An object without one, such as a counter, has
+no leaf. So those workers are compared that have the same objects with arrays.
 
 Of a shard that was made by hand only its user knows which part of its leaf it is. And where a leaf lies with some of
 the workers only, others may have one of that name too: a copy, or another stage of the model. Such leaves are *loose*.
@@ -8,11 +16,13 @@ are durable by then, and looks at them as `verify` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
+from holdfast.cluster.membership import name_ranks
+from holdfast.cluster.peers import make_sendable
 from holdfast.errors import UsageError
 from holdfast.format.boxes import Box, whole_box
 from holdfast.format.digests import digest
@@ -20,6 +30,7 @@ from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
 from holdfast.format.names import StepName, index_name, join
 from holdfast.save.records import Snapshot
+from holdfast.state.leaves import Skeleton
 from holdfast.storage.protocol import Storage
 
 _COVER_HINT: Final = (
@@ -105,3 +116,103 @@ class Coverage:
             raise UsageError(problem, hint=_VALUES_HINT if differ else _COVER_HINT)
         if have_twins:
             self._covering = shards
+
+
+_DIGEST_CHARACTERS: Final = 16
+
+_MOST_NAMES: Final = 100
+_MOST_CHARACTERS: Final = 100
+"""How many objects, and how much of a name, one worker tells: a record has to fit into the store."""
+
+_NAMED_OBJECTS: Final = 3
+
+OBJECTS_HINT: Final = (
+    "All workers name the same objects. What only some of them have, such as a log on rank 0, is given as hf.PerWorker."
+)
+
+
+class Roster(msgspec.Struct, frozen=True, array_like=True):
+    """Which objects one worker has.
+
+    Attributes:
+        stage: The digest of the names of those with arrays.
+        bare: The names of those without, but for what is its own.
+    """
+
+    stage: str = ""
+    bare: tuple[str, ...] = ()
+
+
+def make_roster(snapshot: Snapshot) -> Roster:
+    """**Pure.** Which objects the worker of a snapshot has."""
+    full = {name for name, skeleton in snapshot.objects.items() if _has_array(skeleton)}
+    bare = sorted(map(make_sendable, snapshot.objects.keys() - full - snapshot.own))
+    told = [
+        name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
+    ]
+    if len(told) > _MOST_NAMES:
+        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
+    return Roster(_digest(sorted(map(make_sendable, full))), tuple(told))
+
+
+def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
+    """**Pure.** The workers that hold an object, or should, of those that not all of them do.
+
+    Args:
+        named: The names of each worker's objects, in order of rank.
+    """
+    ranks_by_names: dict[frozenset[str], list[int]] = {}
+    for rank, names in enumerate(named):
+        ranks_by_names.setdefault(frozenset(names), []).append(rank)
+    if len(ranks_by_names) == 1:
+        return {}
+    naming: dict[str, list[frozenset[str]]] = {}
+    for names in ranks_by_names:
+        for name in names:
+            naming.setdefault(name, []).append(names)
+    holders = {name: {rank for names in sets for rank in ranks_by_names[names]} for name, sets in naming.items()}
+    for names, ranks in ranks_by_names.items():
+        # All that could have them all name the rarest.
+        wider = min((naming[name] for name in names), key=len, default=list(ranks_by_names))
+        for others in wider:
+            if names < others:
+                for name in others - names:
+                    holders[name].update(ranks)
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items() if len(ranks) < len(named)}
+
+
+def find_unlike(rosters: Sequence[Roster]) -> tuple[int, str] | None:
+    """**Pure.** A worker whose objects are not those of the others, and what there is to say of it; None if all agree.
+
+    Args:
+        rosters: What each worker has, in order of rank.
+    """
+    stages: dict[str, dict[tuple[str, ...], list[int]]] = {}
+    for rank, roster in enumerate(rosters):
+        stages.setdefault(roster.stage, {}).setdefault(roster.bare, []).append(rank)
+    for ranks_by_names in stages.values():
+        sides = sorted(ranks_by_names.items(), key=lambda side: (-len(side[1]), side[1]))
+        (usual, most), (other, few) = sides[0], sides[-1]
+        if usual != other:
+            return few[0], _tell(usual, other, most, few)
+    return None
+
+
+def _tell(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
+    ending = "" if len(most) > 1 else "s"
+    who = name_ranks(tuple(most))
+    told = [f"it lacks {name}, which {who} name{ending}" for name in usual if name not in other]
+    told += [f"it names {name}, which {who} lack{ending}" for name in other if name not in usual]
+    more = f"; and {len(told) - _NAMED_OBJECTS} objects more" if len(told) > _NAMED_OBJECTS else ""
+    also = f"; the same goes for {name_ranks(tuple(few[1:]))}" if len(few) > 1 else ""
+    return f"{'; '.join(told[:_NAMED_OBJECTS])}{more}{also}"
+
+
+def _has_array(node: Skeleton) -> bool:
+    if isinstance(node, dict):
+        return node.get("$") == "array" or any(map(_has_array, node.values()))
+    return isinstance(node, list) and any(map(_has_array, node))
+
+
+def _digest(names: Sequence[str]) -> str:
+    return digest("\n".join(names).encode())[:_DIGEST_CHARACTERS]

@@ -12,7 +12,7 @@ from holdfast.cluster.discover import Choice
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError
-from holdfast.save.commit.delete_run import Clearing, clear_run
+from holdfast.save.commit.deletion import Clearing, clear_run
 from holdfast.storage import Storage
 
 _THE_REMOVAL: Final = "the removal of the checkpoints"

@@ -19,8 +19,8 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Worker
 from holdfast.policies import SaveMoment, SavePolicy
+from holdfast.save.joint.coverage import find_holders
 from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_end
-from holdfast.save.joint.roster import find_holders
 from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
 

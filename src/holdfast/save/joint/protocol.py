@@ -30,9 +30,8 @@ from holdfast.cluster.peers import Failure, Peers
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
-from holdfast.save.joint.inquiry import Inquiry
-from holdfast.save.joint.replicas import Group, Holding
-from holdfast.save.joint.roster import Roster
+from holdfast.save.joint.coverage import Roster
+from holdfast.save.joint.replicas import Group, Holding, Inquiry
 from holdfast.save.records import LeftOutError
 from holdfast.state.data.position import PositionRecord
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from holdfast.catalog import check_fence
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
@@ -21,10 +22,9 @@ from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
-from holdfast.save.commit.publish import check_fence
 from holdfast.save.commit.run_writer import Cleaning, RunWriter, Writer, Writing, make_debris_warning
 from holdfast.save.copy.image import Staging
-from holdfast.save.joint.coverage import Coverage, digest_shards
+from holdfast.save.joint.coverage import OBJECTS_HINT, Coverage, Roster, digest_shards, find_unlike, make_roster
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, heed
 from holdfast.save.joint.replicas import (
@@ -36,7 +36,6 @@ from holdfast.save.joint.replicas import (
     make_holding,
     tell_apart,
 )
-from holdfast.save.joint.roster import OBJECTS_HINT, Roster, find_unlike, make_roster
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
 from holdfast.save.records import LeftOutError, Origin, Receipts, SaveOrder, Snapshot
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions

@@ -13,7 +13,7 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
-from holdfast.save.commit.recycle import FileRecycler
+from holdfast.save.commit.deletion import FileRecycler
 from holdfast.save.commit.run_writer import RunWriter, Writer
 from holdfast.save.records import SaveOptions
 from holdfast.storage import Storage

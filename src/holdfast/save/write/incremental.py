@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog import read_index
+from holdfast.catalog import ManifestCache, read_index
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
 from holdfast.format.index import Index, LeafRecord, ReferredRecord, Source
@@ -15,7 +15,6 @@ from holdfast.format.layout import Layout, Place, plan_layout
 from holdfast.format.manifest import Worker
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
 from holdfast.save.records import Receipts, Snapshot
-from holdfast.save.write.manifest_cache import ManifestCache
 from holdfast.save.write.writer import Segment, conclude, make_index, plan_segments, take_digests, write_segments
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
