@@ -167,7 +167,7 @@ def number_parameters(stored: Any) -> Any:
 
 
 def name_parameters(stored: Any, modules: Collection[str]) -> Any:
-    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names in the model."""
+    """**Pure.** As `get_optimizer_state_dict(model, optimizer)`: parameters by their names in the model."""
     names = _parameter_names(stored)
     if names is None:
         return _rename_parameters(stored, None)
