@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import preloaded
 from holdfast.testing.processes import Workers, python
 from patience import PATIENCE_SECONDS, killed_after
 
@@ -22,7 +24,8 @@ def train(directory: Path, *, example: str = "train.py", kill_at: str | None = N
     command: list[str | Path] = [sys.executable, EXAMPLES / example, directory]
     # One thread is the fastest for a network of this size, and leaves the others to other tests.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with preloaded.TrainingPopen(command, env=environment, **pipes) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         lines = []
