@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import preloaded
+from command_line import run_python
 from holdfast.catalog import read_catalog
 from holdfast.storage import LocalStorage
 
@@ -62,9 +63,9 @@ FIRST = [(signal.SIGUSR1, "fork"), (signal.SIGINT, "spawn"), (signal.SIGTERM, "f
 def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, method: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    ended = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "run"), str(number.value), method],
-        check=False,
+    ended = preloaded.run(
+        [sys.executable, program, tmp_path / "run", str(number.value), method],
+        preload=preloaded.TRAINING,
         capture_output=True,
         text=True,
         timeout=120,
@@ -95,7 +96,5 @@ def test_a_worker_ends_when_its_process_tells_it_to() -> None:
     worker.join(30)
     print(worker.exitcode)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=60
-    )
+    ended = run_python(program, preload=preloaded.TRAINING)
     assert ended.stdout == "0\n", ended.stderr
