@@ -50,6 +50,9 @@ HOLDFAST: Final = (
 TRAINING: Final = (*HOLDFAST, "torch._dynamo", "torch.distributed.launcher.api", "holdfast.integrations.torch")
 """Those of one that trains with torch, whose optimizers import much with their first step, and of torchrun's agent."""
 
+JAX: Final = ("numpy.random", "jax", "jax.numpy", "jax.experimental.multihost_utils")
+"""Those of one that computes with JAX; what holdfast has for it is imported when a program meets it."""
+
 _MESSAGE_BYTES: Final = 200_000
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -87,6 +90,13 @@ class TrainingPopen(Popen):
 
     def __init__(self, args: Sequence[str | Path], **options: Any) -> None:
         super().__init__(args, preload=TRAINING, **options)
+
+
+class JaxPopen(Popen):
+    """One whose program finds JAX imported."""
+
+    def __init__(self, args: Sequence[str | Path], **options: Any) -> None:
+        super().__init__(args, preload=JAX, **options)
 
 
 _FILES: Final = ("p2cread", "c2pwrite", "errwrite")

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import holdfast as hf  # noqa: E402
+import preloaded  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.format.manifest import ALONE, Worker  # noqa: E402
@@ -406,11 +406,12 @@ def run_processes(count: int, mode: str, directory: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = {"XLA_FLAGS": ""}
     with Workers(directory) as workers:
         for rank in range(count):
             program = ROOT / "tests" / "jax_processes.py"
-            workers.start(python(program, address, str(rank), str(count), mode, directory / "run"), environment)
+            command = python(program, address, str(rank), str(count), mode, directory / "run")
+            workers.start(command, environment, preloaded.JaxPopen)
         assert workers.wait(300) == [0] * count, "\n".join(map(workers.report, range(count)))
 
 
@@ -483,7 +484,9 @@ def test_a_job_that_saves_once_is_warned_in_time(tmp_path: Path, ending: str) ->
     """Also where nothing of holdfast has met an array of JAX before: at its start, and after a restore."""
     for _ in range(2):
         job = [sys.executable, "-c", ONE_SAVE, str(tmp_path / ending), ending]
-        printed = subprocess.run(job, check=True, capture_output=True, text=True, timeout=120).stdout
+        printed = preloaded.run(
+            job, preload=preloaded.JAX, check=True, capture_output=True, text=True, timeout=120
+        ).stdout
         assert ("the very arrays that were there before are saved again" in printed) == (ending == "lost")
 
 
