@@ -100,7 +100,7 @@ class TestProcessGroup(ClusterContract):
     def start_at(cls, workers: Workers, scenario: str, method: str) -> None:
         for rank in range(cls.worker_count):
             told = environment(rank, cls.worker_count, 0, agent=False)
-            workers.start(python(PROGRAM, method, scenario), told)
+            workers.start(python(PROGRAM, method, scenario), told, preloaded.TrainingPopen)
 
     @classmethod
     def store_host(cls) -> int | None:
@@ -133,8 +133,8 @@ class TestJax(ClusterContract):
     def start(cls, workers: Workers, scenario: str, directory: Path) -> None:
         port = find_port()
         for rank in range(cls.worker_count):
-            told = {"RANK": str(rank), "WORLD_SIZE": str(cls.worker_count), "JAX_PLATFORMS": "cpu"}
-            workers.start(python(PROGRAM, f"jax:127.0.0.1:{port}", scenario), told)
+            told = {"RANK": str(rank), "WORLD_SIZE": str(cls.worker_count)}
+            workers.start(python(PROGRAM, f"jax:127.0.0.1:{port}", scenario), told, preloaded.JaxPopen)
 
     @classmethod
     def store_host(cls) -> int | None:
@@ -267,8 +267,7 @@ def test_before_and_after_the_process_group(tmp_path: Path, shares: str) -> None
     with Workers(tmp_path) as workers:
         # With 1, torchrun's agent does not host the store, and rank 0 has to.
         workers.start(
-            python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script),
-            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shares},
+            python(ELASTIC, script, "2", "0"), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shares}, preloaded.TrainingPopen
         )
         assert workers.wait(120) == [0], workers.report(0)
         assert sorted(record["ended"] for record in workers.records(0)) == [0, 1]
