@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ pytest.importorskip("torch")
 HERE = Path(__file__).parent
 TRAINING = HERE / "stopping_training.py"
 PATIENCE_SECONDS = 120.0
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{':'.join(sys.path)}"}
 
 
 def start_torchrun(workers: Workers, directory: Path, total: int, restarts: int, what: str = "-") -> int:
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
     command = python("-m", "torch.distributed.run", *options, TRAINING, directory, str(total), what)
-    return workers.start(command, ENVIRONMENT)
+    # The agent is forked; it starts the workers as it does for users, so that these have their own signal handlers.
+    return workers.start(command, {"OMP_NUM_THREADS": "1"}, preloaded.TrainingPopen)
 
 
 def start_pair(workers: Workers, directory: Path, what: str, world_size: int = 2, total: int = 100_000) -> None:
