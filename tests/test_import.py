@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_arrays
 
 import holdfast as hf
+import preloaded
 from command_line import call, call_json, complaint
 from holdfast import errors
 from holdfast.storage.memory import MemoryStorage
@@ -224,16 +224,9 @@ def test_any_tensors_go_there_and_back(
 
 def test_workers_of_torchrun_there_and_back(tmp_path: Path) -> None:
     """Two workers of FSDP2 save with holdfast and with DCP; each is handed on to the other side."""
-    worker = Path(__file__).with_name("fsdp_export_worker.py")
-    command = [
-        str(Path(sys.executable).with_name("torchrun")),
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(worker),
-        str(tmp_path),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    agent = Path(__file__).with_name("elastic.py")
+    command: list[str | Path] = [sys.executable, agent, "fsdp_export_worker", "2", "0", tmp_path]
+    ended = preloaded.run(command, preload=preloaded.TRAINING, capture_output=True, text=True, timeout=120)
     assert (tmp_path / "whole.pt").exists(), ended.stderr
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     hf.export_checkpoint(tmp_path / "run", tmp_path / "out.pt", to="torch")
