@@ -65,7 +65,7 @@ def has_runnable(page: Path) -> bool:
     return any(words in RUN_AS for _, words, _ in blocks(page, "python"))
 
 
-FRESH = ("quickstart.md", "several-workers.md")
+FRESH = ("quickstart.md", *(("several-workers.md",) if "HOLDFAST_LONG" in os.environ else ()))
 """Pages whose programs are run as their readers run them. To import torch takes longer than those of other pages."""
 
 
