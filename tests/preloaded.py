@@ -323,10 +323,25 @@ def _run_program(words: list[str]) -> None:
     sys.exit(code)
 
 
+def _is_foreign(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package not in sys.stdlib_module_names and package not in ("holdfast", "__main__")
+
+
+def _leave_as_they_are(modules: dict[str, types.ModuleType]) -> None:
+    """What was registered first is called last: Python takes apart the modules that it finds, which takes long."""
+    for name in modules:
+        sys.modules.pop(name, None)
+    # For ever.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+
+
 def _serve_and_run() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    kept = {name: module for name, module in sys.modules.items() if _is_foreign(name)}
+    atexit.register(_leave_as_they_are, kept)
     gc.collect()
     # Its objects stay where they are: a fork that looked through them would copy them.
     gc.freeze()
