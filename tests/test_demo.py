@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from command_line import job_that_cannot_be_joined
 from demo.__main__ import command
 from demo.pair import PairRun, find_objections
@@ -57,17 +58,24 @@ def run_demo(scratch: Path, *arguments: str, part: str = "kills") -> subprocess.
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_bit_identical(tmp_path: Path, scratch: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "kills", "options"),
+    [(8, 1, ["--steps=8", "--kills=1"]), pytest.param(24, 2, [], marks=pytest.mark.long)],
+    ids=["short", "whole"],
+)
+def test_a_run_that_is_killed_ends_bit_identical(
+    tmp_path: Path, scratch: Path, steps: int, kills: int, options: list[str]
+) -> None:
     place = tmp_path / "demo"
-    done = run_demo(scratch, "--quick", "--directory", str(place))
+    done = run_demo(scratch, "--quick", "--directory", str(place), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "VERDICT: yes" in done.stdout
     assert "DIFFERS" not in done.stdout
-    assert done.stdout.count("killed (SIGKILL)") >= 2
+    assert done.stdout.count("killed (SIGKILL)") >= kills
     assert "in the middle of writing the checkpoint" in done.stdout
     catalog = read_catalog(LocalStorage(place / "run"))
     assert catalog.newest is not None
-    assert catalog.newest.step == 24
+    assert catalog.newest.step == steps
     assert not catalog.unfinished, "what a kill left is swept away"
     assert list(scratch.iterdir()) == []
 
@@ -235,13 +243,14 @@ def test_workers_that_part_are_found_out() -> None:
 
 def test_training_within_a_job_is_alone(tmp_path: Path) -> None:
     with job_that_cannot_be_joined() as told:
-        done = subprocess.run(
-            [sys.executable, "-m", "demo.train", str(tmp_path / "run"), "--steps", "2"],
-            env=environment(**told),
+        done = preloaded.run(
+            [sys.executable, "-m", "demo.train", tmp_path / "run", "--steps", "2"],
+            preload=preloaded.TRAINING,
+            cwd=EXAMPLES,
+            env={**os.environ, **told},
             capture_output=True,
             text=True,
             timeout=300,
-            check=False,
         )
     assert done.returncode == 0, done.stderr
     assert "step 2: loss" in done.stdout
@@ -286,7 +295,10 @@ def children(process: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(*way, marks=pytest.mark.long) for way in ((signal.SIGTERM, 143), (signal.SIGKILL, -9))),
+    ],
 )
 def test_no_process_outlives_it(scratch: Path, sent: signal.Signals, code: int) -> None:
     with demo_and_its_processes(scratch) as (demo, descriptors):
