@@ -71,13 +71,13 @@ MACHINE = Machine(
 TINY = ["--scale", "0.0005", "--rounds", "1"]
 IS_LONG = "HOLDFAST_LONG" in os.environ
 GIVING_BACK = [name for name in PEERS if name == "holdfast" or IS_LONG]
-PARTS = ["model", *(["training", "mostly-frozen"] if IS_LONG else [])]
+PARTS = ["model", "training", "mostly-frozen"] if IS_LONG else ["small-tensors"]
 SOME = ["--peer", "holdfast", "--peer", "safetensors"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """What two tiny runs leave: of one peer, or of all where it may take long, and of two in the other parts.
+    """What a tiny run of two peers leaves; where it may take long, of all of them, and of two in the other parts.
 
     Processes of pytest that share the tests share them: they take long.
     """
@@ -88,10 +88,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     with (place / "bench-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not whole.exists():
-            for options in (
-                ["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))],
-                [*(word for part in PARTS for word in ("--only", part)), *SOME],
-            ):
+            runs = [[*(word for part in PARTS for word in ("--only", part)), *SOME]]
+            if IS_LONG:
+                runs.append(["--only", "small-tensors", *(word for name in GIVING_BACK for word in ("--peer", name))])
+            for options in runs:
                 outcome = CliRunner().invoke(main, [*TINY, "--out", str(out), *options])
                 assert outcome.exit_code == 0, outcome.output
             whole.touch()
@@ -249,6 +249,7 @@ def test_make_knows_two_sets_of_peers() -> None:
     assert make("test", "PEERS=mine").returncode == 0
 
 
+@pytest.mark.long
 def test_what_is_held_is_counted_after_some_saves(tmp_path: Path) -> None:
     with open_scratch(tmp_path) as (directory, guard):
         bench = Bench(Results(machine=MACHINE, scale=0.01), directory, guard, lambda text: None)
@@ -266,7 +267,8 @@ def test_small_figures_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "benchmarks", "--scale", "0.0005", "--only", "model", "--out", str(tmp_path)]
     command += ["--peer", "DCP sync", "--peer", "DCP async, process", "--rounds", "100000"]
