@@ -1,5 +1,6 @@
 """What all tests have: the fixtures of several files, how examples are found, and what takes long is left out."""
 
+import gc
 import os
 import signal
 
@@ -46,6 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long: `make crash` runs it"))
+
+
+def pytest_collection_finish() -> None:
+    """Has the collector pass over what was imported and collected: to look through all of it takes half a second.
+
+    Many tests ask the collector whether something is gone, and what these make is looked at as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _put_slow_files_first(items: list[pytest.Item]) -> None:
