@@ -15,8 +15,7 @@ from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 
-from holdfast.convert.input_arrays import Chunk, InputArray
-from holdfast.convert.input_files import InputFile, is_plain_name
+from holdfast.convert.input_files import Chunk, InputArray, InputFile, is_plain_name
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf, take_bytes
 from holdfast.convert.leaf_tree import ArrayRef, LeftOut, ObjectState, list_arrays
 from holdfast.convert.output_files import open_output_directory

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.convert.dcp import METADATA_NAME, DcpDirectory, EntryPath
-from holdfast.convert.input_arrays import InputArray
-from holdfast.convert.input_files import FilePool, InputFile
+from holdfast.convert.input_files import FilePool, InputArray, InputFile
 from holdfast.convert.safetensors import list_files, read_header
 from holdfast.convert.torch_file import TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
@@ -18,19 +18,12 @@ _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
 _SOURCES: Final = "A torch.save file, a DCP directory, a safetensors file, or a directory of such can be imported."
 
 
+@dataclass(eq=False, slots=True)
 class ArchivedTree:
-    """A part of a tree, with the archive in which its tensors lie.
+    """A part of a tree, with the archive that says which objects in it are tensors; None if it holds none."""
 
-    Attributes:
-        value: The part.
-        archive: Says which objects in it are tensors; None if it holds none.
-    """
-
-    __slots__ = ("archive", "value")
-
-    def __init__(self, value: Any, archive: TorchArchive | None) -> None:
-        self.value = value
-        self.archive = archive
+    value: Any
+    archive: TorchArchive | None
 
 
 class ImportSource:

@@ -207,7 +207,9 @@ def export_step(
     objects = {name: node for name, node in joined.items() if not is_own(name)}
     tree, left = make_tree(objects, selection)
     _check_found(selection, list(objects), step)
-    inner = _single(tree) if options.only is not None and not options.keep_prefix else None
+    inner = None
+    if options.only is not None and not options.keep_prefix and len(tree) == 1:
+        (inner,) = tree.values()
     advance = options.watcher.advance if options.watcher is not None else None
     with closing(LeafReader(storage, opened, beside, threads=options.threads, advance=advance)) as reader:
         leaves = {array.leaf for _, array in list_arrays(tree)}
@@ -279,11 +281,6 @@ def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) 
         first.setdefault(array.leaf, name)
         names[name] = array.leaf
     return names, left
-
-
-def _single(tree: dict[str, Any]) -> Any:
-    """The one value of a tree, if it has one."""
-    return next(iter(tree.values())) if len(tree) == 1 else None
 
 
 def _path(keys: KeyPath) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.catalog import read_catalog, read_generations
 from holdfast.convert.detect import ArchivedTree, ImportSource
 from holdfast.convert.exporter import ProgressWatcher
-from holdfast.convert.input_arrays import InputArray, read_spans, whole_array
+from holdfast.convert.input_files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
@@ -309,7 +309,21 @@ def _commit(
     try:
         leaves = _write(storage, name, layout, arrays, watcher)
         _tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
-        receipts = conclude(_index(name, layout, leaves, objects, _list_strides(arrays)), storage)
+        index = Index(
+            step=name.step,
+            generation=name.generation,
+            attempt=name.attempt,
+            rank=0,
+            world_size=1,
+            data_bytes=layout.size_bytes,
+            header_bytes=len(layout.header),
+            header_digest=digest(layout.header),
+            span_bytes=SPAN_BYTES,
+            leaves=tuple(leaves),
+            objects=objects,
+            strides=tuple(_list_strides(arrays)),
+        )
+        receipts = conclude(index, storage)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
         try:
@@ -415,34 +429,9 @@ def _is_constant(array: InputArray) -> bool:
     return True
 
 
-def _list_strides(arrays: Mapping[str, InputArray]) -> tuple[StridesRecord, ...]:
+def _list_strides(arrays: Mapping[str, InputArray]) -> Iterator[StridesRecord]:
     """How tensors lie in their file, where each is one tensor there and is not in row-major order."""
-    records = []
     for name, array in arrays.items():
         layout = find_layout(array.shape, array.chunks[0].tensor.strides) if len(array.chunks) == 1 else None
         if layout is not None:
-            records.append(StridesRecord(name, layout))
-    return tuple(records)
-
-
-def _index(
-    name: StepName,
-    layout: Layout,
-    leaves: list[LeafRecord],
-    objects: dict[str, Node],
-    strides: tuple[StridesRecord, ...],
-) -> Index:
-    return Index(
-        step=name.step,
-        generation=name.generation,
-        attempt=name.attempt,
-        rank=0,
-        world_size=1,
-        data_bytes=layout.size_bytes,
-        header_bytes=len(layout.header),
-        header_digest=digest(layout.header),
-        span_bytes=SPAN_BYTES,
-        leaves=tuple(leaves),
-        objects=objects,
-        strides=strides,
-    )
+            yield StridesRecord(name, layout)

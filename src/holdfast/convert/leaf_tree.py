@@ -92,7 +92,7 @@ def _same(value: Any) -> Any:
 
 
 def join_objects(parts: Iterable[Mapping[str, Node]]) -> dict[str, Node]:
-    """**Pure.** The objects of all workers together: some have what others lack, as the stages of a pipeline do."""
+    """**Pure.** The objects of all workers, put together: some have what others lack, as stages of a pipeline."""
     joined: dict[str, Node] = {}
     for objects in parts:
         for name, node in objects.items():

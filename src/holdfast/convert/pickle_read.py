@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pickletools import genops
 from types import NoneType
 from typing import Any, Final
@@ -39,23 +40,21 @@ _ALWAYS: Final = 1 << 16
 _SMALL_BITS: Final = 63
 
 
+@dataclass(eq=False, slots=True)
 class PickledObject:
     """An object that the writer of a pickle had made by a call.
 
     Attributes:
         function: What was to be called.
         arguments: What it was to be called with.
-        state: What was to be set on the result; None if nothing was.
         is_known: Whether the function is one of those that the reader of the pickle allows.
+        state: What was to be set on the result; None if nothing was.
     """
 
-    __slots__ = ("arguments", "function", "is_known", "state")
-
-    def __init__(self, function: Global, arguments: tuple[Any, ...], *, is_known: bool) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.state: Any = None
-        self.is_known = is_known
+    function: Global
+    arguments: tuple[Any, ...]
+    is_known: bool
+    state: Any = None
 
 
 def shown(value: Any) -> str:

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.input_arrays import InputArray, SourceTensor, whole_array
-from holdfast.convert.input_files import InputFile, is_plain_name
+from holdfast.convert.input_files import InputArray, InputFile, SourceTensor, is_plain_name, whole_array
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.output_files import OutputFiles, open_output_directory, open_output_file
 from holdfast.errors import FormatError, UsageError

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.convert.input_arrays import SourceTensor
-from holdfast.convert.input_files import InputFile
+from holdfast.convert.input_files import InputFile, SourceTensor
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf, take_bytes
 from holdfast.convert.leaf_tree import ArrayRef, CodedValue, LeftOut, ObjectState
 from holdfast.convert.output_files import open_output_file
@@ -167,7 +166,7 @@ def number_parameters(stored: Any) -> Any:
 
 
 def name_parameters(stored: Any, modules: Collection[str]) -> Any:
-    """**Pure.** As `get_optimizer_state_dict(model, optimizer)`: parameters by their names in the model."""
+    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names."""
     names = _parameter_names(stored)
     if names is None:
         return _rename_parameters(stored, None)

@@ -145,7 +145,8 @@ class Job:
             self._stop_outputs.append(condition)
             return
         if isinstance(condition, str):
-            task = self._stop_group.add(_Named(check_name("a value", condition)), on=on, name=f"is {condition} true?")
+            name = check_name("a value", condition)
+            task = self._stop_group.add(lambda workspace: bool(workspace[name]), on=on, name=f"is {name} true?")
         elif callable(condition):
             task = self._stop_group.add(condition, on=on)
         else:
@@ -235,24 +236,10 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
     """
     if not isinstance(job, Job):
         raise UsageError(f"{job!r} is no Job", hint="Write: epoch_limiter(job, num_epochs).")
-    job.add_stop_condition(_Limit(check_whole("num_epochs", num_epochs, 1)))
+    most = check_whole("num_epochs", num_epochs, 1)
 
+    def is_over(workspace: Workspace) -> bool:
+        return workspace.epoch >= most
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    num_epochs: int
-
-    @property
-    def __name__(self) -> str:
-        return f"limit of {self.num_epochs} epochs"
-
-    def __call__(self, workspace: Workspace) -> bool:
-        return workspace.epoch >= self.num_epochs
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    name: str
-
-    def __call__(self, workspace: Workspace) -> bool:
-        return bool(workspace[self.name])
+    is_over.__name__ = f"limit of {most} epochs"
+    job.add_stop_condition(is_over)

@@ -37,7 +37,6 @@ from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 from holdfast.save.arguments import check_liveness
-from holdfast.save.handle import SaveHandle
 
 _MOST_BYTES: Final = 1 << 16
 """An output that is longer stays where it is."""
@@ -265,18 +264,13 @@ class _Interrupter:
             self._armed = False
 
 
-class _WorkerParts:
-    """The parts of the nodes, each in a process that makes the same calls as this one; see `NodeParts`."""
+class _TorchrunNodeStore(WorkerNodeStore):
+    """Each part is in a process that makes the same calls as this one."""
 
     def __init__(self, own: NodePart, nodes: Sequence[str], gathering: _Gathering) -> None:
         self._own = own
         self._nodes = nodes
         self._gathering = gathering
-
-    @property
-    def handle(self) -> SaveHandle | None:
-        """This worker's part of the save that was begun last."""
-        return self._own.handle
 
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
         """**Collective.** **Blocks.** Calls a method of this worker's part, and hears how it ended on the others."""
@@ -285,6 +279,7 @@ class _WorkerParts:
             return {}
         with self._gathering.together():
             outcome: NodeOutcome | None = getattr(self._own, method)(*arguments)
+            self.handle = self._own.handle
             if outcome is None:
                 return {}  # The managers of all workers have agreed on it among themselves.
             self._gathering.begin()
@@ -437,7 +432,7 @@ class TorchrunSession(Session):
                 options=options,
                 liveness_seconds=self._liveness_seconds,
             )
-        return WorkerNodeStore(_WorkerParts(part, self.nodes, self._gathering))
+        return _TorchrunNodeStore(part, self.nodes, self._gathering)
 
     def close(self) -> None:
         """**Blocks** for moments. Ends the session; its workspaces are gone. Harmless twice."""

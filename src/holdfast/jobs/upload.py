@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from holdfast.catalog import read_catalog
@@ -59,28 +58,17 @@ class UploadTo(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
         """One task, which copies."""
         group = TaskGroup("upload")
-        source = _make_portable(checkpoint_manager.storage)
-        node = self._node or checkpoint_manager.nodes[0]
-        group.add(_Upload(source, _make_portable(self._destination), epoch), on=node, name="upload")
+        # Locations can be sent to another process; a storage that has none stays in this one.
+        here, there = (find_location(one) or one for one in (checkpoint_manager.storage, self._destination))
+
+        def upload(workspace: Workspace) -> str:
+            source, destination = open_storage(here), open_storage(there)
+            name = read_catalog(source).find(epoch)
+            copy_step(source, destination, name)
+            return f"{destination.url}/{name.directory}"
+
+        group.add(upload, on=self._node or checkpoint_manager.nodes[0])
         return group
-
-
-@dataclass(frozen=True, slots=True)
-class _Upload:
-    source: str | Storage
-    destination: str | Storage
-    epoch: int
-
-    def __call__(self, workspace: Workspace) -> str:
-        source, destination = open_storage(self.source), open_storage(self.destination)
-        name = read_catalog(source).find(self.epoch)
-        copy_step(source, destination, name)
-        return f"{destination.url}/{name.directory}"
-
-
-def _make_portable(storage: Storage) -> str | Storage:
-    """**Pure.** What can be sent to another process, for a directory; the storage itself if it is none."""
-    return find_location(storage) or storage
 
 
 def copy_step(source: Storage, destination: Storage, name: StepName) -> None:

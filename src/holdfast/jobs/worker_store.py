@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -161,48 +162,39 @@ class NodePart:
             self._seconds[event.step] = self._seconds.get(event.step, 0.0) + event.background_seconds
 
 
-class NodeParts(Protocol):
-    """The `NodePart`s of all nodes, as the process that drives them reaches them."""
+class WorkerNodeStore(ABC):
+    """A `NodeStore` of which each node has a part, a `NodePart`, in a process of its own."""
 
-    @property
-    def handle(self) -> SaveHandle | None:
-        """This process's own part of the save that was begun last; None if it has none."""
-        ...
+    handle: SaveHandle | None = None
+    """This process's own part of the save that was begun last; None if it has none."""
 
+    @abstractmethod
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
-        """**Blocks.** Calls a method of the parts of all nodes.
+        """**Blocks.** Calls a method of the parts of all nodes; `what` says in words what it is about, alike in each.
 
         Gives how it ended on each node, the first node first; nothing where the parts end alike by themselves.
         """
-        ...
-
-
-class WorkerNodeStore:
-    """A `NodeStore` of which each node has a part in a process of its own."""
-
-    def __init__(self, parts: NodeParts) -> None:
-        self._parts = parts
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
         """Has all nodes copy their state and returns; see `NodeStore`."""
-        check_outcomes(self._parts.call("save", f"the begin of the save of epoch {epoch}", epoch, dict(metadata)))
-        return Saving(lambda: self._wait(epoch), self._parts.handle)
+        check_outcomes(self.call("save", f"the begin of the save of epoch {epoch}", epoch, dict(metadata)))
+        return Saving(lambda: self._wait(epoch), self.handle)
 
     def load(self, order: LoadOrder) -> NodeDurations:
         """**Blocks.** Has nodes load their state; see `NodeStore`."""
-        return check_outcomes(self._parts.call("load", f"the load of epoch {order.name.step}", order))
+        return check_outcomes(self.call("load", f"the load of epoch {order.name.step}", order))
 
     def go_on_from(self, epoch: int) -> None:
         """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
-        check_outcomes(self._parts.call("go_on_from", f"going on from epoch {epoch}", epoch))
+        check_outcomes(self.call("go_on_from", f"going on from epoch {epoch}", epoch))
 
     def close(self) -> None:
         """**Blocks.** Ends the parts of the nodes that live; harmless twice."""
-        check_outcomes(self._parts.call("close", "the end of a run"))
+        check_outcomes(self.call("close", "the end of a run"))
 
     def _wait(self, epoch: int) -> NodeDurations:
         """Waits until a save is committed for all nodes; what the first one met with counts for all."""
-        return _check_save(epoch, self._parts.call("wait", f"the save of epoch {epoch}"))
+        return _check_save(epoch, self.call("wait", f"the save of epoch {epoch}"))
 
 
 def check_outcomes(outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:

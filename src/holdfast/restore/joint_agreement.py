@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from holdfast.catalog import is_committed
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.cluster.polling import FILES, poll
-from holdfast.cluster.visibility import ELSEWHERE_HINT, find_patience
+from holdfast.cluster.polling import ELSEWHERE_HINT, FILES, find_patience, poll
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES

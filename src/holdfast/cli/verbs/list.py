@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -80,22 +79,16 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
 
 def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> None:
     shown = survey.found if show_all else tuple(survey.of(State.LIVING))
-    if not screen.is_terminal:
-        sheet = plain_sheet(survey, shown)
-        screen.table(sheet.titles, sheet.rows, figures=sheet.figures)
-        return _remark(survey, show_all)
-    now = time.time()
-    opening = survey.opening
-    by = ""
-    if opening is not None:
-        age = age_text(now - opening.opened_at_unix_seconds)
-        by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
-    screen.say((target.location, STRONG), (by, FAINT))
-    sheet = terminal_sheet(survey, shown, width=screen.width, now_unix_seconds=now)
-    screen.table(sheet.titles, sheet.rows, figures=sheet.figures)
-    if sheet.metrics_left_out:
-        screen.say((f"no room for {', '.join(sheet.metrics_left_out)}", FAINT))
-    return _remark(survey, show_all)
+    if screen.is_terminal:
+        by, opening = "", survey.opening
+        if opening is not None:
+            age = age_text(time.time() - opening.opened_at_unix_seconds)
+            by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
+        screen.say((target.location, STRONG), (by, FAINT))
+        _show_page(survey, shown, screen)
+    else:
+        _show_plain(survey, shown, screen)
+    _remark(survey, show_all)
 
 
 def _remark(survey: Survey, show_all: bool) -> None:
@@ -171,18 +164,8 @@ _STATE_MARKS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table that can be shown."""
-
-    titles: list[str]
-    rows: list[list[Words]]
-    figures: set[str]
-    metrics_left_out: tuple[str, ...] = ()
-
-
-def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
-    """**Pure.** The table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
+def _show_plain(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
+    """Writes the table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
     extremes = find_extremes(survey.of(State.LIVING))
     titles = ["STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS"]
     metric_titles = [_unspaced(metric) for metric in extremes]
@@ -212,11 +195,12 @@ def plain_sheet(survey: Survey, shown: Sequence[Found]) -> Sheet:
             ]
         )
     figures = {"STEP", "GENERATION", "BYTES", "WORKERS", *metric_titles}
-    return Sheet([*titles, *metric_titles], rows, figures)
+    screen.table([*titles, *metric_titles], rows, figures=figures)
 
 
-def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_unix_seconds: float) -> Sheet:
-    """The table for a person. Metrics that do not fit on a line are left out."""
+def _show_page(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
+    """Writes the table for a person, without the metrics that do not fit on a line, which are named below it."""
+    now = time.time()
     with_generation = len({one.name.generation for one in shown if one.name}) > 1
     with_references = any(one.refers_to for one in shown)
     titles = ["step", *(["gen"] if with_generation else []), "committed", "size"]
@@ -226,29 +210,30 @@ def terminal_sheet(survey: Survey, shown: Sequence[Found], *, width: int, now_un
         style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
         row: list[Words] = [(str(one.name.step) if one.name else "-", style)]
         row += [(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
-        row += [_when(one, now_unix_seconds), size_text(one.size_bytes)]
+        row += [_when(one, now), size_text(one.size_bytes)]
         row += [(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
         row.append((str(one.manifest.world_size) if one.manifest else "-", FAINT))
         rows.append(row)
     extremes = find_extremes(survey.of(State.LIVING))
     used = _MARKS_WIDTH + sum(_widest([title, *(row[place] for row in rows)]) for place, title in enumerate(titles))
     figures = set(titles) - {"committed"}
-    for place, (metric, (lowest, highest)) in enumerate(extremes.items()):
+    left_out = list(extremes)
+    for metric, (lowest, highest) in extremes.items():
         cells = [_metric_cell(one, metric, lowest, highest) for one in shown]
         metric_width = max(terminal_width(metric), *(terminal_width(text) for text, _, _ in cells))
         used += metric_width + 2 * _GAP
-        if used > width:
-            left_out = tuple(extremes)[place:]
+        if used > screen.width:
             break
+        left_out.remove(metric)
         # A mark stands on the right of its figure, so figures and title are aligned here.
         titles.append(" " * (metric_width - terminal_width(metric)) + metric)
         for row, (text, mark, style) in zip(rows, cells, strict=True):
             row.append((f"{text:>{metric_width}} {mark}", style))
-    else:
-        left_out = ()
     for row, one in zip(rows, shown, strict=True):
         row.append(_mark(survey, one))
-    return Sheet([*titles, ""], rows, figures, left_out)
+    screen.table([*titles, ""], rows, figures=figures)
+    if left_out:
+        screen.say((f"no room for {', '.join(left_out)}", FAINT))
 
 
 def _when(one: Found, now_unix_seconds: float) -> str:

@@ -133,7 +133,7 @@ class RaySession(Session):
 
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
         """What saves and restores the workspaces: each node its own, in one commit."""
-        return WorkerNodeStore(_ActorParts(self, nodes, options))
+        return _RayNodeStore(self, nodes, options)
 
     def try_replace(self, lost: NodeLostError) -> bool:
         """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
@@ -271,14 +271,8 @@ class RaySession(Session):
         raise error
 
 
-class _ActorParts:
-    """The parts of the nodes, which are with their actors; see `NodeParts`.
-
-    Attributes:
-        handle: This process has no part of its own.
-    """
-
-    handle = None
+class _RayNodeStore(WorkerNodeStore):
+    """The parts are with the nodes' actors; this process has none of its own."""
 
     def __init__(self, session: RaySession, nodes: Sequence[str], options: NodeStoreOptions) -> None:
         """**Blocks.** Has the actors join each other, and make their managers.

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from holdfast.concurrency import start_thread
-from holdfast.preemption.consensus.collectives import find_collectives
+from holdfast.preemption.consensus.abort import find_collectives
 from holdfast.save.drain import drain_all
 from holdfast.save.say import say
 

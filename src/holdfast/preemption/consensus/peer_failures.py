@@ -25,8 +25,7 @@ from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Event, Failed
-from holdfast.preemption.consensus.abort import StuckThreadAborter
-from holdfast.preemption.consensus.collectives import count_begun, find_library_call
+from holdfast.preemption.consensus.abort import StuckThreadAborter, count_begun, find_library_call
 from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
 from holdfast.preemption.consensus.single import FailureReport
 

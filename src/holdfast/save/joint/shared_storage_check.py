@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from holdfast.cluster.peers import Failure, make_sendable
-from holdfast.cluster.visibility import ELSEWHERE_HINT, find_patience, look_again
+from holdfast.cluster.polling import ELSEWHERE_HINT, find_patience, look_again
 from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.digests import digest
 from holdfast.format.generation import MAX_GENERATION_BYTES
