@@ -107,7 +107,7 @@ IMPORT_BY_NAME = {
     "cli/main.py",
     "cluster/discover.py",
     "preemption/__init__.py",
-    "preemption/consensus/collectives.py",
+    "preemption/consensus/abort.py",
     "save/copy/plan.py",
     "state/match/compare.py",
     "state/registry.py",

@@ -29,10 +29,10 @@ monotonic clock; until it was waited for its end."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """How a meeting ended: for all that learn of it, alike.
+    """How a meeting ended, the same for all that learn of it.
 
     Attributes:
-        absent: Who did not come; empty if all did.
+        absent: The workers that did not come.
         pieces: In how many pieces the answer lies in the store.
         are_dead: Whether those who did not come are known to be dead, or to have left.
     """
@@ -106,11 +106,7 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
     """**Blocks** for a moment, if this is the leader: until the others have read how the newest meeting has ended.
 
     The store may lie in the leader's process. Where that ends at once, they would not learn of it any more. Of a
-    meeting that ended some seconds ago, all have had the time to learn.
-
-    Args:
-        cluster: The workers.
-        lost: Gives who will not read it.
+    meeting that ended some seconds ago, all have had the time to learn. `lost` gives the workers that will not read it.
     """
     if cluster.rank != LEADER:
         return
@@ -142,7 +138,7 @@ def wait_counted(
     Args:
         cluster: The workers.
         key: Their counter.
-        lost: Gives who will not read.
+        lost: Gives the workers that will not read.
         end_at: Until when to wait, by the monotonic clock. It waits no longer either if the store does not answer.
         is_over: True to end the wait in any case.
 
@@ -179,7 +175,6 @@ class _Meeting:
         self._purpose = purpose
 
     def lead(self, record: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """The leader's part."""
         cluster = self._cluster
         records = [record]
         for rank in range(1, cluster.world_size):
@@ -202,7 +197,6 @@ class _Meeting:
         return answer
 
     def follow(self) -> bytes:
-        """The part of the others."""
         cluster = self._cluster
         try:
             outcome = msgspec.json.decode(self._wait("outcome", (LEADER,)), type=_Outcome)
@@ -281,14 +275,7 @@ class _Meeting:
 
 
 def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str, *, hint: str = "") -> AbsentError:
-    """The error that names workers and where they run.
-
-    Args:
-        cluster: The workers.
-        ranks: Who is missing.
-        what: What they have not done, as the end of a sentence.
-        hint: What to do about it; empty for what is to be done as a rule.
-    """
+    """The error that names workers, where they run, and as the end of a sentence, `what` they have not done."""
     # Of very many it is enough to know where some were.
     nodes = tuple(cluster.node_of(rank) if place < _NAMED_NODES else "" for place, rank in enumerate(ranks))
     places = ", ".join(sorted({node for node in nodes if node}))

@@ -49,12 +49,7 @@ class ConnectionPool:
     """
 
     def __init__(self, connect: Connect, host: str) -> None:
-        """Starts nothing yet.
-
-        Args:
-            connect: Makes a connection; called in the thread that then uses it.
-            host: Where the store lies, in words.
-        """
+        """Starts nothing yet. A thread calls `connect` for itself; `host` says in words where the store lies."""
         self._connect = connect
         self._hint = f"The store lies in {host}: is that still alive, and can this node reach it?"
         # Guards the lists of threads, and whether the pool is closed.
@@ -72,12 +67,9 @@ class ConnectionPool:
                 self._idle.append(self._start())
 
     def call(self, work: Callable[[EngineStore], _T], timeout_seconds: float, what: str) -> _T:
-        """**Blocks.** Makes a call and returns its result.
+        """**Blocks.** Makes a call, of which `what` speaks in errors, and returns its result.
 
-        Args:
-            work: What to do with a connection.
-            timeout_seconds: The deadline, with the time that a new connection takes.
-            what: What is done, for the error.
+        The deadline is that of the call, with the time that a new connection takes.
 
         Raises:
             ClusterError: If the store does not answer in time, or answers with an error.
@@ -110,18 +102,10 @@ class ConnectionPool:
         """**Blocks.** The value of a key once it holds one, or None if it holds none within that time.
 
         Engines have waits of their own, which hold a connection, say so in the log when they run out, and cannot be
-        called off. So the store is asked again and again.
-
-        Args:
-            key: The key.
-            timeout_seconds: The deadline.
-            what: What is done, for the error.
-            backoff: The pauses between two looks.
-            begun_at: As for `poll`.
+        called off. So the store is asked again and again. One that is cut off is found out in the middle of a wait.
 
         Raises:
-            ClusterError: As `call`. A store that is cut off is found out in the middle of a long wait.
-            ClosedError: As `call`.
+            ClusterError, ClosedError: As `call`.
         """
         work = partial(_try_get, key)
         end_at = time.monotonic() + timeout_seconds
@@ -172,8 +156,6 @@ class ConnectionPool:
 
 
 class _Task:
-    """One call, and what becomes of it."""
-
     def __init__(self, work: Callable[[EngineStore], Any], timeout_seconds: float) -> None:
         self.work = work
         self.timeout_seconds = timeout_seconds

@@ -41,13 +41,7 @@ _START_FIELD: Final = 19
 
 
 class _Missed(msgspec.Struct, frozen=True):
-    """Who is not there: as the leader tells the others.
-
-    Attributes:
-        lost: Who has not been heard of for too long, or has died.
-        gone: Who has said goodbye.
-        died: Those of the lost whose process has ended.
-    """
+    """Who is not there, as the leader tells the others; those who died are lost, too."""
 
     lost: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
@@ -79,11 +73,11 @@ class Heartbeat:
         Args:
             cluster: The workers.
             interval_seconds: How long to wait between two signs.
-            timeout_seconds: How long after its last sign everybody takes a worker for lost, at the latest. One that has
-                not given any sign yet has four times as long.
+            timeout_seconds: How long after its last sign all take a worker for lost, at the latest. One that has not
+                given any sign yet has four times as long.
             name: What its keys begin with; the same on all workers, and of this heartbeat alone.
-            hear_of_leader: Called in the thread when the leader has said goodbye, before anybody here is told so; again
-                if it raises `HoldfastError`.
+            hear_of_leader: Called in the thread when the leader has said goodbye, before this worker knows it; again if
+                it raises `HoldfastError`.
 
         Raises:
             UsageError: If the times do not fit each other.
@@ -143,10 +137,7 @@ class Heartbeat:
         )
 
     def check(self, ranks: Collection[int] | None = None) -> None:
-        """Makes sure that workers are there, as far as is known; returns at once.
-
-        Args:
-            ranks: Which workers; None for all.
+        """Returns at once if these workers, or all, are there as far as is known.
 
         Raises:
             AbsentError: If one is lost, or has left; it names them.
@@ -286,13 +277,7 @@ class Heartbeat:
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A worker's process, told from a later one of the same number.
-
-    Attributes:
-        rank: The worker.
-        number: The number of the process, in its PID namespace.
-        started: When it was started, in clock ticks since the system was.
-    """
+    """A worker's process, told from a later one of the same number by when it was started, in clock ticks."""
 
     rank: int
     number: int
@@ -307,12 +292,6 @@ class Neighbours:
     """
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        """Asks nothing yet.
-
-        Args:
-            cluster: The workers.
-            name: What the keys begin with; the same on all workers.
-        """
         self._cluster = cluster
         self._place = ""
         if (machine := find_machine()) and (started := find_start(os.getpid())) is not None:
@@ -379,11 +358,7 @@ class Neighbours:
 
 
 def find_machine() -> str:
-    """Names this start of the system and its PID namespace, within which a number is that of one process.
-
-    Returns:
-        Words that may be part of a key; empty if that cannot be found out, or processes cannot be watched.
-    """
+    """Names this start of the system and its PID namespace, for a key; empty if processes cannot be watched."""
     try:
         # A container may see the `/proc` of another namespace.
         if int(Path("/proc/self").readlink().name) != os.getpid():

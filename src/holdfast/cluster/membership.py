@@ -33,7 +33,7 @@ _HINT: Final = (
 
 
 class _Joined(msgspec.Struct, frozen=True):
-    """What a worker puts down."""
+    """What a worker writes."""
 
     nonce: str
     node: str
@@ -46,16 +46,6 @@ class Joining:
     def __init__(
         self, pool: ConnectionPool, prefix: str, rank: int, world_size: int, node: str, timeout_seconds: float
     ) -> None:
-        """Does nothing yet.
-
-        Args:
-            pool: The way to the store.
-            prefix: What all keys of the job begin with.
-            rank: This worker.
-            world_size: How many there are.
-            node: Where this one runs.
-            timeout_seconds: How long to wait for the others.
-        """
         self._pool = pool
         self._prefix = prefix
         self._rank = rank

@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from traceback import format_exception
 from typing import Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.cluster.barrier import LEADER, READ_SECONDS, gather_decide_broadcast, wait_counted, wait_read
 from holdfast.cluster.failure_detector import Heartbeat
@@ -32,6 +34,8 @@ _WARN_SECONDS: Final = 60.0
 _TEXT_CHARACTERS: Final = 4000
 """How much of an error is told: enough for people, and no more than a store holds."""
 
+_TRACEBACK_CHARACTERS: Final = 16_000
+
 _ABSENT: Final = AbsentError.__name__
 
 _numbers: dict[tuple[str, int, str], int] = {}
@@ -42,10 +46,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker tells the others of its failure, or of that of another.
 
     Attributes:
-        rank: Which worker has failed.
         kind: The name of the error's type.
-        text: What the error says.
-        hint: What to do about it.
         traceback: Where it was raised, as Python prints it; empty if that does not matter.
         step: How many steps that worker had completed; None if that is not known.
     """
@@ -80,12 +81,6 @@ class Namespace:
     """
 
     def __init__(self, cluster: Cluster, prefix: str) -> None:
-        """Asks nothing yet.
-
-        Args:
-            cluster: The workers.
-            prefix: What all keys begin with.
-        """
         self._cluster = cluster
         self._prefix = prefix
 
@@ -130,13 +125,6 @@ class FailureFeed:
     """
 
     def __init__(self, cluster: Cluster, prefix: str, liveness_seconds: float) -> None:
-        """Begins to give signs of life.
-
-        Args:
-            cluster: The workers.
-            prefix: What all keys begin with.
-            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        """
         self._cluster = cluster
         self._prefix = prefix
         self._is_explained = False
@@ -175,15 +163,7 @@ class FailureFeed:
         return self._leader_failure
 
     def check(self, ranks: Collection[int] | None = None) -> None:
-        """Makes sure that workers are there, as far as is known; returns at once.
-
-        Args:
-            ranks: Which workers; None for all.
-
-        Raises:
-            AbsentError: If one is lost, or has left; it names them.
-            ClusterError: If the store does not answer any more.
-        """
+        """As `Heartbeat.check`."""
         self._heartbeat.check(ranks)
 
     def find_missed(self, ranks: Collection[int]) -> Failure | None:
@@ -223,13 +203,15 @@ class FailureFeed:
         what = next(known, "died, or cannot be reached")
         return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
 
-    def describe(self, error: BaseException) -> Failure:
+    def describe(self, error: BaseException, *, traced: bool = False) -> Failure:
         """What to tell the others of an error of this worker, or of one that it has heard of."""
         if isinstance(error, PeerError):
             return Failure(error.rank, error.kind, error.text, error.hint, error.traceback)
-        text = error.message if isinstance(error, HoldfastError) else str(error)
+        text = error.message if isinstance(error, HoldfastError) else _try_text(lambda: str(error))
         hint = error.hint if isinstance(error, HoldfastError) else ""
-        return Failure.of(self._cluster.rank, type(error).__name__, text, hint)
+        trace = _try_text(lambda: "".join(format_exception(error))) if traced else ""
+        failure = Failure.of(self._cluster.rank, type(error).__name__, text, hint)
+        return replace(failure, traceback=make_sendable(trace)[-_TRACEBACK_CHARACTERS:])
 
     def make_error(self, failure: Failure) -> PeerError:
         """The error that this worker raises because of another's failure."""
@@ -302,14 +284,7 @@ class Peers:
     def __init__(
         self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float, name: str = "peers"
     ) -> None:
-        """Begins to give signs of life.
-
-        Args:
-            cluster: The workers.
-            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-            timeout_seconds: The deadline of each wait for workers that live.
-            name: What all keys begin with.
-        """
+        """Begins to give signs of life. `name` is what all keys begin with."""
         self.cluster = cluster
         self.rank = cluster.rank
         self.world_size = cluster.world_size
@@ -360,11 +335,7 @@ class Peers:
     ) -> bytes:
         """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.barrier`.
 
-        Args:
-            record: What this worker brings.
-            decide: Makes the answer.
-            purpose: What it is about, for the error: `the restore`, say.
-            timeout_seconds: The deadline, where it is not that of each wait.
+        `purpose` names the meeting in errors: `the restore`, say.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
@@ -490,6 +461,13 @@ class Peers:
             if self.failures.leader_failure is None:
                 raise
             raise self.failures.make_error(self.failures.leader_failure) from error
+
+
+def _try_text(make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except Exception:  # noqa: BLE001  An error of the user's may be of a kind that cannot even say what it is.
+        return ""
 
 
 _LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."

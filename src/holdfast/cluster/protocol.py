@@ -32,33 +32,26 @@ _KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 @runtime_checkable
 class Cluster(Protocol):
-    """The workers of one job.
-
-    Attributes:
-        rank: This worker's number, from 0. Rank 0 is the leader.
-        world_size: How many workers there are.
-        node: Where this worker runs: equal for workers on one machine.
-        incarnation: Names this start of the job: equal on all its workers, different after a restart of them.
-    """
+    """The workers of one job."""
 
     @property
     def rank(self) -> int:
-        """See the class."""
+        """This worker's number, from 0. Rank 0 is the leader."""
         ...
 
     @property
     def world_size(self) -> int:
-        """See the class."""
+        """How many workers there are."""
         ...
 
     @property
     def node(self) -> str:
-        """See the class."""
+        """Where this worker runs: equal for workers on one machine."""
         ...
 
     @property
     def incarnation(self) -> str:
-        """See the class."""
+        """Names this start of the job: equal on all its workers, different after a restart of them."""
         ...
 
     def node_of(self, rank: int) -> str:

@@ -37,14 +37,7 @@ class JoinedCluster:
     ) -> None:
         """**Collective.** **Blocks.** Waits until all workers have come this far.
 
-        Args:
-            connect: Makes a connection to the store of the engine.
-            rank: This worker.
-            world_size: How many there are.
-            host: Where the store lies, in words: "the process of rank 0", say.
-            prefix: What all keys begin with.
-            node: Where this worker runs; empty for the name of the host.
-            timeout_seconds: How long to wait for the others.
+        `host` says in words where the store lies. Without a `node`, that is the name of the host.
 
         Raises:
             AbsentError: If workers are missing; it names them.

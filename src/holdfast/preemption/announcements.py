@@ -25,7 +25,7 @@ _MOST_SHOWN: Final = 3
 
 
 class Announced(Protocol):
-    """What is asked of a manager: `CheckpointManager` has it."""
+    """The part of `CheckpointManager` that is needed here."""
 
     begin_anew: bool
     checkpoint: Checkpoint
@@ -45,13 +45,6 @@ class Announcements:
     """Says on the leader where training begins and ends: in the log at level INFO, or on standard error without one."""
 
     def __init__(self, url: str, worker: Worker, *, quiet: bool) -> None:
-        """Says nothing yet.
-
-        Args:
-            url: Where the run lies.
-            worker: Which worker this is.
-            quiet: True to say nothing.
-        """
         self.place = name_place(url)
         self._worker = worker
         self._is_quiet = quiet or not worker.is_leader
@@ -75,10 +68,7 @@ class Announcements:
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
 
-        Args:
-            manager: What has saved it.
-            step: How many steps are complete.
-            total: How many there were to be; 0 if that is not known.
+        `step` steps are complete, of `total`; 0 if that is not known.
         """
         if self._is_quiet or self._began_at is None or not step:
             return
@@ -123,13 +113,7 @@ class Announcements:
                 self.say(f"{self.place}: training is over, and no backup of it was made")
 
     def describe(self, restored: Restoration, where: str, due: str = "") -> str:
-        """What was restored, in one line.
-
-        Args:
-            restored: What was restored.
-            where: Where training goes on.
-            due: When it is saved; empty if that is not known.
-        """
+        """What was restored, in one line: `where` training goes on, and when the next save is `due`, if known."""
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
@@ -151,12 +135,7 @@ class Announcements:
 
 
 def warn_never_entered(place: str, process: int) -> None:
-    """Says that a run was made and never entered, when it is collected or the program ends; not during an error.
-
-    Args:
-        place: Where the run lies.
-        process: The process that made it.
-    """
+    """Says that a run was made in this process and never entered, when it is collected or the program ends."""
     if os.getpid() == process and sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
         logger.warning(
             "%s: the run was made and never entered, so nothing was restored or saved: write `with resumable(...) as "
@@ -166,12 +145,7 @@ def warn_never_entered(place: str, process: int) -> None:
 
 
 def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _MOST_SHOWN) -> str:
-    """**Pure.** What was restored although the script says otherwise by now; empty if there is nothing.
-
-    Args:
-        changes: By path, what has changed.
-        most: How many are named.
-    """
+    """**Pure.** What was restored although the script says otherwise, `most` of it; empty if there is nothing."""
     if not changes:
         return ""
     shown = list(changes.items())[:most]

@@ -97,15 +97,6 @@ class FinalSave:
         keep: Callable[[int], SaveHandle | None],
         inbox: NoticeInbox,
     ) -> None:
-        """Takes note of how to leave.
-
-        Args:
-            manager: The manager.
-            config: What the user wants.
-            keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
-                is nothing that could be lost.
-            inbox: What was heard.
-        """
         self.mistake = self.missing = ""
         self.has_left = False
         self.arguments: tuple[Any, ...] = ()
@@ -123,8 +114,7 @@ class FinalSave:
     def save_early(self, step: int) -> SaveHandle | None:
         """Saves so many complete steps, to train on. A failure is reported, and does not end training.
 
-        Returns:
-            The save, if it can be waited for; None as well if it has failed.
+        Returns the save, if it has not failed and can be waited for.
         """
         company, save_fn = self._manager.company, self._config.save_fn
         come_to = 0 if company is None else company.saves
@@ -144,12 +134,7 @@ class FinalSave:
     def save_last(self, step: int, end_at: float | None) -> str:
         """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.
 
-        Args:
-            step: How many steps are complete.
-            end_at: When the process must be gone, by the monotonic clock; None if that is not known.
-
-        Returns:
-            What went wrong; an empty string if nothing did.
+        The process must be gone at `end_at`, by the monotonic clock. Returns what went wrong; empty if nothing did.
         """
         error = ""
         self.tried = []
@@ -266,13 +251,7 @@ class FinalSave:
     def check_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle]) -> str:
         """**Blocks** for a moment. What is still to be said of an error that was met with in saving a step.
 
-        Args:
-            step: The step; None if there is none.
-            error: Why it seems not to be saved; empty if it is.
-            saves: Those that may be of that step.
-
-        Returns:
-            The error; an empty string if the step is committed after all, for all workers.
+        That is nothing if the step is committed after all, for all workers. The arguments are those of `wait_decided`.
         """
         of_step = [saved for saved in saves if saved.step == step]
         # What was to be replaced is there in any case.
@@ -333,12 +312,9 @@ class FinalSave:
             raise
 
     def _exit(self, code: int, gone_at: float | None) -> NoReturn:
-        """Ends the program.
+        """Ends the program, with a deadline of `gone_at` for what the interpreter takes down at the end.
 
-        Args:
-            code: The exit code.
-            gone_at: When the process has to be gone, by the monotonic clock: what the interpreter takes down at the
-                end, such as process groups, may wait for a dead worker. None if that is not known.
+        Process groups, say, may wait there for a dead worker.
         """
         keep_exit_code()
         leaving = LeavingExit(code, gone_at)

@@ -99,12 +99,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> CombinedDemand:
-    """**Pure.** What several notices ask for together, and how much time is left.
+    """**Pure.** What several notices ask for together, and how much time is left at `now`, by the monotonic clock.
 
-    Args:
-        heard: The notices.
-        grace_period: What the user allows for training on; None for what the sources say.
-        now: By the monotonic clock.
+    `grace_period` is what the user allows for training on; None for what the sources say.
     """
     stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
     if not stopping:
@@ -174,16 +171,9 @@ def has_time_to_save(outlook: Outlook) -> bool:
 
 
 def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:
-    """**Pure.** What is to be told of a loop that was asked to leave and does not come to the end of its step.
+    """**Pure.** What to tell of a loop that was asked to leave and does not come to the end of its step, if anything.
 
-    Args:
-        heard: The notices.
-        left_seconds: The time until the process must be gone; None if that is not known.
-        passed_at: When it last came to the end of one.
-        now: By the same clock.
-
-    Returns:
-        The text; an empty string as long as there is nothing to be told.
+    It came to the end of one at `passed_at`, by the clock of `now`.
     """
     stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
     if not stopping:

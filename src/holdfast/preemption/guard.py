@@ -52,10 +52,8 @@ _OWN_FAILURE_SECONDS: Final = 2.0
 def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
     """The guard for a loop: one that agrees with those of the other workers, if there are any.
 
-    The arguments are those of `Guard`.
-
     Raises:
-        UsageError: If the first two are none.
+        UsageError: If `manager` or `config` is none.
     """
     if isinstance(manager, type) or not (hasattr(manager, "company") and hasattr(manager, "checkpoint")):
         raise UsageError(
@@ -106,7 +104,7 @@ class Guard:
             keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
                 is nothing that could be lost.
             consensus: Decides when to save and when to leave.
-            yields: Whether it leaves what is heard to the guard of another manager in the same thread, if there is one.
+            yields: True to leave what is heard to the guard of another manager in the same thread, if there is one.
         """
         self.inbox = NoticeInbox(config, manager.emit)
         self.leaving = self.is_tentative = self.is_beside_training = self.in_block = False
@@ -202,10 +200,8 @@ class Guard:
     def pause(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
         """The training thread takes no steps for a while, and leaves alone what it keeps.
 
-        Args:
-            step: How many steps are complete; None before that is known.
-            mark: Their state; None if it is saved, or nothing was trained.
-            saved: The save of that step, if one is under way or done.
+        So many steps are complete, if that is known. `mark` is their state, unless it is saved or nothing was trained;
+        `saved` is the save of that step, if one is under way or done.
         """
         if mark is None and saved is None:
             self._safe_step = step or 0
@@ -218,12 +214,7 @@ class Guard:
             self.inbox.ring()
 
     def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
-        """The training thread is between two steps: saves and leaves if it is time to.
-
-        Args:
-            step: How many steps are complete.
-            arguments: For `save_fn`.
-            options: For `save_fn`.
+        """The training thread is between two steps: saves and leaves if it is time to. `save_fn` gets the arguments.
 
         Raises:
             SystemExit: When it leaves.
@@ -237,11 +228,7 @@ class Guard:
             self._settle(step)
 
     def pass_last(self, step: int, *, is_over: bool = False) -> None:
-        """The training thread takes no further step for now: as `pass_boundary`.
-
-        Args:
-            step: How many steps are complete.
-            is_over: Whether it never will.
+        """The training thread takes no further step for now, or if `is_over` never: as `pass_boundary`.
 
         Raises:
             PeerError: If another worker's training has ended at another step; the others as `pass_boundary`.
@@ -269,9 +256,6 @@ class Guard:
 
     def pass_end(self, step: int) -> None:
         """**Blocks** for a moment. The last step is committed, and the loop is about to be left for good.
-
-        Args:
-            step: How many steps are complete.
 
         Raises:
             SystemExit: If this worker, or another one, was asked to leave before it had come so far.

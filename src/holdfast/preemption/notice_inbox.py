@@ -55,12 +55,6 @@ class NoticeInbox:
     """
 
     def __init__(self, config: TerminationConfig, emit: Callable[[Event], object]) -> None:
-        """Takes note of the sources; `open` begins.
-
-        Args:
-            config: What to listen to.
-            emit: Told of events.
-        """
         self.alarmed = False
         self.gave_up = False
         self.patient = False
@@ -249,11 +243,6 @@ class EarlyNotices:
     """
 
     def __init__(self, config: TerminationConfig) -> None:
-        """Takes note of what to listen to.
-
-        Args:
-            config: What the user wants.
-        """
         self._config = config
         self._sources: list[Signals] = []
         self._heard: list[Heard] = []
@@ -281,11 +270,7 @@ class EarlyNotices:
             self._leave(error)
 
     def hand_over(self, hear: Hear) -> None:
-        """Listens no more, and tells what it has heard.
-
-        Args:
-            hear: Whoever acts on it.
-        """
+        """Listens no more, and tells what it has heard."""
         self._close()
         heard, self._heard = self._heard, []
         for each in heard:

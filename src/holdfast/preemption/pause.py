@@ -55,8 +55,7 @@ class PausedState(msgspec.Struct):
     def save(self) -> str:
         """**Blocks** while the state is copied, unless it is saved already.
 
-        Returns:
-            What went wrong; an empty string if nothing did.
+        Returns what went wrong; an empty string if nothing did.
         """
         if self.mark is None or self.step is None or self._is_safe():
             return ""
@@ -77,14 +76,9 @@ class PausedState(msgspec.Struct):
         return ""
 
     def save_surely(self, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
-        """**Blocks.** Saves, and waits until that is committed.
+        """**Blocks.** Saves, and waits with `wait` until that is committed. Returns what went wrong, as `save` does.
 
-        Args:
-            wait: Waits for the save until a moment; it raises `HoldfastError` if that fails.
-            end_at: That moment, by the monotonic clock; None if nobody knows it.
-
-        Returns:
-            What went wrong; an empty string if nothing did.
+        The process must be gone at `end_at`, by the monotonic clock.
         """
         error = ""
         for _ in range(ATTEMPTS):

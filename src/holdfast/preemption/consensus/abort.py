@@ -1,4 +1,7 @@
-"""Brings the training thread back from what it is in, when another worker has failed and it may wait for that one."""
+"""Brings the training thread back from what it is in, when another worker has failed and it may wait for that one.
+
+Mostly that is a collective of a framework: how many were begun, and whether the thread is in one, is found out here.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from holdfast.concurrency import start_thread
-from holdfast.preemption.consensus.abort import find_collectives
 from holdfast.save.drain import drain_all
 from holdfast.save.say import say
 
@@ -38,6 +41,12 @@ _DRAIN_SECONDS: Final = 10.0
 _SIGNAL: Final = signal.SIGURG
 """It does nothing where it is not handled, and is hardly used."""
 
+_COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.collectives"}
+"""By framework; imported by name, and only where the framework is in use."""
+
+_LIBRARY: Final = f"{os.sep}torch{os.sep}"
+"""What the paths of the library's files have in common."""
+
 _FRAMES: Final = 3
 _MOST_CONTEXTS: Final = 100
 _EXIT_FAILED: Final = 1
@@ -54,7 +63,6 @@ class StuckThreadAborter:
     """
 
     def __init__(self) -> None:
-        """Does nothing yet; `open` is called in the training thread."""
         self.is_raised = False
         self._error: Exception | None = None
         self._thread = threading.get_ident()
@@ -63,7 +71,7 @@ class StuckThreadAborter:
         self._is_asked = False
         self._is_aborted = False
         self._thrown_at: float | None = None
-        self._loose_looks = 0
+        self._unhandled_looks = 0
         self._raised_at: list[float] = []
 
     def open(self) -> None:
@@ -84,12 +92,7 @@ class StuckThreadAborter:
                 signal.signal(_SIGNAL, self._before)
 
     def escalate(self, error: Exception, erred_at: float) -> None:
-        """Called again and again while the error has not come out of the training loop.
-
-        Args:
-            error: The error.
-            erred_at: When it was heard of, by the monotonic clock.
-        """
+        """Called again and again while the error, heard of at `erred_at`, has not come out of the training loop."""
         self._error = error
         now = time.monotonic()
         waited_seconds = now - erred_at
@@ -99,16 +102,16 @@ class StuckThreadAborter:
         if thrown_at is not None and self._is_handled(error):
             return
         # On its way from one frame to the next an error is not handled for a moment.
-        self._loose_looks += 1
+        self._unhandled_looks += 1
         if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS and self._has_handler:
             self._is_asked = True
             signal.pthread_kill(self._thread, _SIGNAL)
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True
             # It may hang as well.
-            for collectives in find_collectives():
+            for collectives in _find_collectives():
                 start_thread(collectives.abort, "holdfast-abort")
-        if waited_seconds >= _END_SECONDS and self._loose_looks >= _LOOKS:
+        if waited_seconds >= _END_SECONDS and self._unhandled_looks >= _LOOKS:
             self._end(error, "does not come back from what it is in" if thrown_at is None else "goes on all the same")
 
     def count_raise(self, error: Exception) -> None:
@@ -138,7 +141,6 @@ class StuckThreadAborter:
         return handled is error
 
     def _end(self, error: Exception, why: str) -> NoReturn:
-        """Ends the process, and says why."""
         frame = sys._current_frames().get(self._thread)
         where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -152,3 +154,28 @@ class StuckThreadAborter:
             # What all have written can still be committed.
             start_thread(drain_all, "holdfast-drain").wait(_DRAIN_SECONDS)
             os._exit(_EXIT_FAILED)
+
+
+def count_begun() -> int | None:
+    """How many collectives among all workers this process has begun; None if that is not known."""
+    counts = [count for each in _find_collectives() if (count := each.count_begun()) is not None]
+    return sum(counts) if counts else None
+
+
+def find_library_call(thread: int) -> list[tuple[int, CodeType, int]] | None:
+    """Where a thread is, if the innermost function that it is in is one of the library's: as long as it is, the same.
+
+    Each frame is named by its address, so as not to be kept, its code, and the instruction that it is at.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None or _LIBRARY not in frame.f_code.co_filename:
+        return None
+    places = []
+    while frame is not None:
+        places.append((id(frame), frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return places
+
+
+def _find_collectives() -> Iterator[ModuleType]:
+    return (import_module(module) for framework, module in _COLLECTIVES.items() if framework in sys.modules)

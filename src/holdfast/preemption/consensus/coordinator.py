@@ -65,13 +65,6 @@ class StopCoordinator:
     has_peers = True
 
     def __init__(self, peers: Peers, emit: Callable[[Event], object], url: str) -> None:
-        """Takes note of the others; `open` begins.
-
-        Args:
-            peers: The workers. Each makes as many of these, in the same order.
-            emit: Told of events.
-            url: Where the run lies.
-        """
         self.begun = 0
         self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
         self.objection = ""
@@ -104,7 +97,7 @@ class StopCoordinator:
         self._outcomes: dict[int, SaveOutcome] = {}
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
-        """See `SingleConsensus`, as for those that follow."""
+        """Begins, as `SingleConsensus` says."""
         self._hear, self._wake = hear, wake
         self._peers.set_end_of_job(lambda: to_spare(find_left()))
         self.failures.open()
@@ -440,13 +433,9 @@ class StopCoordinator:
 
 
 class ConsensusTimeout:
-    """How long one worker waits for the others to say at which step all can stop.
-
-    It belongs to the thread that waits, one at a time.
-    """
+    """How long one worker waits for the others to say at which step all can stop. One thread uses it at a time."""
 
     def __init__(self, peers: Peers, emit: Callable[[Event], object]) -> None:
-        """Begins with no wait."""
         self._peers = peers
         self._emit = emit
         self._waiting_since: float | None = None
@@ -459,7 +448,7 @@ class ConsensusTimeout:
             turn: What this worker is to do.
             left_seconds: The time that is left; None if that is not known.
             trouble: Why the others cannot be reached; empty if they can.
-            is_behind: Whether all stop at a step that this worker has not begun, and does not begin as it is paused.
+            is_behind: Whether all stop at a step that this worker, which is paused, has not begun.
         """
         if turn is Turn.STOP or (turn is Turn.GO and not is_behind):
             self._waiting_since, self._is_told = None, False
@@ -484,12 +473,7 @@ class ConsensusTimeout:
 
 
 def merge(outcomes: list[SaveOutcome], *, is_complete: bool) -> SaveOutcome:
-    """**Pure.** The result of a save on all workers.
-
-    Args:
-        outcomes: The results on some workers.
-        is_complete: Whether these are all.
-    """
+    """**Pure.** The result of a save on all workers, from those of some; `is_complete` if these are all."""
     by_hand = all(outcome.by_hand for outcome in outcomes)
     if any(outcome.is_proof for outcome in outcomes):
         return SaveOutcome("", by_hand, True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
@@ -20,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.cluster.barrier import READ_SECONDS, wait_counted
-from holdfast.cluster.peers import Failure, Namespace, Peers, make_sendable
+from holdfast.cluster.peers import Failure, Namespace, Peers
 from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
@@ -36,8 +35,6 @@ counted, and not the time: where this process stands still, it does not miss any
 
 _VAIN_SECONDS: Final = 2.0
 """How long a worker waits in a collective which one that has ended its training never began."""
-
-_TRACEBACK_CHARACTERS: Final = 16_000
 
 _STORE_HINT: Final = "Look whether the process that hosts the job's store still runs, and can be reached from here."
 _EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
@@ -68,7 +65,6 @@ class PeerFailures:
     """
 
     def __init__(self, peers: Peers, records: Namespace, emit: Callable[[Event], object], url: str) -> None:
-        """Knows of none yet; `url` is where the run lies."""
         self.certain = self.step = 0
         self.error: ClusterError | None = None
         self.done: set[int] = set()
@@ -106,7 +102,7 @@ class PeerFailures:
         self._aborter.close()
 
     def take_error(self) -> ClusterError | None:
-        """See `NoFailures`, as for those that follow."""
+        """The error, which is raised in the training loop now."""
         error = self.error
         if error is not None:
             self._aborter.is_raised = True
@@ -140,10 +136,7 @@ class PeerFailures:
         return FailureReport(cause, blamed, find_loss(blamed or error))
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. The failure of another worker that explains why nothing can be saved, if any.
-
-        Whether or not it was heard before.
-        """
+        """**Blocks** for a moment. The failure of another worker that explains why nothing can be saved, if any."""
         self._peers.mailbox.ask(self._look_for_failure)
         error = self.error
         if error is None or not is_cause(error):
@@ -177,7 +170,7 @@ class PeerFailures:
 
         Args:
             is_new: Whether something was written since the last look.
-            is_settling: Whether it is being settled where to stop, which takes note of the lost in its own way.
+            is_settling: Whether a stop step is being agreed on, which takes note of the lost in its own way.
 
         Returns:
             Whether there is an error that was not there before.
@@ -224,10 +217,6 @@ class PeerFailures:
         What a collective raises says only that some worker is not there. So it is held back until it is known which
         one, and that is told in its stead.
 
-        Args:
-            error: The error.
-            left_seconds: The time that is left; None if that is not known.
-
         Returns:
             The error of another worker from which this one results, as far as that can be known.
         """
@@ -239,7 +228,7 @@ class PeerFailures:
             # That was written down when it was heard, and the store may be gone with the worker that it is about.
             return cause
         begun_at = time.monotonic()
-        failure = replace(_describe(cause or error, self._peers), step=self.step)
+        failure = replace(self._peers.failures.describe(cause or error, traced=True), step=self.step)
 
         def write() -> Failure:
             first = self._records.post_once(failure, "failure")
@@ -271,7 +260,7 @@ class PeerFailures:
         if self._is_logged:
             return
         self._is_logged = True
-        failure = self._blamed or _describe(error, self._peers)
+        failure = self._blamed or self._peers.failures.describe(error)
         text = " ".join(self._peers.failures.make_error(failure).message.split())
         step = self.step if failure.step is None else failure.step
         self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
@@ -339,9 +328,7 @@ class PeerFailures:
     def _err(self, failure: Failure, since: float | None = None) -> None:
         """Takes note of a failure, and tells the others at once: all of them name the failure that comes first.
 
-        Args:
-            failure: What has failed.
-            since: Since when the training thread has been waiting in vain, by the monotonic clock; None if it has not.
+        `since` is when the training thread began to wait in vain, by the monotonic clock.
         """
         # What has ended here cannot fail any more, but for having ended too early for the others.
         if self.error is not None or (self._is_over and failure.rank != self._peers.rank):
@@ -355,25 +342,6 @@ class PeerFailures:
         error = self._peers.failures.make_error(failure)
         self._erred_at = since or time.monotonic()
         self._blamed, self.error = failure, error
-
-
-def _describe(error: BaseException, peers: Peers) -> Failure:
-    """What to tell the others of an error, whatever it is."""
-    if isinstance(error, PeerError):
-        return peers.failures.describe(error)
-    text = _try(lambda: error.message if isinstance(error, HoldfastError) else str(error), "")
-    hint = error.hint if isinstance(error, HoldfastError) else ""
-    trace = _try(lambda: "".join(traceback.format_exception(error)), "")
-    failure = Failure.of(peers.rank, type(error).__name__, text, hint)
-    return replace(failure, traceback=make_sendable(trace)[-_TRACEBACK_CHARACTERS:])
-
-
-def _try(make: Callable[[], str], instead: str) -> str:
-    """An error of the user's may be of a kind that cannot even say what it is."""
-    try:
-        return str(make())
-    except Exception:  # noqa: BLE001  See above.
-        return instead
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -20,7 +20,7 @@ class CallRecord(msgspec.Struct, frozen=True):
     """What all workers are to do, and why.
 
     Attributes:
-        rank: Who has called.
+        rank: The worker that calls.
         wanted: `Wanted`, as a number.
         demand: The demand of what was heard, as a number.
         text: What was heard.

@@ -23,13 +23,7 @@ _AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What a process can see of where it runs.
-
-    Attributes:
-        environment: Its variables.
-        dmi: What the machine's firmware says, by the name of the file that has it.
-        in_main_thread: Whether signals can be handled.
-    """
+    """What a process can see of where it runs; `dmi` is what the machine's firmware says, by file."""
 
     environment: Mapping[str, str]
     dmi: Mapping[str, str]

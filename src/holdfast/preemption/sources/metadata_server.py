@@ -22,13 +22,7 @@ _MAX_BODY_BYTES: Final = 1 << 20
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the server said.
-
-    Attributes:
-        status: The status of HTTP.
-        headers: By name in lower case.
-        body: The text.
-    """
+    """What the server said; `headers` by name in lower case."""
 
     status: int
     headers: Mapping[str, str]

@@ -17,7 +17,8 @@ _END_SECONDS: Final = 2.0
 class SourcePoller:
     """Opens sources, looks at those that have to be looked at, and closes them.
 
-    A source that raises is looked at again, ever more seldom, and warned of once. None takes another down.
+    A source that raises is looked at again, ever more seldom, and warned of once. None takes another down. Notices are
+    told on the thread on which they were heard; that may be within a signal handler.
     """
 
     def __init__(
@@ -28,14 +29,6 @@ class SourcePoller:
         *,
         pause_seconds: float = 1.0,
     ) -> None:
-        """Takes note of the sources.
-
-        Args:
-            sources: The sources.
-            hear: Told of each notice, on the thread on which it was heard; that may be within a signal handler.
-            emit: Told of events.
-            pause_seconds: How long a source that has raised is first left alone.
-        """
         self._sources = tuple(sources)
         self._hear = hear
         self._emit = emit
