@@ -23,7 +23,7 @@ from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, PartRecord, SaveId, WorkerProgress
 from holdfast.save.joint.run_writer import JointRunWriter
-from holdfast.save.records import Origin, Receipts, SaveOrder
+from holdfast.save.records import Origin, Receipts
 from holdfast.save.write.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
@@ -152,10 +152,9 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         place = SaveId(0, step, 1)
         store.calls = 0
         begun_at = time.perf_counter()
-        exchange = CommitProtocol(peers, WorkerProgress(step, place))
-        joint.begin(SaveOrder(step, {}, {}, Origin(), begun_at, exchange=exchange))
-        joint.open(Origin())
-        name = joint.name(step)
+        protocol = CommitProtocol(peers, WorkerProgress(step, place))
+        joint.begin(protocol)
+        name, _ = joint.open(Origin(), step)
         seconds = time.perf_counter() - begun_at
         storage.make_directory(name.directory)
         gathered_bytes, own = 0, None

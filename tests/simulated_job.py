@@ -14,7 +14,7 @@ from holdfast.restore.records import Restoration
 from holdfast.save.commit.publish import commit
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.records import Receipts
-from holdfast.save.write.writer import WholeWriting
+from holdfast.save.write.writer import WholeStepFiles
 from holdfast.state import capture_objects
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -25,7 +25,7 @@ def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, w
     pool = WorkerPool(1, "save")
     staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
     pool.run(staging.copies_now())
-    return WholeWriting(staging.snapshot, storage, name).finish(pool)
+    return WholeStepFiles(staging.snapshot, storage, name).finish(pool)
 
 
 def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName) -> Manifest:

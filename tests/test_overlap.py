@@ -200,7 +200,7 @@ def test_step_without_a_barrier_of_its_own_waits_for_the_copy() -> None:
     trainer.join(60)
     assert at_the_step.is_set()
     assert [step for step, _ in seen] == [7]
-    hold.end()
+    hold.close()
     assert len(job.optimizer._optimizer_step_pre_hooks) == 1
 
 
@@ -373,7 +373,7 @@ def test_nothing_is_certain_before_the_training_thread_comes_by(way: str, change
     call.end()
     hold.note_call()  # The thread is gone: so this one speaks for it, as at the end of the program.
     with pytest.raises(ChangedError) if changes else nullcontext():
-        hold.make_sure()
+        hold.wait_settled()
     assert hold.gives_up is changes
 
 
@@ -383,7 +383,7 @@ def test_a_wait_that_has_begun_before_the_copy_ended_makes_it_certain() -> None:
 
     def copy() -> None:
         hold.copy(lambda: hold.release([]))
-        hold.make_sure()
+        hold.wait_settled()
         may_go.open()
 
     copying = threading.Thread(target=copy)

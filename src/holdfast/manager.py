@@ -26,12 +26,11 @@ from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.arguments import check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
-from holdfast.save.handle import SaveHandle, SaveProgress
+from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
 from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Readiness, open_audience
-from holdfast.save.records import Origin, SaveOptions, SaveOrder
-from holdfast.save.request import SaveRequest
+from holdfast.save.records import Origin, SaveOptions
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
@@ -312,7 +311,7 @@ class CheckpointManager:
             # Whoever has begun since then is seen by the next save.
             sources = () if step is None else (restoration.name,)
             self._origin = Origin(restoration.name, restoration.seen_generation, sources)
-            self._saver.leave_line()
+            self._saver.begin_generation()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self.newest_asked = restoration.step
             self._saver.start_from(restoration.step)
@@ -328,7 +327,7 @@ class CheckpointManager:
             SaveFailedError: If a save failed and nobody has been told yet.
             DeadlineError: If it takes longer; the save goes on.
         """
-        self._saver.check_apart()
+        self._saver.check_reentry()
         self._settle(timeout_seconds)
         raise_newest(self._reports.take(last=False), None)
 
@@ -353,7 +352,7 @@ class CheckpointManager:
     def _close(self, timeout_seconds: float | None, *, has_ended_well: bool = False) -> None:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
-        self._saver.check_apart()
+        self._saver.check_reentry()
         while self.closing:
             self.closing.pop()()
         self._settle(timeout_seconds, self._reports.wait_closed)
@@ -374,11 +373,11 @@ class CheckpointManager:
             self.company.leave()
 
     def __repr__(self) -> str:
-        own, busy = self._saver.newest, self._in_flight
+        own, busy = self._saver.engine.newest, self._in_flight
         steps = [*tuple(self._living), *([] if own is None else [own.step])]
         notes = [f"newest step {max(steps)}" if steps else "nothing saved yet"]
-        if busy is not None and busy.order.step not in steps:
-            notes.append(f"step {busy.order.step} {busy.progress}")
+        if busy is not None and busy.step not in steps:
+            notes.append(f"step {busy.step} {busy.progress}")
         notes += ["closed"] if self._closed else []
         return f"<CheckpointManager of {self.url}: {', '.join(notes)}>"
 
@@ -411,50 +410,47 @@ class CheckpointManager:
         self._saver.caller = threading.get_ident()
         try:
             clean_metrics, clean_metadata = check_notes(metrics, metadata)
-            step = arguments.check_step(step)
-            exchange = None if self.company is None else self.company.begin(step)
-            origin = self._origin
-            order = SaveOrder(step, clean_metrics, clean_metadata, origin, asked_at, reason=reason, exchange=exchange)
-            request = self._make_request(order, replace=replace)
+            step, progress = arguments.check_step(step), SaveProgress()
+            protocol = try_cancel = None
+            if self.company is not None:
+                protocol = self.company.begin(step)
+                try_cancel = partial(self.company.try_cancel, protocol)
+            handle = SaveHandle(
+                step,
+                self.url,
+                progress,
+                self.timeout_seconds,
+                self._reports.mark_told,
+                self.worker,
+                replaces=replace,
+                barrier=self._saver.barrier,
+                try_cancel=try_cancel,
+            )
+            request = SaveRequest(
+                step, clean_metrics, clean_metadata, self._origin, asked_at, handle, progress, reason, protocol
+            )
             try:
                 return self._begin(request, captured)
             except BaseException as error:
-                if self.company is not None and exchange is not None and not request.goes_on:
-                    self.company.tell(exchange, error)
+                if self.company is not None and protocol is not None and not request.goes_on:
+                    self.company.tell(protocol, error)
                     # The others take this step for tried; what is due next must be the same here.
                     self._pace.saved(step)
                 raise
         finally:
             self._saver.caller = None
 
-    def _make_request(self, order: SaveOrder, *, replace: bool) -> SaveRequest:
-        progress = SaveProgress()
-        handle = SaveHandle(
-            order.step,
-            self.url,
-            progress,
-            self.timeout_seconds,
-            self._reports.mark_told,
-            self.worker,
-            replaces=replace,
-            hold=self._saver.hold,
-        )
-        if self.company is not None and order.exchange is not None:
-            handle.try_end_jointly = partial(self.company.try_end, order.exchange)
-        return SaveRequest(order, progress, handle)
-
     def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
-        order, handle, busy = request.order, request.handle, self._in_flight
-        step = order.step
+        step, handle, busy = request.step, request.handle, self._in_flight
         if self._options.when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
-            self._skip(request, f"the save of step {busy.order.step} is still in flight")
+            self._skip(request, f"the save of step {busy.step} is still in flight")
             return handle
         self._settle(None)
-        request.order = replace_fields(order, waited_seconds=time.monotonic() - order.asked_at)
+        request.waited_seconds = time.monotonic() - request.asked_at
         arguments.check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
         if text := self._kept_epoch.look(self.checkpoint.objects):
-            self._saver.emit_soon(Warned(text=text, step=step))
+            self._saver.engine.emit_soon(Warned(text=text, step=step))
         untold = self._reports.take(last=False)
         try:
             self._in_flight = request
@@ -474,17 +470,17 @@ class CheckpointManager:
 
     def _skip(self, request: SaveRequest, reason: str) -> None:
         """The save is left out, since the one before is still in flight."""
-        step = request.order.step
-        request.progress.mark_left_out(step, reason)
-        request.progress.mark_ended()
-        self._saver.emit_soon(Skipped(step=step, reason=reason))
-        if self.company is not None and request.order.exchange is not None:
-            self.company.leave_out(request.order.exchange, reason)
+        step = request.step
+        request.progress.leave_out(step, reason)
+        request.progress.ended.open()
+        self._saver.engine.emit_soon(Skipped(step=step, reason=reason))
+        if self.company is not None and request.protocol is not None:
+            self.company.leave_out(request.protocol, reason)
             self._pace.saved(step)
 
     def _check_usable(self) -> None:
         arguments.check_usable(self.url, self._process, is_closed=self._closed)
-        self._saver.check_apart()
+        self._saver.check_reentry()
 
     def _settle(
         self,
@@ -500,6 +496,6 @@ class CheckpointManager:
         wait(request.handle, timeout_seconds)
         with self._settling:
             if request.progress.is_committed and self._in_flight is request:
-                self._living.add(request.order.step)
+                self._living.add(request.step)
             if self._in_flight is request:  # A signal handler may have waited, and saved, since.
                 self._in_flight = None

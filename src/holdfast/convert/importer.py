@@ -40,7 +40,7 @@ from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
 from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.records import Origin
-from holdfast.save.write.writer import PIECE_BYTES, conclude
+from holdfast.save.write.writer import PIECE_BYTES, write_index
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.buffers import take_pages
 from holdfast.tracebacks import short_traceback
@@ -304,8 +304,7 @@ def _commit(
     line = RunWriter(storage, All(), reuse_space=False)
     root = local_directory(storage)
     is_new = root is not None and not root.exists()
-    line.open(Origin(seen_generation=read_catalog(storage).generation))
-    name = line.name(step)
+    name, _ = line.open(Origin(seen_generation=read_catalog(storage).generation), step)
     try:
         leaves = _write(storage, name, layout, arrays, watcher)
         _tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
@@ -323,7 +322,7 @@ def _commit(
             objects=objects,
             strides=tuple(_list_strides(arrays)),
         )
-        receipts = conclude(index, storage)
+        receipts = write_index(index, storage)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
         try:

@@ -27,7 +27,7 @@ from holdfast.save.drain import (
     is_interactive,
     leave_with_thread,
 )
-from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_limit
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_canceller, find_limit
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
 
@@ -231,7 +231,7 @@ class FinalSave:
             [saved for saved in saves if saved.step == step and not (saved.ended or saved.committed)] if error else []
         )
         for saved in late:
-            end = saved.try_end_jointly
+            end = find_canceller(saved)
             if end is not None:
                 if try_end(end, DeadlineError(f"the time that was left to the job was over: {error}")):
                     continue

@@ -40,22 +40,22 @@ class Drainable(Protocol):
 
 
 # By owner, the process that it lives in. Changed by the training thread and by saves; a single change needs no lock.
-_held: dict[Drainable, int] = {}
+_owners: dict[Drainable, int] = {}
 _drained_process = 0
 # The exit that the interpreter ends by, once it does; and one that was raised in another thread than the main one.
 _exit: LeavingExit | None = None
 _exit_of_thread: LeavingExit | None = None
 
 
-def hold(owner: Drainable) -> None:
+def register_drain(owner: Drainable) -> None:
     """**Thread-safe.** Makes the program wait for `owner` before it ends."""
-    _held[owner] = os.getpid()
+    _owners[owner] = os.getpid()
     _drain_children()
 
 
-def release(owner: Drainable) -> None:
-    """**Thread-safe.** Undoes `hold`; harmless twice."""
-    _held.pop(owner, None)
+def unregister_drain(owner: Drainable) -> None:
+    """**Thread-safe.** Undoes `register_drain`; harmless twice."""
+    _owners.pop(owner, None)
 
 
 def _drain_children() -> None:
@@ -73,7 +73,7 @@ def _drain_children() -> None:
 def drain_all() -> None:
     """**Blocks.** Waits for what this process has in flight; ends it if a failure was not told of to anybody."""
     # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
-    owners = [owner for owner, process in list(_held.items()) if process == os.getpid()]
+    owners = [owner for owner, process in list(_owners.items()) if process == os.getpid()]
     try:
         failures = [failure for owner in owners for failure in owner.drain()]
     except KeyboardInterrupt as interrupt:

@@ -12,23 +12,44 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
+from holdfast.catalog import describe_lost
 from holdfast.concurrency import Latch
-from holdfast.errors import ChangedError, HoldfastError, NotFoundError, OutOfMemoryError, SaveFailedError
-from holdfast.events import Committed, Event, Failed, GenerationOpened, Held, Sink, Skipped, Staged, Warned, Written
+from holdfast.errors import (
+    ChangedError,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    OutOfMemoryError,
+    SaveFailedError,
+    StorageError,
+)
+from holdfast.events import (
+    Committed,
+    Event,
+    Failed,
+    GenerationOpened,
+    Held,
+    Retained,
+    Sink,
+    Skipped,
+    Staged,
+    Warned,
+    Written,
+)
 from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
-from holdfast.save.commit.retention import Cleaner
-from holdfast.save.commit.run_writer import Writer, Writing, make_debris_warning
+from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
 from holdfast.save.copy.image import HostBuffer, Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.failures import PendingFailures
+from holdfast.save.handle import SaveRequest
 from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts, SaveOptions
-from holdfast.save.request import SaveRequest
 from holdfast.storage.worker_pool import Round, WorkerPool
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -41,8 +62,9 @@ class Engine:
     The public methods belong to the training thread, all else to the thread that the first save starts.
 
     Attributes:
-        hold: Holds up the steps of optimizers, or None.
+        barrier: Holds up the steps of optimizers, or None.
         newest: The newest checkpoint that was committed here, or None.
+        serving: The thread that makes a save and tells sinks of it, while it does.
         durable_seconds: How long that took from the end of the copy, or None.
         blocked_seconds: For how long it held training up, or None.
         protected_since_at: From when on training is lost if the save in flight is.
@@ -50,11 +72,11 @@ class Engine:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: CheckpointWriter,
         worker: Worker,
         url: str,
         options: SaveOptions,
-        reports: PendingFailures,
+        failures: PendingFailures,
         emit: Sink,
         check_caller: Callable[[], None],
     ) -> None:
@@ -65,24 +87,22 @@ class Engine:
             worker: Which worker this is.
             url: Where the run lies.
             options: How to save.
-            reports: Keeps the failures.
+            failures: Keeps the failures.
             emit: Told of what happens.
             check_caller: As for `OptimizerStepBarrier`.
         """
         self._writer = writer
         self._worker = worker
         self._url = url
-        self._reports = reports
+        self._failures = failures
         self._emit = emit
         self._thread = WorkerPool(1, "holdfast-engine")
         self._pool = WorkerPool(options.threads, "holdfast-worker")
-        self._cleaner = Cleaner(writer, reports, emit)
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.hold: OptimizerStepBarrier | None = None
+        self.barrier: OptimizerStepBarrier | None = None
         if options.overlap_copy:
-            self.hold = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
+            self.barrier = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
-        # The thread that makes a save and tells sinks of it, while it does.
         self.serving: int | None = None
         # Where the run went on from when that was saved.
         self._origin = Origin()
@@ -94,6 +114,8 @@ class Engine:
         self._copying: Round | None = None
         self._opened: GenerationOpened | None = None
         self._held_seconds = 0.0
+        # What retention has told of: it meets with the same again after each save.
+        self._told: set[str] = set()
         # Of memory made ready before: opens when that has ended.
         self._touched: Latch | None = None
         self._is_touching = False
@@ -106,7 +128,7 @@ class Engine:
             request.is_submitted = True
             self._thread.put(work)
         else:
-            request.decide(confirmed=True)
+            request.confirm()
             request.is_submitted = True
             work()
 
@@ -130,7 +152,7 @@ class Engine:
     def tidy(self) -> None:
         """**Blocks.** The run has ended well: the step that it went on from need not stay any more."""
         if self.newest is not None and self._origin.base not in (None, *self._origin.sources):
-            self._cleaner.clean(self.newest, self._origin, at_end=True)
+            self._retain(self.newest, self._origin, at_end=True)
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends the threads; no save is in flight."""
@@ -139,13 +161,13 @@ class Engine:
         self._pool.end()
         self._thread.join(timeout_seconds)
         self._pool.join(timeout_seconds)
-        if self.hold is not None:
-            self.hold.end()
+        if self.barrier is not None:
+            self.barrier.close()
         self._flush_events()
 
     def _serve(self, request: SaveRequest) -> None:
         """Makes one save, whatever becomes of it; raises nothing but what a sink of the user's may."""
-        self._reports.mark_begun(request)
+        self._failures.note_begun(request)
         self.serving = request.progress.thread = threading.get_ident()
         try:
             try:
@@ -156,11 +178,14 @@ class Engine:
         except CalledOffError:
             pass  # The thread that asked for it knows.
         except LeftOutError as left:
-            self._leave_out(request, left)
+            # A save that not all workers could take part in is no failure.
+            self._writer.fail(left)
+            request.progress.leave_out(request.step, left.reason)
+            self._emit(Skipped(step=request.step, reason=left.reason))
         except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
             self._fail(request, error)
         else:
-            self._cleaner.clean(name, request.order.origin)
+            self._retain(name, request.origin)
         finally:
             try:
                 self._end(request)
@@ -169,83 +194,97 @@ class Engine:
 
     def _save(self, request: SaveRequest) -> StepName:
         """The way of a save: copy, write, confirmed?, commit."""
-        order, staging = request.order, request.staging
+        staging = request.staging
         assert staging is not None, "it is set before"
         if isinstance(staging, OutOfMemoryError):
             # There is nothing to wait for. The end of the program waits for this save by now.
             request.copied.begin()
-            self._check_confirmed(request)
-            self._writer.begin(order)
+            self._wait_confirmed(request)
+            self._writer.begin(request.protocol)
             raise staging
-        writing: Writing | None = None
+        barrier = self.barrier if staging.captured.has_held else None
+        files: StepFiles | None = None
         try:
-            if self._copy(request, staging):
-                writing = self._open(request, staging)
-                writing.write_behind_copy(self._pool)
+            if self._copy(request, staging, barrier):
+                files = self._open(request, staging)
+                files.write_behind_copy(self._pool)
         finally:
             # Also a failure so far is reported when training has its copy, and not before.
-            self._confirm(request, staging)
+            self._note_copied(request, staging)
         # From here on the other workers are spoken to, if there are any.
-        self._writer.begin(order)
-        is_held = self.hold is not None and staging.captured.has_held
-        if is_held:
-            self._copy_held(request, staging)
-        if writing is None:
+        self._writer.begin(request.protocol)
+        if barrier is not None:
             try:
-                writing = self._open(request, staging)
+                barrier.copy(partial(staging.copy_later, self._pool, barrier.release))
+            finally:
+                barrier.release([])
+            request.progress.is_copied = True
+            request.progress.staged.open()
+        if files is None:
+            try:
+                files = self._open(request, staging)
             finally:
                 self._tell_opened()
         try:
-            receipts = writing.finish(self._pool)
+            receipts = files.finish(self._pool)
         finally:
-            writing.abandon()
+            files.abandon()
         name = request.progress.name
         assert name is not None, "it was opened"
-        self._tell_written(request, name, receipts)
-        if self.hold is not None and is_held:
-            self.hold.make_sure()
-        self._writer.commit(receipts, name, order.metrics, order.metadata)
+        self._emit(
+            Written(
+                step=name.step,
+                generation=name.generation,
+                background_seconds=time.monotonic() - request.copied.completed_at,
+                size_bytes=receipts.size_bytes,
+            )
+        )
+        if barrier is not None:
+            barrier.wait_settled()
+        self._writer.commit(receipts, name, request.metrics, request.metadata)
         self._note_committed(request, name, receipts)
         return name
 
-    def _copy(self, request: SaveRequest, staging: Staging) -> bool:
+    def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
         """**Blocks** while the copies are made that training waits for, unless the pool makes them by itself.
 
         Returns:
             True if it does, so that what it has copied can be written meanwhile.
         """
         self._held_seconds = 0.0
-        is_held = self.hold is not None and staging.captured.has_held
+        # Some systems have no such call.
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         try:
             self._pool.start()
             if staging.captured.compared:
                 staging.take_digests(self._writer.digest(staging, self._pool))
-            if self.hold is not None and is_held:
-                self.hold.begin(request.order.step, request.thread, staging.check_unchanged)
+            if barrier is not None:
+                barrier.begin(request.step, request.thread, staging.check_unchanged)
             copies = staging.copies_now()
             # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
-            is_behind = self._pool.is_running and staging.is_coarse and not is_held and self._writer.writes_behind_copy
+            is_behind = (
+                self._pool.is_running and staging.is_coarse and barrier is None and self._writer.writes_behind_copy
+            )
             if is_behind:
-                self._copying = self._pool.begin(copies, _count_processors())
+                self._copying = self._pool.begin(copies, processors)
             else:
-                self._pool.run(copies, _count_processors() - 1)
+                self._pool.run(copies, processors - 1)
         except BaseException as error:
             request.copied.fail(error)
             raise
         return is_behind
 
-    def _open(self, request: SaveRequest, staging: Staging) -> Writing:
+    def _open(self, request: SaveRequest, staging: Staging) -> StepFiles:
         """**Blocks.** Makes sure of the generation, and makes the files of the step."""
-        order = request.order
-        base = self._writer.open(order.origin)
+        name, base = self._writer.open(request.origin, request.step)
         if base is not None:
             self._opened = GenerationOpened(generation=base.generation, base_step=base.step)
-        name = self._writer.name(order.step)
-        request.progress.mark_named(name)
-        return self._writer.open_files(staging.snapshot, name, order.metrics)
+        request.progress.name = name
+        request.progress.named.open()
+        return self._writer.open_files(staging.snapshot, name, request.metrics)
 
-    def _confirm(self, request: SaveRequest, staging: Staging) -> None:
-        """**Blocks** until training has its copy, and says that it goes on with it.
+    def _note_copied(self, request: SaveRequest, staging: Staging) -> None:
+        """**Blocks** until training has its copy, and has confirmed that it goes on with it.
 
         Here the interpreter's lock is training's: a save of many small arrays does not hold up the step after it.
 
@@ -254,34 +293,27 @@ class Engine:
         """
         copied = request.copied
         copied.ended.wait(threading.TIMEOUT_MAX)
-        self._check_confirmed(request)
+        self._wait_confirmed(request)
         if copied.error is not None:
             raise CalledOffError
         if not staging.captured.has_held:
-            request.progress.mark_staged()
+            request.progress.is_copied = True
+            request.progress.staged.open()
         self._emit(
             Staged(
-                step=request.order.step,
+                step=request.step,
                 generation=self._writer.generation or 0,
-                blocked_seconds=copied.completed_at - request.order.asked_at,
+                blocked_seconds=copied.completed_at - request.asked_at,
                 size_bytes=staging.snapshot.layout.size_bytes,
-                reason=request.order.reason,
+                reason=request.reason,
             )
         )
         self._tell_opened()
 
-    def _check_confirmed(self, request: SaveRequest) -> None:
-        if not request.wait_decided():
+    def _wait_confirmed(self, request: SaveRequest) -> None:
+        request.decided.wait(threading.TIMEOUT_MAX)
+        if not request.confirmed:
             raise CalledOffError
-
-    def _copy_held(self, request: SaveRequest, staging: Staging) -> None:
-        """**Blocks.** Copies what nothing but a step changes, and lets go of it."""
-        assert self.hold is not None
-        try:
-            self.hold.copy(partial(staging.copy_later, self._pool, self.hold.release))
-        finally:
-            self.hold.release([])
-        request.progress.mark_staged()
 
     def _note_held(self, step: int, seconds: float) -> None:
         """Called on the training thread when a step has been held up."""
@@ -294,30 +326,21 @@ class Engine:
         if opened is not None:
             self._emit(opened)
 
-    def _tell_written(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
-        self._emit(
-            Written(
-                step=name.step,
-                generation=name.generation,
-                background_seconds=time.monotonic() - request.copied.completed_at,
-                size_bytes=receipts.size_bytes,
-            )
-        )
-
     def _note_committed(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
-        order, copied_at = request.order, request.copied.completed_at
-        training_saved_seconds = max(order.asked_at - self.protected_since_at, 0.0)
-        self.newest, self._origin = name, order.origin
+        copied_at = request.copied.completed_at
+        training_saved_seconds = max(request.asked_at - self.protected_since_at, 0.0)
+        self.newest, self._origin = name, request.origin
         self.durable_seconds = time.monotonic() - copied_at
-        self.blocked_seconds = copied_at - order.asked_at - order.waited_seconds + self._held_seconds
-        self.protected_since_at = order.asked_at
-        self._reports.mark_committed()
-        request.progress.mark_committed()
+        self.blocked_seconds = copied_at - request.asked_at - request.waited_seconds + self._held_seconds
+        self.protected_since_at = request.asked_at
+        self._failures.forgive()
+        request.progress.is_committed = True
+        request.progress.settled.open()
         self._emit(
             Committed(
-                step=order.step,
+                step=request.step,
                 generation=name.generation,
-                blocked_seconds=copied_at - order.asked_at,
+                blocked_seconds=copied_at - request.asked_at,
                 background_seconds=self.durable_seconds,
                 size_bytes=receipts.size_bytes,
                 referred_bytes=receipts.referred_bytes,
@@ -342,14 +365,8 @@ class Engine:
                 except HoldfastError as left:
                     self._emit(make_debris_warning(name, left))
 
-    def _leave_out(self, request: SaveRequest, left: LeftOutError) -> None:
-        """A save that not all workers could take part in is no failure."""
-        self._writer.fail(left)
-        request.progress.mark_left_out(request.order.step, left.reason)
-        self._emit(Skipped(step=request.order.step, reason=left.reason))
-
     def _fail(self, request: SaveRequest, error: BaseException) -> None:
-        step = request.order.step
+        step = request.step
         message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
@@ -358,8 +375,8 @@ class Engine:
             # Before anybody here hears of it, who may end the process at once.
             self._writer.fail(error)
         finally:
-            self._reports.add(failure)
-            request.progress.mark_failed(failure)
+            self._failures.add(failure)
+            request.progress.fail(failure)
         self._emit(
             Failed(
                 stage="save",
@@ -376,6 +393,62 @@ class Engine:
             self._emit(Warned(text=GIVING_UP))
         _empty_frames(error)
 
+    def _retain(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
+        """**Blocks.** Removes what is not kept after a commit. Its failure is told, but the checkpoint stands.
+
+        Args:
+            name: The step that is committed.
+            origin: Where the run goes on from.
+            at_end: Whether the run has ended well: then the step that it went on from needs no protection any more.
+        """
+        begun_at = time.monotonic()
+        protected = dict.fromkeys(origin.sources, "this program has restored from it")
+        if origin.base is not None and not at_end:
+            protected[origin.base] = "the run goes on from it"
+        protected[name] = "just committed"
+        try:
+            cleaning = self._writer.clean(name, protected)
+        except FencedError:
+            return  # The newer job cleans; the next save here says that this one is fenced.
+        except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
+            self._tell_problem(error, name)
+            return
+        if cleaning is None:
+            return
+        warnings = [
+            f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
+            for metric in cleaning.absent
+        ]
+        if cleaning.lost:
+            warnings.append(f"{describe_lost(cleaning.lost)}, and kept until `holdfast prune --lost`")
+        for text in warnings:
+            if text not in self._told:
+                self._told.add(text)
+                self._emit(Warned(text=text))
+        self._emit(
+            Retained(
+                kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
+                removed=tuple(removed.step for removed in cleaning.removed),
+                background_seconds=time.monotonic() - begun_at,
+            )
+        )
+        if cleaning.problems:
+            self._tell_problem(cleaning.problems[0], name)
+
+    def _tell_problem(self, problem: BaseException, name: StepName) -> None:
+        reason = getattr(problem, "message", repr(problem))
+        # What cannot be removed is tried again after each save; the same reason is an error only once.
+        if reason not in self._told:
+            self._told.add(reason)
+            failure = StorageError(
+                f"step {name.step} is committed, but cleaning up after it failed: {reason}",
+                path=name.directory,
+                hint="This is tried again after each save.",
+            )
+            failure.__cause__ = problem
+            self._failures.add(failure)
+        self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
+
     def _end(self, request: SaveRequest) -> None:
         """**Blocks.** The last acts of a save, whatever has become of it."""
         try:
@@ -386,14 +459,16 @@ class Engine:
                 with suppress(BaseException):  # It has been raised where it was waited for.
                     self._copying.wait()
             self._copying = None
-            if self.hold is not None:
-                self.hold.forget()
+            if self.barrier is not None:
+                self.barrier.forget()
             # Tensors that go when the program has begun to end abort it: torch takes the interpreter's lock for that,
             # which this thread does not get any more.
-            request.forget()
+            staging, request.staging = request.staging, None
+            if isinstance(staging, Staging):
+                staging.forget()
             self._flush_events()
             # Not before: from here on the program may end, or the next save begin.
-            self._reports.mark_ended(request)
+            self._failures.note_ended(request)
 
     def _flush_events(self) -> None:
         while not self._pending_events.empty():
@@ -402,20 +477,9 @@ class Engine:
     def _touch(self, buffer: HostBuffer, touched: Latch) -> None:
         try:
             self._pool.start()
-            self._pool.run(self._while_touching(buffer.touch()), most_helpers=1)
+            self._pool.run(takewhile(lambda job: self._is_touching, buffer.touch()), most_helpers=1)
         finally:
             touched.open()
-
-    def _while_touching(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-        for job in jobs:
-            if not self._is_touching:
-                return
-            yield job
-
-
-def _count_processors() -> int:
-    # Some systems have no such call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _empty_frames(error: BaseException) -> None:

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
-from holdfast.save.drain import hold, release
-from holdfast.save.handle import SaveHandle
-from holdfast.save.request import SaveRequest
+from holdfast.save.drain import register_drain, unregister_drain
+from holdfast.save.handle import SaveHandle, SaveRequest
 
 
 class PendingFailures:
@@ -33,25 +32,25 @@ class PendingFailures:
         # Whether closing has not waited for that until its end, and has said so; or a person has ended that wait.
         self._is_given_up = self._is_interrupted = False
 
-    def mark_begun(self, request: SaveRequest) -> None:
+    def note_begun(self, request: SaveRequest) -> None:
         """A save has begun; from now on the exit of the program waits for it."""
         with self._lock:
             self._in_flight, self._is_given_up, self._is_interrupted = request, False, False
-        hold(self)
+        register_drain(self)
 
-    def mark_committed(self) -> None:
-        """A save was committed: failures that were tolerated until now are forgiven."""
+    def forgive(self) -> None:
+        """A save was committed: failures that were tolerated until now count no more."""
         with self._lock:
             if self._failures_in_a_row <= self._failures_allowed:
                 self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
             self._failures_in_a_row = self._changes_in_a_row = 0
 
-    def mark_ended(self, request: SaveRequest) -> None:
+    def note_ended(self, request: SaveRequest) -> None:
         """Nothing of the save goes on any more."""
         with self._lock:
             self._in_flight = None
             self._release_if_done()
-        request.progress.mark_ended()
+        request.progress.ended.open()
 
     def add(self, error: HoldfastError) -> None:
         """Notes a failure that the user has to be told of."""
@@ -84,7 +83,7 @@ class PendingFailures:
         with self._lock:
             self._untold = errors + self._untold
         if errors:
-            hold(self)
+            register_drain(self)
 
     def mark_told(self, error: HoldfastError) -> None:
         """A wait on a handle has raised this failure."""
@@ -157,7 +156,7 @@ class PendingFailures:
 
     def _release_if_done(self) -> None:
         if self._in_flight is None and not self._untold:
-            release(self)
+            unregister_drain(self)
 
 
 def _is_changed(error: BaseException | None) -> bool:

@@ -1,22 +1,28 @@
-"""What `save` gives back: one save that goes on in the background."""
+"""One save: what its user sees of it, and what the training thread and the engine's thread have between them."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.concurrency import Latch
-from holdfast.errors import DeadlineError, HoldfastError, UsageError
+from holdfast.errors import DeadlineError, HoldfastError, OutOfMemoryError, UsageError
 from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.names import StepName
 from holdfast.save.arguments import check_wait
+from holdfast.save.records import CopyProgress, Origin
 from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
+    from holdfast.save.copy.image import Staging
     from holdfast.save.copy.overlap import OptimizerStepBarrier
+    from holdfast.save.joint.protocol import CommitProtocol
+
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
@@ -39,59 +45,43 @@ def find_limit(timeout_seconds: float, worker: Worker) -> float:
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
+@dataclass(eq=False)
 class SaveProgress:
-    """What has become of one save: the engine sets this, and the handle reads it.
+    """What has become of one save: the engine sets this, and the handle reads it. It holds no array.
 
     Each field is set once, before its latch is opened; a failure opens them all but the last.
 
     Attributes:
         staged, named, settled, ended: The latches.
-        is_copied: Whether the state has been copied.
+        is_copied: Whether the state has been copied, and may be changed again.
         name: Where the checkpoint lies, or will.
         is_committed: Whether the checkpoint exists.
         skipped: Why the save was left out, or empty.
         error: Why it has failed, or None.
+        thread: The thread that makes the save, while it does.
     """
 
-    def __init__(self) -> None:
-        self.staged, self.named, self.settled, self.ended = Latch(), Latch(), Latch(), Latch()
-        self.is_copied = False
-        self.name: StepName | None = None
-        self.is_committed = False
-        self.skipped = ""
-        self.error: HoldfastError | None = None
-        # The thread that makes the save, while it does.
-        self.thread: int | None = None
+    staged: Latch = field(default_factory=Latch)
+    named: Latch = field(default_factory=Latch)
+    settled: Latch = field(default_factory=Latch)
+    ended: Latch = field(default_factory=Latch)
+    is_copied: bool = False
+    name: StepName | None = None
+    is_committed: bool = False
+    skipped: str = ""
+    error: HoldfastError | None = None
+    thread: int | None = None
 
-    def mark_staged(self) -> None:
-        """The state has been copied, and may be changed again."""
-        self.is_copied = True
-        self.staged.open()
-
-    def mark_named(self, name: StepName) -> None:
-        """Its place is known."""
-        self.name = name
-        self.named.open()
-
-    def mark_committed(self) -> None:
-        """The checkpoint exists."""
-        self.is_committed = True
-        self.settled.open()
-
-    def mark_failed(self, error: HoldfastError) -> None:
-        """It has failed."""
+    def fail(self, error: HoldfastError) -> None:
+        """Lets all go on who wait for more than its end."""
         self.error = error
         for latch in (self.staged, self.named, self.settled):
             latch.open()
 
-    def mark_left_out(self, step: int, reason: str) -> None:
-        """It is left out."""
+    def leave_out(self, step: int, reason: str) -> None:
+        """It is left out, which a wait for it raises like a failure."""
         self.skipped = reason
-        self.mark_failed(UsageError(f"step {step} was not saved: {reason}"))
-
-    def mark_ended(self) -> None:
-        """Nothing of it goes on any more."""
-        self.ended.open()
+        self.fail(UsageError(f"step {step} was not saved: {reason}"))
 
     def __str__(self) -> str:
         states = (
@@ -108,8 +98,6 @@ class SaveHandle:
     Attributes:
         step: The step that is being saved.
         replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
-        try_end_jointly: Ends it on all workers, with an error, unless they have agreed to commit it; says if it will
-            never be committed. It asks the store of the job. None if there are no other workers.
     """
 
     def __init__(
@@ -122,7 +110,8 @@ class SaveHandle:
         worker: Worker = ALONE,
         *,
         replaces: bool = False,
-        hold: OptimizerStepBarrier | None = None,
+        barrier: OptimizerStepBarrier | None = None,
+        try_cancel: Callable[[HoldfastError], bool] | None = None,
     ) -> None:
         """Made by the manager.
 
@@ -134,11 +123,11 @@ class SaveHandle:
             delivered: Told of an error when a wait on this handle has raised it.
             worker: Which worker saves.
             replaces: Whether it may take the place of a checkpoint of that step.
-            hold: Notes each call, and each wait, since training changes nothing meanwhile; None if nothing is held.
+            barrier: Notes each call, and each wait, since training changes nothing meanwhile; None if nothing is held.
+            try_cancel: As `find_canceller` gives it.
         """
         self.step = step
         self.replaces = replaces
-        self.try_end_jointly: Callable[[HoldfastError], bool] | None = None
         self._process = os.getpid()
         self._url = url
         self._is_alone = worker.is_alone
@@ -147,7 +136,8 @@ class SaveHandle:
         self._timeout_seconds = find_limit(timeout_seconds, worker)
         self._delivered = delivered
         self._progress = progress
-        self._hold = hold
+        self._barrier = barrier
+        self._try_cancel = try_cancel
 
     def __repr__(self) -> str:
         return f"<SaveHandle of step {self.step} of {self._url}: {self._progress}>"
@@ -259,8 +249,8 @@ class SaveHandle:
         self._wait_for(self._progress.ended, left_seconds, "did not end", limit_seconds)
 
     def _note_call(self) -> None:
-        if self._hold is not None:
-            self._hold.note_call()
+        if self._barrier is not None:
+            self._barrier.note_call()
 
     def _raise_failure(self) -> None:
         """Raises the failure if there is one; who sees it here need not be told again."""
@@ -296,11 +286,93 @@ class SaveHandle:
             )
 
     def _wait(self, latch: Latch, timeout_seconds: float) -> bool:
-        if self._hold is None:
+        if self._barrier is None:
             return latch.wait(timeout_seconds)
-        return self._hold.wait_for(latch, timeout_seconds)
+        return self._barrier.wait_for(latch, timeout_seconds)
+
+
+@dataclass(eq=False)
+class SaveRequest:
+    """What the training thread asks the engine's thread for, and all that both of them change.
+
+    The training thread submits it, waits until the state is copied, and confirms. That confirmation is one store, and
+    nothing is committed before it: so one exception at any point of `save` (Ctrl-C, say) leaves the save confirmed, or
+    dropped, and never half of both.
+
+    Attributes:
+        step: The step.
+        metrics: Figures for the manifest.
+        metadata: What else goes into the manifest.
+        origin: Where a generation that this save opens would begin.
+        asked_at: When the save was asked for, by the monotonic clock.
+        handle: How its user sees what becomes of it.
+        progress: What has become of it.
+        reason: Why a policy wanted it; empty if the user asked for it.
+        protocol: What is said about it between workers; None if there is one alone.
+        waited_seconds: How long it had to wait for the save before.
+        thread: The thread that asks.
+        staging: What is to be copied; or the error, where there was no memory to copy it into. None before that is
+            known, and when the save has ended.
+        copied: How far the copy is that training waits for.
+        is_submitted: Whether the engine has it, and so ends it.
+        confirmed: Whether it is to be committed; None before that is decided.
+        decided: Opens when that is.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    metadata: Mapping[str, Any]
+    origin: Origin
+    asked_at: float
+    handle: SaveHandle
+    progress: SaveProgress
+    reason: str = ""
+    protocol: CommitProtocol | None = None
+    waited_seconds: float = 0.0
+    thread: int = field(default_factory=threading.get_ident)
+    staging: Staging | OutOfMemoryError | None = None
+    copied: CopyProgress = field(default_factory=CopyProgress)
+    is_submitted: bool = False
+    confirmed: bool | None = None
+    decided: Latch = field(default_factory=Latch)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the save is the engine's alone by now, which commits it or says why not."""
+        return self.confirmed is True and self.copied.error is None
+
+    def confirm(self, *, commits: bool = True) -> None:
+        """Says whether the save is to be committed: the first answer counts. The thread that asks for it does this."""
+        if self.confirmed is None:
+            self.confirmed = commits
+        self.decided.open()
+
+    def drop(self) -> None:
+        """The save will never be, unless it was confirmed before. This may be interrupted, and done again."""
+        self.copied.call_off()
+        self.confirm(commits=False)
+        if not self.is_submitted:
+            self.progress.ended.open()
+
+    def drop_if_left(self) -> None:
+        """As `drop`, from outside the call that asks for the save: a second exception may have cut that off.
+
+        Harmless where it has not.
+        """
+        if not self.progress.ended.is_open and (
+            self.thread == threading.get_ident() or self.thread not in sys._current_frames()
+        ):
+            self.drop()
 
 
 def name_state(handle: SaveHandle) -> str:
     """What has become of a save, in words. Unlike the properties, this is no call of the program's."""
     return str(handle._progress)
+
+
+def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:
+    """What ends a save on all workers, with an error, unless they have agreed to commit it; None for one process.
+
+    It **blocks** while it asks the store of the job, and says if the save will never be committed.
+    """
+    return handle._try_cancel

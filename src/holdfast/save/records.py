@@ -6,8 +6,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -20,9 +20,6 @@ from holdfast.format.names import StepName
 from holdfast.format.strides import StridesRecord
 from holdfast.policies import RetentionPolicy
 from holdfast.state.leaves import Replica, Skeleton
-
-if TYPE_CHECKING:
-    from holdfast.save.joint.protocol import CommitProtocol
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,30 +63,6 @@ class Origin(msgspec.Struct, frozen=True):
     base: StepName | None = None
     seen_generation: int = 0
     sources: tuple[StepName, ...] = ()
-
-
-class SaveOrder(msgspec.Struct, frozen=True):
-    """One save that is to be made.
-
-    Attributes:
-        step: The step.
-        metrics: Figures for the manifest.
-        metadata: What else goes into the manifest.
-        origin: Where a generation that this save opens would begin.
-        asked_at: When the save was asked for, by the monotonic clock.
-        waited_seconds: How long it had to wait for the save before.
-        reason: Why a policy wanted it; empty if the user asked for it.
-        exchange: What is said about it between workers; None if there is one alone.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    metadata: Mapping[str, Any]
-    origin: Origin
-    asked_at: float
-    waited_seconds: float = 0.0
-    reason: str = ""
-    exchange: CommitProtocol | None = None
 
 
 class CalledOffError(Exception):

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
-from holdfast.events import Event, Sink, Warned
+from holdfast.events import Sink, Warned
 from holdfast.format.manifest import ALONE
-from holdfast.format.names import StepName
 from holdfast.policies import SaveMoment
-from holdfast.save.copy.image import HostBuffer, Stager, Staging
+from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
+from holdfast.save.handle import SaveRequest
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import estimate_bytes
 from holdfast.save.records import SaveOptions
-from holdfast.save.request import SaveRequest
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.immutable_arrays import ImmutableArrays
 from holdfast.state.oversights import LossWatch, find_oversights
@@ -36,7 +35,7 @@ class Saver:
 
     Attributes:
         engine: That engine.
-        hold: Holds up the steps of optimizers, or None.
+        barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
     """
 
@@ -64,24 +63,19 @@ class Saver:
         self._url = storage.url
         self.caller: int | None = None
         self._request: SaveRequest | None = None
-        self.engine = Engine(self._writer, self._worker, storage.url, options, reports, emit, self.check_apart)
-        self.hold = self.engine.hold
+        self.engine = Engine(self._writer, self._worker, storage.url, options, reports, emit, self.check_reentry)
+        self.barrier = self.engine.barrier
         self._holders: Mapping[str, Sequence[int]] = {} if company is None else company.holders
         self._emit = emit
         self._buffer = HostBuffer()
         self._stager = Stager(self._buffer)
         self._captures = CaptureCache()
         self._objects = objects
-        self._fixed = ImmutableArrays()
+        self._immutable = ImmutableArrays()
         self._loss_watch = LossWatch()
         self._is_looked_over = False
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
         find_native()
-
-    @property
-    def newest(self) -> StepName | None:
-        """The newest checkpoint that this saver has committed, or None."""
-        return self.engine.newest
 
     @property
     def costs(self) -> tuple[float | None, float | None]:
@@ -106,10 +100,10 @@ class Saver:
 
     def note_call(self) -> None:
         """Called when the program asks something of the manager: then training changes nothing."""
-        if self.hold is not None:
-            self.hold.note_call()
+        if self.barrier is not None:
+            self.barrier.note_call()
 
-    def check_apart(self) -> None:
+    def check_reentry(self) -> None:
         """Makes sure that this thread is not in the call that makes a save, as a signal handler may be.
 
         A save that was neither confirmed nor dropped, since a second exception has cut off that, is dropped here.
@@ -138,9 +132,10 @@ class Saver:
         Raises:
             UnsupportedValueError: If something cannot be stored.
         """
-        hold = None if self.hold is None else self.hold.try_hold
+        barrier = self.barrier
+        hold = None if barrier is None else barrier.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
-        return captured if self.hold is None else keep_steady(captured, self.hold)
+        return captured if barrier is None else keep_steady(captured, barrier)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
         """Makes sure, without a change to them, that the state of the live objects can be taken.
@@ -157,43 +152,39 @@ class Saver:
 
         Raises:
             UsageError: If the state cannot be laid out as a file.
+            BaseException: What the copy has failed with.
         """
         self._request = request
-        self._look_over(request.order.step)
+        self._warn_of_oversights(request.step)
         self.engine.end_touching()
-        request.take(self._try_stage(captured, request.order.step))
+        try:
+            # Laid out here, where the streams of a device and the device in use are those of training.
+            request.staging = self._stager.stage(captured, request.step)
+            request.copied = request.staging.snapshot.copied
+        except OutOfMemoryError as error:
+            request.staging = error
         self.engine.submit(request)
-        request.wait_copied()
-        request.decide(confirmed=True)
+        request.copied.ended.wait(threading.TIMEOUT_MAX)
+        if request.copied.error is not None:
+            raise request.copied.error
+        request.confirm()
 
-    def _look_over(self, step: int) -> None:
-        """Warns of what users forget."""
-        warnings = [self._fixed.look(self._objects, step), self._loss_watch.look(self._objects)]
+    def _warn_of_oversights(self, step: int) -> None:
+        warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
         warnings += [] if self._is_looked_over else find_oversights(self._objects)
         self._is_looked_over = True
         for text in filter(None, warnings):
-            self.emit_soon(Warned(text=text))
-
-    def _try_stage(self, captured: Captured, step: int) -> Staging | OutOfMemoryError:
-        """Lays the state out here, where the streams of a device and the device in use are those of training."""
-        try:
-            return self._stager.stage(captured, step)
-        except OutOfMemoryError as error:
-            return error
+            self.engine.emit_soon(Warned(text=text))
 
     def start_from(self, step: int) -> None:
         """Counts training time from now on, since what came before that step cannot be lost (a restore, say)."""
         self.engine.protected_since_at = time.monotonic()
-        self._fixed.begin(self._objects, step)
+        self._immutable.begin(self._objects, step)
         self._loss_watch.begin(self._objects)
 
-    def leave_line(self) -> None:
+    def begin_generation(self) -> None:
         """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
-        self._writer.leave()
-
-    def emit_soon(self, event: Event) -> None:
-        """Tells of an event after the save in flight, so that sinks do no work on this thread."""
-        self.engine.emit_soon(event)
+        self._writer.leave_generation()
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends all threads, and lets go of buffer and disk; no save is in flight."""
@@ -205,7 +196,7 @@ class Saver:
         self._buffer.release()
 
     def abandon(self) -> None:
-        """Gives up the save in flight, and what else would be done at the end."""
+        """Leaves what would be done at the end."""
         self._recycler.abandon()
 
 

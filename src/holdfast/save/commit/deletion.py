@@ -34,7 +34,7 @@ from holdfast.format.names import (
     is_own_file,
     parse_generation_temporary,
 )
-from holdfast.save.drain import hold, release
+from holdfast.save.drain import register_drain, unregister_drain
 from holdfast.storage.protocol import SparingStorage, Storage
 
 
@@ -191,7 +191,7 @@ class FileRecycler:
         with self._lock:
             if self._reuse and self._spare is not None and self._spare.try_keep(path, _MAX_SHARE * newest_bytes):
                 self._has_kept = True
-                hold(self)
+                register_drain(self)
 
     def sweep(self, newest_bytes: int) -> None:
         """**Blocks.** Removes a spare that is too large by now, or any if none is to be kept.
@@ -228,7 +228,7 @@ class FileRecycler:
     def _end(self) -> bool:
         """Keeps nothing from now on; whether something was kept before."""
         with self._lock:
-            release(self)
+            unregister_drain(self)
             had_kept, self._has_kept, self._reuse = self._has_kept, False, False
         return had_kept
 

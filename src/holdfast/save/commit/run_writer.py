@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -36,11 +36,14 @@ from holdfast.save.commit.deletion import (
 )
 from holdfast.save.commit.publish import commit
 from holdfast.save.copy.image import Staging
-from holdfast.save.records import Origin, Receipts, SaveOrder, Snapshot
-from holdfast.save.write.incremental import Incremental, IncrementalWriting
-from holdfast.save.write.writer import WholeWriting
+from holdfast.save.records import Origin, Receipts, Snapshot
+from holdfast.save.write.incremental import Incremental, IncrementalStepFiles
+from holdfast.save.write.writer import WholeStepFiles
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from holdfast.save.joint.protocol import CommitProtocol
 
 
 class Cleaning(msgspec.Struct, frozen=True):
@@ -63,7 +66,7 @@ class Cleaning(msgspec.Struct, frozen=True):
     lost: tuple[StepName, ...] = ()
 
 
-class Writing(Protocol):
+class StepFiles(Protocol):
     """One worker's files of one step in the making. Not thread-safe."""
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
@@ -79,7 +82,7 @@ class Writing(Protocol):
         ...
 
 
-class Writer(Protocol):
+class CheckpointWriter(Protocol):
     """How the checkpoints of a run are written: by one worker alone, or by several together. Not thread-safe.
 
     A save calls `digest` before training goes on, and then the others in the order in which they stand here; `give_up`
@@ -88,37 +91,31 @@ class Writer(Protocol):
 
     Attributes:
         writes_behind_copy: Whether writing may begin while the state is still being copied.
+        compares: Whether the next save compares what several workers hold alike.
+        generation: The generation that is written, or None before the first save.
     """
 
     writes_behind_copy: bool
-
-    @property
-    def compares(self) -> bool:
-        """Whether the next save compares what several workers hold alike."""
-        return False
-
-    @property
-    def generation(self) -> int | None:
-        """The generation that is written, or None before the first save."""
-        ...
+    compares: bool
+    generation: int | None
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
         """**Blocks.** What tells the values from others that are to be compared with those of other workers."""
         return ()
 
-    def begin(self, order: SaveOrder) -> None:
-        """Training has confirmed the save."""
+    def begin(self, protocol: CommitProtocol | None) -> None:
+        """Training has confirmed the save, of which the workers speak like this."""
         return
 
-    def open(self, origin: Origin) -> Base | None:
-        """**Blocks.** Makes sure that there is a generation, and that it is the newest; gives the base of a new one."""
+    def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
+        """**Blocks.** Makes sure that there is a generation, and that it is the newest.
+
+        Returns:
+            The place of the next attempt at a step, and the base of the generation if it was opened for this.
+        """
         ...
 
-    def name(self, step: int) -> StepName:
-        """**Blocks.** The place of the next attempt at a step."""
-        ...
-
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
         """**Blocks.** Makes the files that this worker writes of a step."""
         ...
 
@@ -148,56 +145,58 @@ class Writer(Protocol):
         """**Blocks.** The last act of a save, whatever has become of it."""
         return
 
-    def leave(self) -> None:
+    def leave_generation(self) -> None:
         """Training goes on from elsewhere: the next save opens a generation of its own."""
         ...
 
 
-class RunWriter(Writer):
-    """Writes checkpoints of one generation, one after the other: a `Writer` for one worker alone.
+class RunWriter(CheckpointWriter):
+    """Writes checkpoints of one generation, one after the other: a `CheckpointWriter` for one worker alone.
 
     Not thread-safe: one save uses it at a time.
 
     Attributes:
+        base: From where the generation goes on that was opened here, or None.
         recycler: Has the data file of a removed checkpoint, to be written over; the owner of this closes it.
     """
 
     writes_behind_copy = True
+    compares = False
 
     def __init__(
         self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
     ) -> None:
         self._storage = storage
         self._keep = keep
-        self._generation: int | None = None
+        self.generation: int | None = None
+        self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
-        self._ledger = ManifestCache(storage)
+        self._manifests = ManifestCache(storage)
         self.recycler = FileRecycler(storage, reuse=reuse_space)
-        self._incremental = Incremental(storage, self._ledger) if incremental else None
+        self._incremental = Incremental(storage, self._manifests) if incremental else None
 
-    @property
-    def generation(self) -> int | None:
-        """The generation that this line opened, or None before its first save."""
-        return self._generation
+    def leave_generation(self) -> None:
+        """See `CheckpointWriter`."""
+        self.generation = None
 
-    def leave(self) -> None:
-        """Ends the line: the next save opens a generation of its own."""
-        self._generation = None
-
-    def open(self, origin: Origin, busy: Collection[StepName] = ()) -> Base | None:
-        """**Blocks.** Opens a generation if the line has none yet, then makes sure that it is the newest.
+    def open(
+        self, origin: Origin, step: int, busy: Collection[StepName] = (), least_attempt: int = 1
+    ) -> tuple[StepName, Base | None]:
+        """**Blocks.** Opens a generation if there is none yet, makes sure that it is the newest, and names an attempt.
 
         A crash between the opening and its base leaves a generation that saved nothing, and changes no line. Once the
         base is recorded, what unfinished saves of older generations left is removed: a job that dies again and again in
         its first save would fill the disk with it.
 
         Args:
-            origin: Where the line goes on from.
+            origin: Where the generation begins.
+            step: The step.
             busy: Unfinished steps that others may still be writing to.
+            least_attempt: The number of the attempt, if no directory has it.
 
         Returns:
-            The base of the generation that was opened, or None if the line had one already.
+            The name of the attempt, and the base of the generation that was opened, or None if there was one already.
 
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
@@ -205,20 +204,20 @@ class RunWriter(Writer):
             StorageError: If the place fails.
         """
         base = None
-        if self._generation is None:
+        if self.generation is None:
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
             generation = open_generation(self._storage, self._token)
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
-            self._generation = generation
+            self.generation, self.base = generation, base
             self.recycler.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
-        check_fence(self._storage, self._generation)
+        check_fence(self._storage, self.generation)
         if base is not None and (before.unfinished or before.trash):
             self._make_room(busy)
-        return base
+        return self._name_attempt(step, self.generation, least_attempt), base
 
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
@@ -237,27 +236,34 @@ class RunWriter(Writer):
         with suppress(HoldfastError):
             # Looked at again: an older job may have committed a step while this generation was opened.
             catalog = read_catalog(self._storage)
-            referrers = self._ledger.referrers((*catalog.committed, *catalog.lost))
+            referrers = self._manifests.referrers((*catalog.committed, *catalog.lost))
             referred = {name for referrer in referrers for name in referrer.refers_to}
             self._sweep(catalog, referred.union(busy), [])
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Goes on with a generation that the leader of the job has opened from that step, or anew."""
-        self._generation = generation
+        self.generation = generation
         if self._incremental is not None:
             self._incremental.begin(origin)
 
-    def name(self, step: int) -> StepName:
-        """**Blocks.** The place of this line's next attempt at a step."""
-        assert self._generation is not None, "open() comes first"
+    def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
+        """**Blocks.** A name that no directory has, and that had none which somebody may have removed."""
         known = self._incremental.list_known() if self._incremental is not None else ()
-        return next_attempt(self._storage, step, self._generation, known)
+        names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+        taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+        attempt = max(least_attempt, max(taken, default=0) + 1)
+        if attempt > MAX_ATTEMPT:
+            raise StorageError(
+                f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
+                hint="Some directory there has a number that no job gave it; remove that one.",
+            )
+        return StepName(step, generation, attempt)
 
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
-        """**Blocks.** Makes the files that are written of a step; see `Writer`."""
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
+        """See `CheckpointWriter`."""
         if self._incremental is None:
-            return WholeWriting(snapshot, self._storage, name)
-        return IncrementalWriting(self._incremental, snapshot, name, self._find_wanted(name, metrics))
+            return WholeStepFiles(snapshot, self._storage, name)
+        return IncrementalStepFiles(self._incremental, snapshot, name, self._find_wanted(name, metrics))
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -268,7 +274,7 @@ class RunWriter(Writer):
         except NotFoundError:
             self.check_standing()
             raise
-        self._ledger.add(manifest)
+        self._manifests.add(manifest)
         self.note_committed()
         return manifest
 
@@ -283,8 +289,8 @@ class RunWriter(Writer):
         Raises:
             FencedError: If one has.
         """
-        if self._generation is not None:
-            check_fence(self._storage, self._generation)
+        if self.generation is not None:
+            check_fence(self._storage, self.generation)
 
     def give_up(self, name: StepName) -> None:
         """**Blocks.** Removes what a failed attempt left.
@@ -316,7 +322,7 @@ class RunWriter(Writer):
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
-        referrers = self._ledger.referrers((*catalog.committed, *catalog.lost))
+        referrers = self._manifests.referrers((*catalog.committed, *catalog.lost))
         replaced = [
             name
             for name in catalog.committed
@@ -326,9 +332,15 @@ class RunWriter(Writer):
             and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        manifest = self._ledger.manifest(newest)
+        manifest = self._manifests.manifest(newest)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
-        self._note_committed(newest, manifest, problems)
+        # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
+        # leaves a step that counts as any other; only that loss is not noticed then.
+        if manifest is not None and not exists(self._storage, newest.committed_path):
+            try:
+                self._storage.write(newest.committed_path, encode_manifest(manifest))
+            except HoldfastError as error:
+                problems.append(error)
         removed = self._remove(plan.remove, newest_bytes, problems)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         try:
@@ -336,23 +348,12 @@ class RunWriter(Writer):
         except HoldfastError as error:
             problems.append(error)
         swept = self._sweep(catalog, referred.union(busy), problems)
-        self._ledger.forget_all_but(set(catalog.committed) - set(removed))
+        self._manifests.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
-
-    def _note_committed(self, name: StepName, manifest: Manifest | None, problems: list[HoldfastError]) -> None:
-        """Writes a copy of the manifest beside it, which says that the step was committed if the manifest is lost.
-
-        A crash before this leaves a step that counts as any other. Only the loss of its manifest is not noticed then.
-        """
-        if manifest is not None and not exists(self._storage, name.committed_path):
-            try:
-                self._storage.write(name.committed_path, encode_manifest(manifest))
-            except HoldfastError as error:
-                problems.append(error)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
-        manifests = (self._ledger.manifest(name) for name in catalog.living)
+        manifests = (self._manifests.manifest(name) for name in catalog.living)
         return [
             KeptCandidate(manifest.name, manifest.step, manifest.committed_at_unix_seconds, manifest.metrics)
             for manifest in manifests
@@ -380,10 +381,10 @@ class RunWriter(Writer):
                     withdrawn.append(name)
                 except HoldfastError as error:
                     problems.append(error)
-                    needed |= self._ledger.kept_with(name)
-        if withdrawn and self._generation is not None:
+                    needed |= self._manifests.kept_with(name)
+        if withdrawn and self.generation is not None:
             # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
-            check_fence(self._storage, self._generation)
+            check_fence(self._storage, self.generation)
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
@@ -400,7 +401,7 @@ class RunWriter(Writer):
         """
         swept: list[str] = []
         for name in catalog.unfinished:
-            if self._generation is not None and name.generation <= self._generation and name not in referred:
+            if self.generation is not None and name.generation <= self.generation and name not in referred:
                 try:
                     if discard_unfinished(self._storage, name):
                         swept.append(name.directory)
@@ -413,33 +414,10 @@ class RunWriter(Writer):
             except HoldfastError as error:
                 problems.append(error)
         try:
-            swept += discard_half_published(self._storage, self._generation or 0)
+            swept += discard_half_published(self._storage, self.generation or 0)
         except HoldfastError as error:
             problems.append(error)
         return swept
-
-
-def next_attempt(storage: Storage, step: int, generation: int, known: Collection[StepName] = ()) -> StepName:
-    """**Blocks.** The name for a new attempt of a generation at a step: one that no directory has.
-
-    Args:
-        storage: Where the run lies.
-        step: The step.
-        generation: The generation.
-        known: Names that are not given either, though somebody may have removed their directories.
-
-    Raises:
-        StorageError: If the place fails.
-    """
-    names = (*known, *(parse_step_directory(entry.name) for entry in storage.list("")))
-    taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
-    attempt = max(taken, default=0) + 1
-    if attempt > MAX_ATTEMPT:
-        raise StorageError(
-            f"{storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
-            hint="Some directory there has a number that no job gave it; remove that one.",
-        )
-    return StepName(step, generation, attempt)
 
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:

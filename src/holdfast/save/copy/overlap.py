@@ -175,7 +175,7 @@ class OptimizerStepBarrier:
             if copying.is_waited_for:
                 copying.settle()
 
-    def make_sure(self) -> None:
+    def wait_settled(self) -> None:
         """**Blocks** until the training thread has come by, and so until it is certain whether something had changed.
 
         Raises:
@@ -244,7 +244,7 @@ class OptimizerStepBarrier:
             copying.has_held = True
             self._report(copying.step, time.monotonic() - begun_at)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Takes all hooks away."""
         for remove in self._hooks.values():
             if remove is not None:
@@ -252,17 +252,17 @@ class OptimizerStepBarrier:
         self._hooks.clear()
 
 
-def keep_steady(captured: Captured, hold: OptimizerStepBarrier) -> Captured:
+def keep_steady(captured: Captured, barrier: OptimizerStepBarrier) -> Captured:
     """Holds no more than what would be seen to change otherwise than by a step.
 
     Args:
         captured: What was captured.
-        hold: Knows whether something has.
+        barrier: Knows whether something has.
     """
     steady = (
         place
         for place in captured.held
-        if not hold.gives_up and captured.backends[place].version(captured.arrays[place]) is not None
+        if not barrier.gives_up and captured.backends[place].version(captured.arrays[place]) is not None
     )
     return replace(captured, held=frozenset(steady))
 

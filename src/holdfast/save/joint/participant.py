@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.joint.coverage import find_holders
-from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_end
+from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_cancel
 from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
 
@@ -206,25 +206,21 @@ class JointParticipant:
             watched, self._watched = self._watched, ""
         return CommitProtocol(self.peers, self._places.take(step), watched)
 
-    def send(self, errand: Callable[[], object]) -> None:
-        """Has something said to the others soon, by a thread that may wait for the store."""
-        self.peers.mailbox.post(errand)
+    def try_cancel(self, protocol: CommitProtocol, error: BaseException) -> bool:
+        """**Blocks.** As `save.joint.protocol.try_cancel`."""
+        return try_cancel(protocol, error)
 
-    def try_end(self, exchange: CommitProtocol, error: BaseException) -> bool:
-        """**Blocks.** As `save.joint.protocol.try_end`."""
-        return try_end(exchange, error)
-
-    def tell(self, exchange: CommitProtocol, error: BaseException) -> None:
+    def tell(self, protocol: CommitProtocol, error: BaseException) -> None:
         """Tells the others, soon, that the save has failed here before it began."""
-        self._send_end(exchange, lambda: exchange.tell(error))
+        self._send_end(protocol, lambda: protocol.tell(error))
 
-    def leave_out(self, exchange: CommitProtocol, reason: str) -> None:
+    def leave_out(self, protocol: CommitProtocol, reason: str) -> None:
         """Tells the others, soon, that this worker cannot take part in a save."""
-        self._send_end(exchange, lambda: exchange.leave_out(reason))
+        self._send_end(protocol, lambda: protocol.leave_out(reason))
 
-    def note_left_out(self, exchange: CommitProtocol) -> None:
+    def note_left_out(self, protocol: CommitProtocol) -> None:
         """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""
-        if exchange.was_missed:
+        if protocol.was_missed:
             with self._lock:
                 self._notices = min(2 * self._notices, _MOST_NOTICES)
 
@@ -251,11 +247,11 @@ class JointParticipant:
         if self._closes:
             self.peers.cluster.close()
 
-    def _send_end(self, exchange: CommitProtocol, say: Callable[[], object]) -> None:
+    def _send_end(self, protocol: CommitProtocol, say: Callable[[], object]) -> None:
         self.peers.mailbox.post(say)
-        self.peers.mailbox.post(exchange.leave)
+        self.peers.mailbox.post(protocol.leave)
         if self.peers.is_leader:
-            self.left_behind.put(exchange)
+            self.left_behind.put(protocol)
 
     def _look(self) -> None:
         """Looks what the leader has planned; in the mailbox's thread."""

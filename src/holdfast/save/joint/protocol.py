@@ -5,7 +5,7 @@ restored, the step, and the number of the attempt at that step.
 
     save/PLACE/name           the directory, by the leader
     save/PLACE/part/RANK      what a worker has written
-    save/PLACE/question       what the leader asks some workers; see `save/joint/inquiry.py`
+    save/PLACE/question       what the leader asks some workers; see `save/joint/replicas.py`
     save/PLACE/verdict        whether it is to be committed: written once, by the first that knows
     save/PLACE/result         how the commit went, by the leader
     save/PLACE/left/RANK      that a worker has done with this save
@@ -427,7 +427,7 @@ class CommitProtocol:
                 awaited = [verdict]
                 key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         except PeerError as error:
-            if not self._has_handed_in or self._is_over or try_end(self, error):
+            if not self._has_handed_in or self._is_over or try_cancel(self, error):
                 raise
             # All agreed to commit at this very moment.
             key, value = verdict, msgspec.json.encode(WELL)
@@ -488,21 +488,21 @@ class CommitProtocol:
         return self._peers.key(self.place.key(name))
 
 
-def try_end(exchange: CommitProtocol, error: BaseException) -> bool:
+def try_cancel(protocol: CommitProtocol, error: BaseException) -> bool:
     """**Thread-safe.** **Blocks.** Ends a save with an error, unless all have agreed to commit it.
 
     Returns:
         Whether it has ended, and will never be committed.
     """
-    return not exchange._decide(EndRecord(failure=exchange._peers.failures.describe(error))).is_well
+    return not protocol._decide(EndRecord(failure=protocol._peers.failures.describe(error))).is_well
 
 
-def heed(exchange: CommitProtocol) -> None:
+def check_verdict(protocol: CommitProtocol) -> None:
     """**Blocks.** Raises what the others have said of a save, if it has ended for them; see `hand_in`."""
-    verdict = exchange._peers.cluster.try_get(exchange._key("verdict"))
+    verdict = protocol._peers.cluster.try_get(protocol._key("verdict"))
     if verdict is not None:
-        exchange._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
-    exchange._check_way(LEADER)
+        protocol._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
+    protocol._check_way(LEADER)
 
 
 _LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"

@@ -22,11 +22,11 @@ from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.generation import Base
 from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
-from holdfast.save.commit.run_writer import Cleaning, RunWriter, Writer, Writing, make_debris_warning
+from holdfast.save.commit.run_writer import CheckpointWriter, Cleaning, RunWriter, StepFiles, make_debris_warning
 from holdfast.save.copy.image import Staging
 from holdfast.save.joint.coverage import OBJECTS_HINT, Coverage, Roster, digest_shards, find_unlike, make_roster
 from holdfast.save.joint.participant import JointParticipant
-from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, heed
+from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, check_verdict
 from holdfast.save.joint.replicas import (
     VALUES_HINT,
     Divergence,
@@ -37,7 +37,7 @@ from holdfast.save.joint.replicas import (
     tell_apart,
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
-from holdfast.save.records import LeftOutError, Origin, Receipts, SaveOrder, Snapshot
+from holdfast.save.records import LeftOutError, Origin, Receipts, Snapshot
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
@@ -58,21 +58,18 @@ class _Ending(msgspec.Struct):
     """A save that not all workers have done with.
 
     Attributes:
-        exchange: What was said about it.
+        protocol: What was said about it.
         ranks: Who may still be at it.
         debris: The directory that is to be removed behind them, or None.
     """
 
-    exchange: CommitProtocol
+    protocol: CommitProtocol
     ranks: set[int]
     debris: StepName | None
 
 
-class JointRunWriter(Writer):
-    """One worker's hold on the line of all: a `Writer` for several. Not thread-safe: one save uses it at a time.
-
-    Attributes:
-        has_compared: Whether what workers hold alike was compared since the line began, and that save committed.
+class JointRunWriter(CheckpointWriter):
+    """One worker's part in the checkpoints of all: a `CheckpointWriter` for several. Not thread-safe.
 
     Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
     answer, beside what `RunWriter` raises.
@@ -84,94 +81,83 @@ class JointRunWriter(Writer):
         self,
         own: RunWriter,
         storage: Storage,
-        company: JointParticipant,
+        participant: JointParticipant,
         emit: Sink,
         *,
         check_replicas: bool | Literal["first"] = "first",
     ) -> None:
         self._own = own
         self._storage = storage
-        self._company = company
-        self._peers = company.peers
+        self._participant = participant
+        self._peers = participant.peers
         self._emit = emit
         self._check_replicas = check_replicas
+        self.generation: int | None = None
         # Whether the values of what workers hold alike were compared in the save that goes on; and in one that was
         # committed since the run was entered or restored.
-        self._compares = False
-        self.has_compared = False
-        self._exchange: CommitProtocol | None = None
+        self._is_compared = False
+        self._has_compared = False
+        self.compares = bool(check_replicas)
+        self._protocol: CommitProtocol | None = None
         self._holding = Holding((), ())
         self._shards = ""
         self._positions: list[PositionRecord] = []
         self._roster = Roster()
         self._are_apart = False
         self._coverage = Coverage()
-        self._base: StepName | None = None
         self._name: StepName | None = None
         self._debris: StepName | None = None
         self._endings: list[_Ending] = []
         # Whether the store did not answer in this save: then nobody is made to wait for it once more.
         self._is_cut_off = False
 
-    @property
-    def generation(self) -> int | None:
-        """The generation that the leader has opened, or None before the first save."""
-        return self._own.generation
+    def leave_generation(self) -> None:
+        """See `CheckpointWriter`."""
+        self._own.leave_generation()
+        self.generation = None
+        self._participant.begin_epoch()
+        self._has_compared, self.compares = False, bool(self._check_replicas)
 
-    @property
-    def compares(self) -> bool:
-        """Whether the next save compares what the workers hold alike."""
-        return not self.has_compared if self._check_replicas == "first" else self._check_replicas
-
-    def leave(self) -> None:
-        """Ends the line: the next save opens a generation of its own."""
-        self._own.leave()
-        self._company.begin_epoch()
-        self.has_compared = False
-
-    def begin(self, order: SaveOrder) -> None:
+    def begin(self, protocol: CommitProtocol | None) -> None:
         """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
-        self._exchange, self._debris, self._is_cut_off = order.exchange, None, False
+        self._protocol, self._debris, self._is_cut_off = protocol, None, False
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
-        """**Blocks.** What tells the values that are to be compared from others."""
+        """See `CheckpointWriter`."""
         return digest_values(staging.captured, staging.moments, pool)
 
-    def open(self, origin: Origin) -> Base | None:
-        """**Blocks.** The leader opens a generation if there is none yet; the others wait for it, and for the place."""
-        self._now.announce()
-        if self._peers.is_leader:
-            base = self._own.open(origin, self._list_busy())
-            if base is not None:
-                self._base, self._name = base.name, None
-            return base
-        told = self._now.wait_name()
-        if told.generation != self._own.generation:
-            who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
-            check_opening(self._storage, told, who, self._peers.timeout_seconds)
-            self._own.follow(told.generation, told.base_name)
-        self._name = StepName(self._now.place.step, told.generation, told.attempt)
-        return None
+    def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
+        """**Blocks.** The leader opens a generation if there is none yet, chooses the place, and tells the others."""
+        protocol = self._get_protocol()
+        protocol.announce()
+        if not self._peers.is_leader:
+            told = protocol.wait_name()
+            if told.generation != self._own.generation:
+                who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
+                check_opening(self._storage, told, who, self._peers.timeout_seconds)
+                self._own.follow(told.generation, told.base_name)
+            self.generation = told.generation
+            return StepName(step, told.generation, told.attempt), None
+        # A directory that was removed is not made again: who was thought dead may still be writing there.
+        last, least_attempt = self._name, 1
+        if last is not None and (last.step, last.generation) == (step, self._own.generation):
+            least_attempt = last.attempt + 1
+        try:
+            name, base = self._own.open(origin, step, self._list_busy(), least_attempt)
+        finally:
+            self.generation = self._own.generation
+        self._name = name
+        opening = read_opening_digest(self._storage, name.generation)
+        origin_name = None if self._own.base is None else self._own.base.name
+        told_base = None if origin_name is None else (origin_name.step, origin_name.generation, origin_name.attempt)
+        url = make_sendable(self._storage.url)
+        protocol.put_name(NameRecord(name.generation, name.attempt, told_base, opening, url))
+        return name, base
 
-    def name(self, step: int) -> StepName:
-        """**Blocks.** The place of this save; the leader chooses it, and tells the others."""
-        if self._peers.is_leader:
-            name, last = self._own.name(step), self._name
-            if last is not None and last.step == step and last.attempt >= name.attempt:
-                # A directory that was removed is not made again: who was thought dead may still be writing there.
-                name = StepName(step, name.generation, last.attempt + 1)
-            self._name = name
-            opening = read_opening_digest(self._storage, name.generation)
-            base = None if self._base is None else (self._base.step, self._base.generation, self._base.attempt)
-            url = make_sendable(self._storage.url)
-            self._now.put_name(NameRecord(name.generation, name.attempt, base, opening, url))
-        assert self._name is not None, "open() comes first"
-        return self._name
-
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> Writing:
+    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
         """**Blocks.** Makes the files that this worker writes, and notes what the others hear of them."""
         self._holding = make_holding(snapshot, self._holding)
-        self._compares = bool(snapshot.digests)
+        self._is_compared = bool(snapshot.digests)
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.objects)
         self._roster = make_roster(snapshot)
@@ -184,7 +170,7 @@ class JointRunWriter(Writer):
 
         A crash of the leader after the publication leaves a whole checkpoint that nobody has spoken of.
         """
-        exchange, holding = self._now, self._holding
+        protocol, holding = self._get_protocol(), self._holding
         if not self._peers.is_leader:
             own = receipts.workers[0]
             part = PartRecord(
@@ -198,15 +184,15 @@ class JointRunWriter(Writer):
                 self._positions,
                 self._roster,
             )
-            exchange.hand_in(part, holding)
+            protocol.hand_in(part, holding)
             self._own.note_committed()
-            self.has_compared = self.has_compared or self._compares
+            self._note_compared()
             return
-        parts = exchange.collect_parts()
+        parts = protocol.collect_parts()
         self._check_alike(parts)
         self._check_objects([self._roster, *(part.roster for part in parts)])
-        divergences = exchange.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
-        if not self.has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
+        divergences = protocol.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
+        if not self._has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
             raise self._peers.failures.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
         together = _put_together([receipts, *map(_receipts_of, parts)])
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
@@ -217,21 +203,21 @@ class JointRunWriter(Writer):
         shards = [self._shards, *(part.shards for part in parts)]
         self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])
         # Who has given up by now has said so, and who has not will wait for the result.
-        exchange.agree()
+        protocol.agree()
         self._own.commit(together, name, metrics, metadata)
-        exchange.tell_committed()
+        protocol.tell_committed()
         self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
         if self._check_replicas == "first":
             if text := tell_apart(divergences, holding.replicas):
                 self._emit(Warned(step=name.step, text=text))
         else:
             self._tell_divergences(name, divergences)
-        self.has_compared = self.has_compared or self._compares
+        self._note_compared()
 
     def check_standing(self) -> None:
         """**Blocks.** Where it writes is gone: others may have taken this worker for dead, and swept the save away."""
         self._own.check_standing()
-        heed(self._now)
+        check_verdict(self._get_protocol())
 
     def give_up(self, name: StepName) -> None:
         """The attempt has failed; the others may still be writing there, so that it is removed later."""
@@ -242,16 +228,16 @@ class JointRunWriter(Writer):
 
         It does not block if it is the store that has failed: then they are told when it answers again, if it does.
         """
-        if self._exchange is None:
+        if self._protocol is None:
             return
         if isinstance(error, LeftOutError):
-            self._company.note_left_out(self._exchange)
+            self._participant.note_left_out(self._protocol)
             return
         self._is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
         if self._is_cut_off:
-            self._company.send(partial(self._exchange.tell, error))
+            self._peers.mailbox.post(partial(self._protocol.tell, error))
         else:
-            self._exchange.tell(error)
+            self._protocol.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
         """**Blocks.** As `RunWriter.clean`, but for directories that others may be writing to. The leader does it."""
@@ -267,19 +253,19 @@ class JointRunWriter(Writer):
         Then it removes what failed attempts have left where nothing writes any more: of the others, at the end of later
         saves.
         """
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
+        protocol, self._protocol = self._protocol, None
+        if protocol is None:
             return
         if not self._peers.is_leader:
             if self._is_cut_off:
-                self._company.send(exchange.leave)
+                self._peers.mailbox.post(protocol.leave)
             else:
-                exchange.leave()
+                protocol.leave()
             return
         others = range(1, self._peers.world_size)
-        while not self._company.left_behind.empty():
-            self._endings.append(_Ending(self._company.left_behind.get(), set(others), None))
-        newest = _Ending(exchange, set(others), self._debris)
+        while not self._participant.left_behind.empty():
+            self._endings.append(_Ending(self._participant.left_behind.get(), set(others), None))
+        newest = _Ending(protocol, set(others), self._debris)
         self._endings.append(newest)
         begun_at = time.monotonic()
         pause_seconds = 0.001
@@ -287,7 +273,7 @@ class JointRunWriter(Writer):
             while self._look_at(newest):
                 # Who has missed the plan for a save will not come to it.
                 # Training that has come to another save since may wait for the end of this one.
-                is_brief = exchange.was_missed or self._company.saves > exchange.count
+                is_brief = protocol.was_missed or self._participant.saves > protocol.count
                 if time.monotonic() >= begun_at + (_COURTESY_SECONDS if is_brief else ANSWER_SECONDS):
                     break
                 # Each worker has a key of its own, and one may die instead of writing it.
@@ -298,7 +284,7 @@ class JointRunWriter(Writer):
         ended = [ending for ending in self._endings if not ending.ranks]
         self._endings = [ending for ending in self._endings if ending.ranks]
         for ending in ended:
-            ending.exchange.forget(is_newest=ending is newest)
+            ending.protocol.forget(is_newest=ending is newest)
         for ending in ended:
             if ending.debris is not None:
                 try:
@@ -306,10 +292,14 @@ class JointRunWriter(Writer):
                 except HoldfastError as error:
                     self._emit(make_debris_warning(ending.debris, error))
 
-    @property
-    def _now(self) -> CommitProtocol:
-        assert self._exchange is not None, "begin() comes first"
-        return self._exchange
+    def _get_protocol(self) -> CommitProtocol:
+        assert self._protocol is not None, "begin() comes first"
+        return self._protocol
+
+    def _note_compared(self) -> None:
+        """The save is committed."""
+        self._has_compared = self._has_compared or self._is_compared
+        self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
 
     def _check_alike(self, parts: Iterable[PartRecord]) -> None:
         """Makes sure that all workers, or none, compare what they hold: with few of them nothing is found."""
@@ -347,7 +337,7 @@ class JointRunWriter(Writer):
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""
         dead = self._peers.failures.dead
-        ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.exchange.has_left(rank)}
+        ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.protocol.has_left(rank)}
         return bool(ending.ranks)
 
 

@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.commit.deletion import FileRecycler
-from holdfast.save.commit.run_writer import RunWriter, Writer
+from holdfast.save.commit.run_writer import CheckpointWriter, RunWriter
 from holdfast.save.records import SaveOptions
 from holdfast.storage import Storage
 
@@ -81,7 +81,7 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: JointParticip
 
 def make_writer(
     storage: Storage, options: SaveOptions, company: JointParticipant | None, emit: Sink
-) -> tuple[Writer, FileRecycler]:
+) -> tuple[CheckpointWriter, FileRecycler]:
     """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it uses again.
 
     Args:

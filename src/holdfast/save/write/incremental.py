@@ -15,7 +15,7 @@ from holdfast.format.layout import Layout, Place, plan_layout
 from holdfast.format.manifest import Worker
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
 from holdfast.save.records import Receipts, Snapshot
-from holdfast.save.write.writer import Segment, conclude, make_index, plan_segments, take_digests, write_segments
+from holdfast.save.write.writer import Segment, make_index, plan_segments, take_digests, write_index, write_segments
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 
@@ -140,9 +140,9 @@ class Incremental:
     neither retention nor a person can remove as long as no newer step is committed.
     """
 
-    def __init__(self, storage: Storage, ledger: ManifestCache) -> None:
+    def __init__(self, storage: Storage, manifests: ManifestCache) -> None:
         self._storage = storage
-        self._ledger = ledger
+        self._manifests = manifests
         self._newest: StepName | None = None
         # What is known of that step; it is read when it is first needed, and never holds more than its arrays' records.
         self._index: Index | None = None
@@ -158,7 +158,7 @@ class Incremental:
         What lies there is known by their names. If a person has removed one, its name must not come to stand for
         anything else: arrays of the same place and size would be taken for those that lay there.
         """
-        return () if self._newest is None else {self._newest, *self._ledger.references(self._newest)}
+        return () if self._newest is None else {self._newest, *self._manifests.references(self._newest)}
 
     def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it last.
@@ -192,7 +192,7 @@ class Incremental:
         index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
         sources, referred = make_references(kept)
         index = msgspec.structs.replace(index, sources=sources, referred=referred)
-        receipts = conclude(index, self._storage, snapshot.loose)
+        receipts = write_index(index, self._storage, snapshot.loose)
         self._written = msgspec.structs.replace(index, objects={})
         return receipts
 
@@ -209,7 +209,7 @@ class Incremental:
         if self._newest is None or find_order_problem(self._newest, name):
             return {}
         if self._index is None:
-            manifest = self._ledger.manifest(self._newest)
+            manifest = self._manifests.manifest(self._newest)
             if manifest is None or manifest.world_size != worker.world_size:
                 return {}
             try:
@@ -230,7 +230,7 @@ class Incremental:
         ]
 
     def _list_kept(self, name: StepName) -> dict[StepName, int]:
-        kept = {other: self._ledger.manifest(other) for other in self._ledger.kept_with(name)}
+        kept = {other: self._manifests.manifest(other) for other in self._manifests.kept_with(name)}
         return {other: manifest.data_bytes if manifest else 0 for other, manifest in kept.items()}
 
     def _is_there(self, source: Source) -> bool:
@@ -239,7 +239,7 @@ class Incremental:
         return MANIFEST_NAME in entries and entries.get(source.file_name) == source.data_bytes
 
 
-class IncrementalWriting:
+class IncrementalStepFiles:
     """One step in the making of which only what has changed is written; that is not known before all is copied."""
 
     def __init__(

@@ -27,7 +27,7 @@ PIECE_BYTES: Final = 8 << 20
 """One write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
-class WholeWriting:
+class WholeStepFiles:
     """One worker's data file in the making, with all arrays of a snapshot. Not thread-safe.
 
     A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
@@ -69,14 +69,14 @@ class WholeWriting:
         self._writer.abandon()
         leaves = ("".join(spans) for spans in self._digests)
         index = make_index(self._snapshot, self._snapshot.layout, self._name, leaves)
-        return conclude(index, self._storage, self._snapshot.loose)
+        return write_index(index, self._storage, self._snapshot.loose)
 
     def abandon(self) -> None:
         """Lets go of the file; harmless twice, and when it is finished."""
         self._writer.abandon()
 
 
-def conclude(index: Index, storage: Storage, loose: Collection[str] = ()) -> Receipts:
+def write_index(index: Index, storage: Storage, loose: Collection[str] = ()) -> Receipts:
     """**Blocks.** Writes the index of a data file that is whole, and makes both last.
 
     Args:
