@@ -80,17 +80,6 @@ class Engine:
         emit: Sink,
         check_caller: Callable[[], None],
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            writer: Writes the checkpoints.
-            worker: Which worker this is.
-            url: Where the run lies.
-            options: How to save.
-            failures: Keeps the failures.
-            emit: Told of what happens.
-            check_caller: As for `OptimizerStepBarrier`.
-        """
         self._writer = writer
         self._worker = worker
         self._url = url

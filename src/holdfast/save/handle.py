@@ -113,19 +113,7 @@ class SaveHandle:
         barrier: OptimizerStepBarrier | None = None,
         try_cancel: Callable[[HoldfastError], bool] | None = None,
     ) -> None:
-        """Made by the manager.
-
-        Args:
-            step: The step.
-            url: Where the run lies.
-            progress: What becomes of it.
-            timeout_seconds: How long a wait may take when it names no time of its own; see `find_limit`.
-            delivered: Told of an error when a wait on this handle has raised it.
-            worker: Which worker saves.
-            replaces: Whether it may take the place of a checkpoint of that step.
-            barrier: Notes each call, and each wait, since training changes nothing meanwhile; None if nothing is held.
-            try_cancel: As `find_canceller` gives it.
-        """
+        """Made by the manager."""
         self.step = step
         self.replaces = replaces
         self._process = os.getpid()

@@ -1,6 +1,7 @@
 """How checkpoints go: one of them, the place on the disk that it had, and all those of a run.
 
-A step's manifest goes first, then what it vouched for. Nothing of a user's own is removed.
+A step's manifest goes first, then what it vouched for. Nothing of a user's own is removed. Each function here raises
+`StorageError` if the place fails.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,30 +39,14 @@ from holdfast.save.drain import register_drain, unregister_drain
 from holdfast.storage.protocol import SparingStorage, Storage
 
 
-def discard_committed(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Removes a committed step to which nobody can refer.
-
-    A crash after the manifest has gone leaves a directory without one, which the next sweep removes.
-
-    Returns:
-        True if all of it is gone, False if files that are not holdfast's keep the directory.
-
-    Raises:
-        StorageError: If the place fails.
-    """
-    withdraw(storage, name)
-    return remove_own_files(storage, name.directory)
-
-
 def withdraw(storage: Storage, name: StepName) -> None:
     """**Blocks.** Takes a committed step's manifest away. Its data stays, since a save that goes on may refer to it.
 
-    Whoever withdraws a step looks again, when this has returned, whether somebody may have come to refer to it, and
+    Whoever withdraws a step looks again, when this has returned, whether another step may have come to refer to it, and
     only then removes the data. Whoever has committed a step looks again whether those that it refers to still have
     their manifests. So of two that do this at the same time, at least one sees the other.
 
-    Raises:
-        StorageError: If the place fails.
+    A crash after this leaves a directory without a manifest, which the next sweep removes.
     """
     # First: a step without a manifest that has this file is one that has lost it, and is kept.
     storage.remove(name.committed_path)
@@ -79,51 +64,17 @@ def discard_unfinished(storage: Storage, name: StepName) -> bool:
     Returns:
         True if all of it is gone, False if files that are not holdfast's keep the directory, which then has its name
         again.
-
-    Raises:
-        StorageError: If the place fails.
     """
     if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
         return remove_own_files(storage, name.directory)
     return remove_own_files(storage, storage.set_aside(name.directory))
 
 
-def discard_trash(storage: Storage, directory: str) -> bool:
-    """**Blocks.** Removes what was set aside before.
-
-    Returns:
-        True if all of it is gone.
-
-    Raises:
-        StorageError: If the place fails.
-    """
-    return remove_own_files(storage, directory)
-
-
-def discard_half_published(storage: Storage, generation: int) -> list[str]:
-    """**Blocks.** Removes what openings that died before they were published left, of this generation and older ones.
-
-    Returns:
-        The paths that were removed.
-
-    Raises:
-        StorageError: If the place fails.
-    """
-    removed: list[str] = []
-    for entry in storage.list(GENERATIONS_DIRECTORY):
-        number = parse_generation_temporary(entry.name)
-        if number is not None and number <= generation and not entry.is_directory:
-            path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
-            storage.remove(path)
-            removed.append(path)
-    return removed
-
-
 def remove_own_files(storage: Storage, directory: str) -> bool:
     """**Blocks.** Removes holdfast's own files from a directory, and the directory if nothing else lies in it.
 
-    Raises:
-        StorageError: If the place fails.
+    Returns:
+        True if all of it is gone.
     """
     for entry in storage.list(directory):
         if not entry.is_directory and is_own_file(entry.name):
@@ -131,24 +82,56 @@ def remove_own_files(storage: Storage, directory: str) -> bool:
     return storage.remove_directory(directory)
 
 
+def sweep(
+    storage: Storage, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
+) -> tuple[list[str], list[HoldfastError]]:
+    """**Blocks.** Removes what saves that died have left.
+
+    Args:
+        storage: The run.
+        unfinished: Steps that can be committed by no job any more.
+        trash: Directories that were set aside before.
+        generation: Openings of this generation and older ones, that were never published, are removed too.
+
+    Returns:
+        The paths that were removed, and what could not be removed.
+    """
+    swept: list[str] = []
+    problems: list[HoldfastError] = []
+    work: list[tuple[str, Callable[[], object]]] = [
+        (name.directory, partial(discard_unfinished, storage, name)) for name in unfinished
+    ]
+    work += [(directory, partial(remove_own_files, storage, directory)) for directory in trash]
+    try:
+        for entry in storage.list(GENERATIONS_DIRECTORY):
+            number = parse_generation_temporary(entry.name)
+            if number is not None and number <= generation and not entry.is_directory:
+                path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
+                work.append((path, partial(storage.remove, path)))
+    except HoldfastError as error:
+        problems.append(error)
+    for path, remove in work:
+        try:
+            if remove() is not False:
+                swept.append(path)
+        except HoldfastError as error:
+            problems.append(error)
+    return swept, problems
+
+
 _MAX_SHARE: Final = 2
 """How many times as large as the newest data file the spare may be: the next one is likely to be of that size."""
 
 
 class FileRecycler:
-    """What becomes of the data files of those steps that one line removes.
+    """The place on the disk that removed checkpoints of one run writer had, for its next save.
 
-    While the job lives, one of them stays as the spare. It goes when the line is closed, or else when the program ends;
-    a crash leaves it to the next job that saves here. One save uses it at a time; `close` may be called at any moment.
+    While the job lives, one data file stays as the spare. It goes when the manager is closed, or else when the program
+    ends; a crash leaves it to the next job that saves here. One save uses it at a time; `close` may be called at any
+    moment.
     """
 
     def __init__(self, storage: Storage, *, reuse: bool) -> None:
-        """Reads and writes nothing yet.
-
-        Args:
-            storage: The run.
-            reuse: False to keep nothing.
-        """
         self._storage = storage
         self._spare = storage.spare if isinstance(storage, SparingStorage) else None
         self._generation = 0
@@ -166,39 +149,25 @@ class FileRecycler:
                 self._spare.remove()
 
     def discard_withdrawn(self, directory: str, newest_bytes: int) -> bool:
-        """**Blocks.** Removes the files of a committed step that this line has withdrawn, and to which nobody refers.
+        """**Blocks.** Removes the files of a committed step that was withdrawn here, and to which nothing refers.
 
-        A data file may stay as the spare. Only such a step's may: whoever left another directory unfinished may be
-        writing into its files still.
-
-        Args:
-            directory: The step's directory.
-            newest_bytes: How large the data file is that was committed last.
+        A data file may stay as the spare, unless it is much larger than that of the newest commit. Only such a step's
+        may: the files of another directory that was left unfinished may still be written to.
 
         Returns:
             True if the directory is gone.
-
-        Raises:
-            StorageError: If the place fails.
         """
-        if self._reuse:
-            for entry in self._storage.list(directory):
-                if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:
-                    self._try_keep(f"{directory}/{entry.name}", newest_bytes)
+        for entry in self._storage.list(directory) if self._reuse else ():
+            if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:
+                path = f"{directory}/{entry.name}"
+                with self._lock:
+                    if self._reuse and self._spare and self._spare.try_keep(path, _MAX_SHARE * newest_bytes):
+                        self._has_kept = True
+                        register_drain(self)
         return remove_own_files(self._storage, directory)
 
-    def _try_keep(self, path: str, newest_bytes: int) -> None:
-        with self._lock:
-            if self._reuse and self._spare is not None and self._spare.try_keep(path, _MAX_SHARE * newest_bytes):
-                self._has_kept = True
-                register_drain(self)
-
     def sweep(self, newest_bytes: int) -> None:
-        """**Blocks.** Removes a spare that is too large by now, or any if none is to be kept.
-
-        Raises:
-            StorageError: If the place fails.
-        """
+        """**Blocks.** Removes a spare that is too large by now, or any if none is to be kept."""
         if self._spare is not None:
             self._spare.remove(_MAX_SHARE * newest_bytes if self._reuse else -1)
 
@@ -206,9 +175,6 @@ class FileRecycler:
         """**Blocks.** Removes the spare that was kept here, unless a newer job has begun, whose it is then.
 
         From now on nothing is kept.
-
-        Raises:
-            StorageError: If the place fails.
         """
         if self._end() and self._spare is not None:
             with suppress(FencedError):
@@ -220,7 +186,7 @@ class FileRecycler:
         self._end()
 
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Called when the program ends and nobody has closed the line."""
+        """**Blocks.** Called when the program ends without having closed the manager."""
         with suppress(HoldfastError):
             self.close()
         return []
@@ -235,7 +201,7 @@ class FileRecycler:
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What came of it.
+    """What was removed of a run.
 
     Attributes:
         removed: The checkpoints that are gone.
@@ -262,7 +228,6 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
 
     Raises:
         FencedError: If another job has opened a newer one; nothing has been removed.
-        StorageError: If the place fails.
     """
     before = read_catalog(storage)
     for generation in read_generations(storage):
@@ -276,9 +241,17 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
         return Clearing(generation=generation)
     # Looked at again: what was committed meanwhile is fenced now, and goes as well.
     catalog = read_catalog(storage)
-    problems: list[HoldfastError] = []
-    removed = _remove_committed(storage, catalog, generation, problems)
-    _sweep(storage, catalog, generation, problems)
+    removed, problems = _remove_committed(storage, catalog, generation)
+    older = [name for name in (*catalog.unfinished, *catalog.lost) if name.generation < generation]
+    problems += sweep(storage, older, catalog.trash, generation)[1]
+    # The newest record fences all older generations by itself.
+    for other in read_generations(storage):
+        if other < generation:
+            for path in (base_path(other), generation_path(other)):
+                try:
+                    storage.remove(path)
+                except HoldfastError as error:
+                    problems.append(error)
     return Clearing(tuple(removed), generation, tuple(problems))
 
 
@@ -297,9 +270,10 @@ def _check_own(storage: Storage, generation: int) -> None:
 
 
 def _remove_committed(
-    storage: Storage, catalog: Catalog, generation: int, problems: list[HoldfastError]
-) -> list[StepName]:
+    storage: Storage, catalog: Catalog, generation: int
+) -> tuple[list[StepName], list[HoldfastError]]:
     """The newest first: what refers to others goes before them. All manifests go before any data does."""
+    problems: list[HoldfastError] = []
     withdrawn: list[StepName] = []
     for name in sorted(catalog.committed, reverse=True):
         if name.generation < generation:
@@ -316,23 +290,4 @@ def _remove_committed(
             removed.append(name)
         except HoldfastError as error:
             problems.append(error)
-    return removed
-
-
-def _sweep(storage: Storage, catalog: Catalog, generation: int, problems: list[HoldfastError]) -> None:
-    work: list[Callable[[], object]] = [
-        partial(discard_unfinished, storage, name)
-        for name in (*catalog.unfinished, *catalog.lost)
-        if name.generation < generation
-    ]
-    work += [partial(discard_trash, storage, directory) for directory in catalog.trash]
-    work.append(partial(discard_half_published, storage, generation))
-    # The newest record fences all older generations by itself.
-    for older in read_generations(storage):
-        if older < generation:
-            work += [partial(storage.remove, path) for path in (base_path(older), generation_path(older))]
-    for remove in work:
-        try:
-            remove()
-        except HoldfastError as error:
-            problems.append(error)
+    return removed, problems

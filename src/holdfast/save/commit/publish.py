@@ -13,7 +13,7 @@ from holdfast.catalog import check_fence
 from holdfast.errors import StorageError
 from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
-from holdfast.save.commit.deletion import discard_committed
+from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
@@ -37,6 +37,9 @@ def commit(
             newer job may not have seen it when it began.
         StorageError: If the place fails, or a step that this one refers to was removed meanwhile.
     """
+    features = set(receipts.features)
+    features |= {REFERENCES} if receipts.references else set()
+    features |= {SHARDS} if len(receipts.workers) > 1 else set()
     manifest = Manifest(
         step=name.step,
         generation=name.generation,
@@ -47,7 +50,7 @@ def commit(
         metrics=dict(metrics),
         metadata=dict(metadata),
         versions=_name_versions(),
-        features=_list_features(receipts),
+        features=tuple(sorted(features)),
         references=receipts.references,
     )
     if not storage.publish(name.manifest_path, encode_manifest(manifest)):
@@ -61,24 +64,15 @@ def commit(
     return manifest
 
 
-def _list_features(receipts: Receipts) -> tuple[str, ...]:
-    features = set(receipts.features)
-    features |= {REFERENCES} if receipts.references else set()
-    features |= {SHARDS} if len(receipts.workers) > 1 else set()
-    return tuple(sorted(features))
-
-
 def _check_references(storage: Storage, manifest: Manifest) -> None:
     """**Blocks.** Makes sure that the steps which a step refers to are still committed; else takes it back.
 
-    A crash in here leaves a step that nobody has been told of, and that a restore may find damaged and pass over.
-
-    Raises:
-        StorageError: If one has been removed while this one was being saved, or the place fails.
+    A crash in here leaves a step that no caller has heard of, and that a restore may find damaged and pass over.
     """
     for reference in manifest.references:
         if MANIFEST_NAME not in {entry.name for entry in storage.list(reference.name.directory)}:
-            discard_committed(storage, manifest.name)
+            withdraw(storage, manifest.name)
+            remove_own_files(storage, manifest.name.directory)
             raise StorageError(
                 f"{storage.url}: {reference.name.directory} was removed while step {manifest.step} was being saved, "
                 "which refers to it",

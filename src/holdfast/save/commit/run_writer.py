@@ -29,9 +29,8 @@ from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import (
     FileRecycler,
-    discard_half_published,
-    discard_trash,
     discard_unfinished,
+    sweep,
     withdraw,
 )
 from holdfast.save.commit.publish import commit
@@ -238,7 +237,7 @@ class RunWriter(CheckpointWriter):
             catalog = read_catalog(self._storage)
             referrers = self._manifests.referrers((*catalog.committed, *catalog.lost))
             referred = {name for referrer in referrers for name in referrer.refers_to}
-            self._sweep(catalog, referred.union(busy), [])
+            self._sweep(catalog, referred.union(busy))
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Goes on with a generation that the leader of the job has opened from that step, or anew."""
@@ -268,7 +267,7 @@ class RunWriter(CheckpointWriter):
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
-        """**Blocks.** Commits what was written."""
+        """See `CheckpointWriter`."""
         try:
             manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
         except NotFoundError:
@@ -284,20 +283,12 @@ class RunWriter(CheckpointWriter):
             self._incremental.mark_committed()
 
     def check_standing(self) -> None:
-        """**Blocks.** Where something of this job's is gone, another one may have taken over, and swept it away.
-
-        Raises:
-            FencedError: If one has.
-        """
+        """See `CheckpointWriter`: where something of this job's is gone, another one may have swept it away."""
         if self.generation is not None:
             check_fence(self._storage, self.generation)
 
     def give_up(self, name: StepName) -> None:
-        """**Blocks.** Removes what a failed attempt left.
-
-        Raises:
-            StorageError: If the place fails; then the next save sweeps it away.
-        """
+        """See `CheckpointWriter`; if this fails, the next save sweeps it away."""
         catalog = read_catalog(self._storage)
         if name in catalog.unfinished:
             discard_unfinished(self._storage, name)
@@ -315,7 +306,6 @@ class RunWriter(CheckpointWriter):
 
         Raises:
             FencedError: If another job has opened a newer generation.
-            StorageError: If the place cannot be looked at.
         """
         check_fence(self._storage, newest.generation)
         catalog = read_catalog(self._storage)
@@ -347,7 +337,8 @@ class RunWriter(CheckpointWriter):
             self.recycler.sweep(newest_bytes)
         except HoldfastError as error:
             problems.append(error)
-        swept = self._sweep(catalog, referred.union(busy), problems)
+        swept, left = self._sweep(catalog, referred.union(busy))
+        problems += left
         self._manifests.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
@@ -394,30 +385,13 @@ class RunWriter(CheckpointWriter):
                 problems.append(error)
         return removed
 
-    def _sweep(self, catalog: Catalog, referred: Collection[StepName], problems: list[HoldfastError]) -> list[str]:
-        """Removes unfinished directories of this and older generations: nobody can commit them any more.
-
-        One that holds what a step refers to stays; so does one that others write to, and one that was committed.
-        """
-        swept: list[str] = []
-        for name in catalog.unfinished:
-            if self.generation is not None and name.generation <= self.generation and name not in referred:
-                try:
-                    if discard_unfinished(self._storage, name):
-                        swept.append(name.directory)
-                except HoldfastError as error:
-                    problems.append(error)
-        for directory in catalog.trash:
-            try:
-                if discard_trash(self._storage, directory):
-                    swept.append(directory)
-            except HoldfastError as error:
-                problems.append(error)
-        try:
-            swept += discard_half_published(self._storage, self.generation or 0)
-        except HoldfastError as error:
-            problems.append(error)
-        return swept
+    def _sweep(self, catalog: Catalog, kept: Collection[StepName]) -> tuple[list[str], list[HoldfastError]]:
+        """Removes unfinished steps of this and older generations, but for those in which something is needed."""
+        newest = self.generation
+        unfinished = [
+            name for name in catalog.unfinished if newest is not None and name.generation <= newest and name not in kept
+        ]
+        return sweep(self._storage, unfinished, catalog.trash, newest or 0)
 
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:

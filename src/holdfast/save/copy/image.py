@@ -136,9 +136,7 @@ class Staging:
     def copy_later(self, pool: WorkerPool, started: Callable[[list[Transfer]], None]) -> None:
         """**Blocks.** Makes the other copies.
 
-        Args:
-            pool: The threads that copy.
-            started: Called when all copies are made, or made by devices that can be told to wait for them.
+        `started` is called when all are made, or made by devices that can be told to wait for them.
 
         Raises:
             ChangedError: If something is seen to have changed under them.
@@ -177,7 +175,7 @@ class Staging:
         return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
     def check_unchanged(self) -> None:
-        """**Thread-safe.** Looks whether what is held has been changed since it was captured, or has lost its memory.
+        """**Thread-safe.** Looks whether what is held has changed since it was captured, or has lost its memory.
 
         Raises:
             ChangedError: If so.
@@ -213,12 +211,8 @@ class _LayoutPlan(msgspec.Struct):
     """What follows from names, types and shapes alone.
 
     Attributes:
-        names: The leaves' names.
-        specs: What they are.
-        layout: The data file.
         order: For each array in the order of the file, its place in the columns.
-        begins: Where it begins in the file.
-        sizes: Its size in bytes.
+        begins, sizes: Where each begins in the file, and its size in bytes.
         moves: The moves of the last save.
     """
 

@@ -31,11 +31,9 @@ class _Copying:
     """One copy under way.
 
     Attributes:
-        step: The step that is being saved.
-        trainer: The thread that had the step saved.
+        step, trainer: The step that is being saved, and the thread that had it saved.
         check: Raises a `ChangedError` if something has changed since it was captured.
-        latch: Opens when `transfers` are all that is left of the copy.
-        transfers: What devices are still copying.
+        latch: Opens when `transfers`, what devices are still copying, are all that is left of the copy.
         is_made: Whether the copy has ended.
         is_waited_for: Whether the trainer waits for the save, and so changes nothing.
         settled: Opens when it is known whether something had changed.
@@ -97,7 +95,7 @@ class OptimizerStepBarrier:
 
         Args:
             timeout_seconds: How long a step may be held up.
-            report: Told of the step that is being saved, and of the seconds for which the optimizer's step was held up.
+            report: Called with the step that is being saved and the seconds for which the optimizer's step was held up.
             check_caller: Raises if this thread is in the call that makes the save, for which a step cannot wait.
         """
         self._timeout_seconds = timeout_seconds
@@ -124,13 +122,7 @@ class OptimizerStepBarrier:
         return self._hooks[obj] is not None
 
     def begin(self, step: int, trainer: int, check: Callable[[], None]) -> None:
-        """From now on steps wait, until `release`.
-
-        Args:
-            step: The step that is being saved.
-            trainer: The thread that has it saved.
-            check: Raises a `ChangedError` if something has changed since it was captured.
-        """
+        """From now on steps wait, until `release`. `check` raises a `ChangedError` if something has changed by then."""
         self._copying = self._newest = _Copying(step, trainer, check)
 
     def note_call(self) -> None:
@@ -208,10 +200,7 @@ class OptimizerStepBarrier:
             copying.forget()
 
     def wait(self, stepping: object = None) -> None:
-        """**Blocks.** Called before each step.
-
-        Args:
-            stepping: Whose step it is.
+        """**Blocks.** Called before each step of an object.
 
         Raises:
             DeadlineError: If the copy does not end in time.
@@ -253,12 +242,7 @@ class OptimizerStepBarrier:
 
 
 def keep_steady(captured: Captured, barrier: OptimizerStepBarrier) -> Captured:
-    """Holds no more than what would be seen to change otherwise than by a step.
-
-    Args:
-        captured: What was captured.
-        barrier: Knows whether something has.
-    """
+    """Holds no more than what would be seen to change otherwise than by a step."""
     steady = (
         place
         for place in captured.held

@@ -156,11 +156,7 @@ def make_roster(snapshot: Snapshot) -> Roster:
 
 
 def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
-    """**Pure.** The workers that hold an object, or should, of those that not all of them do.
-
-    Args:
-        named: The names of each worker's objects, in order of rank.
-    """
+    """**Pure.** The workers that hold an object, or should, of those that not all of them do."""
     ranks_by_names: dict[frozenset[str], list[int]] = {}
     for rank, names in enumerate(named):
         ranks_by_names.setdefault(frozenset(names), []).append(rank)
@@ -182,11 +178,7 @@ def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]
 
 
 def find_unlike(rosters: Sequence[Roster]) -> tuple[int, str] | None:
-    """**Pure.** A worker whose objects are not those of the others, and what there is to say of it; None if all agree.
-
-    Args:
-        rosters: What each worker has, in order of rank.
-    """
+    """**Pure.** A worker whose objects are not those of the others, and what there is to say of it, or None."""
     stages: dict[str, dict[tuple[str, ...], list[int]]] = {}
     for rank, roster in enumerate(rosters):
         stages.setdefault(roster.stage, {}).setdefault(roster.bare, []).append(rank)

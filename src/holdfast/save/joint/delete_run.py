@@ -26,18 +26,7 @@ class JointDelete:
     """
 
     def __init__(self, choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> None:
-        """**Collective.** **Blocks.** Waits for the others, if there are any.
-
-        Args:
-            choice: As for `open_cluster`.
-            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-            timeout_seconds: The deadline of each wait for workers that live.
-
-        Raises:
-            UsageError: If the choice is none.
-            AbsentError: If other workers do not come.
-            ClusterError: If the store of the job does not answer.
-        """
+        """**Collective.** **Blocks.** Waits for the others, if there are any; as `open_company`."""
         self.cluster: Cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
         self._is_own = self.cluster is not choice
         self._peers: Peers | None = None
@@ -71,10 +60,7 @@ class JointDelete:
 
         Raises:
             FencedError: On the leader, if another job saves there by now; nothing has been removed.
-            StorageError: On the leader, if the place cannot be looked at.
-            PeerError: On the others, if the leader has met with an error, or could not remove everything.
-            AbsentError: On the others, if the leader dies.
-            ClusterError: If the job's store does not answer.
+            PeerError: On the others, if the leader has met with an error, could not remove everything, or dies.
         """
         peers = self._peers
         if peers is not None and not peers.is_leader:

@@ -77,14 +77,7 @@ class JointParticipant:
     """
 
     def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
-        """Starts the threads that talk to the others, and give signs of life.
-
-        Args:
-            cluster: The workers.
-            closes: Whether to close it in the end.
-            liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-            timeout_seconds: The deadline of each wait for workers that live.
-        """
+        """Starts the threads that talk to the others, and give signs of life. `closes`: closes the cluster at last."""
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
@@ -120,7 +113,6 @@ class JointParticipant:
             AbsentError: If a worker does not come.
             StorageError: If this worker does not see what the leader writes.
             PeerError: If another one does not, or has failed.
-            ClusterError: If the store does not answer.
         """
         token = try_put_token(storage) if is_new and self.peers.is_leader else ""
         try:
@@ -135,7 +127,6 @@ class JointParticipant:
                 remove_token(storage)
 
     def _meet(self, names: Collection[str], start: _Start) -> _Start:
-        """Tells the others what there is to say here, and hears what the leader makes of it."""
 
         def put_together(records: list[bytes]) -> bytes:
             starts = [msgspec.json.decode(one, type=_Start) for one in records]

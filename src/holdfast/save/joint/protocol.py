@@ -75,42 +75,37 @@ class WorkerProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveIdAllocator:
-    """**Thread-safe.** Gives each save of this worker its place."""
+    """**Thread-safe.** Gives each save of this worker its place.
+
+    Attributes:
+        epoch: How often the run has been restored.
+        count: How many saves this worker has come to.
+    """
 
     def __init__(self) -> None:
         # Guards the other three.
         self._lock = threading.Lock()
-        self._epoch = 0
-        self._count = 0
+        self.epoch = 0
+        self.count = 0
         self._turns: dict[int, int] = {}
-
-    @property
-    def epoch(self) -> int:
-        """How often the run has been restored."""
-        return self._epoch
-
-    @property
-    def count(self) -> int:
-        """How many saves this worker has come to."""
-        return self._count
 
     def begin_epoch(self) -> None:
         """The run has been restored: from now on steps may come again."""
         with self._lock:
-            self._epoch += 1
+            self.epoch += 1
             self._turns = {}
 
     def pass_by(self) -> None:
         """A save was asked for that this worker could not come to: it is past it all the same."""
         with self._lock:
-            self._count += 1
+            self.count += 1
 
     def take(self, step: int) -> WorkerProgress:
         """Where the next save of a step has its place."""
         with self._lock:
-            self._count += 1
+            self.count += 1
             turn = self._turns[step] = self._turns.get(step, 0) + 1
-            return WorkerProgress(self._count, SaveId(self._epoch, step, turn))
+            return WorkerProgress(self.count, SaveId(self.epoch, step, turn))
 
 
 class NameRecord(msgspec.Struct, frozen=True):
@@ -249,9 +244,7 @@ class CommitProtocol:
     def hand_in(self, record: PartRecord, holding: Holding) -> None:
         """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
 
-        Args:
-            record: What to say.
-            holding: What to say of what it holds together with others, if it is asked.
+        Meanwhile it answers the leader's question what it holds together with others.
 
         Raises:
             PeerError: If another worker has failed, or the leader is gone or has not committed in time.

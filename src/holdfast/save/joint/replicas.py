@@ -130,12 +130,6 @@ class Holding:
     """
 
     def __init__(self, replicas: Sequence[Replica], digests: Sequence[str]) -> None:
-        """Sums up.
-
-        Args:
-            replicas: The boxes.
-            digests: The digest of the values of each; nothing if they are not to be compared.
-        """
         self.replicas = replicas
         self._details: dict[str, Detail] = {}
         may_differ: set[str] = set()
@@ -177,12 +171,7 @@ class Holding:
 
 
 def make_holding(snapshot: Snapshot, last: Holding) -> Holding:
-    """What the worker of a snapshot holds together with others.
-
-    Args:
-        snapshot: The snapshot.
-        last: What it held at the save before: as a rule the same.
-    """
+    """What the worker of a snapshot holds together with others: as a rule the same as at the save before."""
     has_values = any(group.values for group in last.groups)
     if not snapshot.digests and not has_values and snapshot.replicas == last.replicas:
         return last
@@ -202,10 +191,7 @@ class _Piece(NamedTuple):
 def digest_values(captured: Captured, moments: Mapping[str, object], pool: WorkerPool) -> tuple[str, ...]:
     """**Blocks.** What tells the values of each replica from others, as they are now; nothing if none are compared.
 
-    Args:
-        captured: The arrays.
-        moments: By library, what reading them has to wait for.
-        pool: The threads that work.
+    `moments` says, by library, what reading them has to wait for.
     """
     pieces = list(_cut(captured))
     found = [""] * len(pieces)
@@ -251,11 +237,7 @@ def _cut(captured: Captured) -> Iterator[_Piece]:
 
 
 def find_suspects(groups: Sequence[Sequence[Group]]) -> list[Suspect]:
-    """**Pure.** The groups of workers that do not agree.
-
-    Args:
-        groups: What each worker says, in order of rank.
-    """
+    """**Pure.** The groups of workers that do not agree, by what each worker says, in order of rank."""
     said: dict[str, dict[int, Group]] = {}
     for rank, own in enumerate(groups):
         for group in own:
@@ -278,9 +260,7 @@ def find_suspects(groups: Sequence[Sequence[Group]]) -> list[Suspect]:
 def name_difference(suspect: Suspect, details: Mapping[int, Detail]) -> tuple[int, str]:
     """**Pure.** Whose leaves differ from those of the others, and in what.
 
-    Args:
-        suspect: The workers.
-        details: Of some of them, all that they hold: of the first of a camp.
+    `details` are those of the first worker of a camp, of some camps.
 
     Returns:
         A worker that has something else than most, and what there is to say of it.
@@ -327,10 +307,6 @@ def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica])
 
     None if all that differs may differ. Parameters and the state of optimizers may not. Of another object, such as a
     dict with the best weights so far, a smaller part may: statistics of batch norm that were copied into it, say.
-
-    Args:
-        divergences: What differs.
-        replicas: What the leader holds together with others.
     """
     tolerated = _find_tolerated(divergences, replicas)
     refused = [divergence for divergence in divergences if divergence.leaf not in tolerated]
@@ -440,12 +416,6 @@ class Inquiry:
     """
 
     def __init__(self, peers: Peers, key: Callable[[str], str]) -> None:
-        """Asks nothing yet.
-
-        Args:
-            peers: The workers.
-            key: Gives a key of this save.
-        """
         self._peers = peers
         self._key = key
         self._asked: tuple[int, ...] = ()

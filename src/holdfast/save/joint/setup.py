@@ -40,7 +40,6 @@ def open_company(
     Raises:
         UsageError: If the choice is none.
         AbsentError: If other workers do not come.
-        ClusterError: If the store of the job does not answer.
         HoldfastError: What the look has raised.
     """
     problem: HoldfastError | None = None
@@ -82,14 +81,7 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: JointParticip
 def make_writer(
     storage: Storage, options: SaveOptions, company: JointParticipant | None, emit: Sink
 ) -> tuple[CheckpointWriter, FileRecycler]:
-    """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it uses again.
-
-    Args:
-        storage: Where the run lies.
-        options: How to save.
-        company: The others, or None.
-        emit: Told of what happens.
-    """
+    """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it recycles."""
     # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
     reuse_space = options.reuse_space and company is None
     writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)

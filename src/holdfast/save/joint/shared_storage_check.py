@@ -43,17 +43,12 @@ def remove_token(storage: Storage) -> None:
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** Makes sure that the file which the leader has made is seen here.
+    """**Blocks.** Makes sure that the file which the leader has made, of those contents, is seen here.
 
-    Args:
-        storage: Where the run lies for this worker.
-        token: What the file holds.
-        leader_url: Where the run lies for the leader.
-        who: This worker, for the error.
-        timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
+    No more than half of `timeout_seconds` is spent on looking again.
 
     Raises:
-        StorageError: If it is not seen, now or after a while.
+        StorageError: If it is not seen; it names this worker (`who`).
     """
     url = make_sendable(storage.url)
     is_elsewhere = url != leader_url
@@ -76,25 +71,15 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:
-    """**Blocks.** What tells the opening of a generation from that of any other run.
-
-    Raises:
-        StorageError: If the place fails, or there is none.
-    """
+    """**Blocks.** What tells the opening of a generation from that of any other run."""
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
 def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Makes sure that the generation which the leader has opened is seen here, with the same digest.
 
-    Args:
-        storage: Where the run lies.
-        told: What the leader has told of it.
-        who: This worker, for the error.
-        timeout_seconds: The deadline of all waits. No more than half of it is spent on looking again.
-
     Raises:
-        StorageError: If it is not seen, now or after a while.
+        StorageError: As `check_token`.
     """
 
     path, url = generation_path(told.generation), make_sendable(storage.url)
@@ -118,11 +103,7 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
 
 
 def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:
-    """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are.
-
-    Raises:
-        StorageError: If the place fails.
-    """
+    """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are."""
     world_size = len(receipts.workers)
     expected = {
         file: (rank, size_bytes)

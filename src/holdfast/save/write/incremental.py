@@ -30,12 +30,7 @@ SMALL_BYTES: Final = 1 << 20
 
 
 class HeldSegment(msgspec.Struct, frozen=True):
-    """An array that lies on the disk.
-
-    Attributes:
-        record: What it is, with its digests and its place in the file.
-        source: The file.
-    """
+    """An array that lies on the disk: its digests and place, and the file."""
 
     record: LeafRecord
     source: Source
@@ -57,13 +52,7 @@ def list_held(index: Index) -> dict[str, HeldSegment]:
 def find_unchanged(
     places: Sequence[Place], spans: Sequence[str], held: Mapping[str, HeldSegment]
 ) -> dict[str, HeldSegment]:
-    """**Pure.** The arrays that are what they were: of the same name, type, shape and digests.
-
-    Args:
-        places: The arrays as they are now.
-        spans: The digests of each, over spans of the same length.
-        held: What they were.
-    """
+    """**Pure.** The arrays that are what they were: of the same name, type, shape and digests."""
     unchanged = {}
     for place, digests in zip(places, spans, strict=True):
         known = held.get(place.name)
@@ -163,16 +152,8 @@ class Incremental:
     def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it last.
 
-        A crash anywhere in here leaves a directory without a manifest, as with any save.
-
-        Args:
-            snapshot: All of the state, copied.
-            name: The place of the new step.
-            pool: The threads that work.
-            wanted: The steps that the retention policy will keep anyway.
-
-        Raises:
-            StorageError: If the place fails; what was written stays as debris.
+        A crash anywhere in here leaves a directory without a manifest, as with any save. `wanted` are the steps that
+        the retention policy will keep anyway.
         """
         places = snapshot.layout.places
         spans = dict(zip((place.name for place in places), take_digests(snapshot, pool), strict=True))
@@ -251,7 +232,7 @@ class IncrementalStepFiles:
         """Nothing is written before all is copied."""
 
     def finish(self, pool: WorkerPool) -> Receipts:
-        """**Blocks.** As `Incremental.write`."""
+        """See `StepFiles`."""
         return self._incremental.write(self._snapshot, self._name, pool, self._wanted)
 
     def abandon(self) -> None:

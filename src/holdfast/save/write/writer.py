@@ -35,11 +35,7 @@ class WholeStepFiles:
     """
 
     def __init__(self, snapshot: Snapshot, storage: Storage, name: StepName) -> None:
-        """**Blocks.** Makes the step's directory, and the file.
-
-        Raises:
-            StorageError: If the place fails.
-        """
+        """**Blocks.** Makes the step's directory, and the file."""
         self._snapshot, self._storage, self._name = snapshot, storage, name
         storage.make_directory(name.directory)
         worker = snapshot.worker
@@ -50,20 +46,12 @@ class WholeStepFiles:
         self._pieces = _pieces(snapshot, self._writer, self._digests)
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
-        """**Blocks.** Writes what has been copied, until all is.
-
-        Raises:
-            StorageError: If the place fails.
-        """
+        """See `StepFiles`."""
         # While training waits for the copy, more than this one thread would take the processors away from that.
         pool.run(self._snapshot.copied.while_copied(self._pieces), most_helpers=0)
 
     def finish(self, pool: WorkerPool) -> Receipts:
-        """**Blocks.** Writes the rest, and makes all of it last.
-
-        Raises:
-            StorageError: If the place fails; what was written stays as debris.
-        """
+        """See `StepFiles`."""
         pool.run(self._pieces)
         self._writer.finish()
         self._writer.abandon()
@@ -72,7 +60,7 @@ class WholeStepFiles:
         return write_index(index, self._storage, self._snapshot.loose)
 
     def abandon(self) -> None:
-        """Lets go of the file; harmless twice, and when it is finished."""
+        """See `StepFiles`."""
         self._writer.abandon()
 
 
@@ -83,9 +71,6 @@ def write_index(index: Index, storage: Storage, loose: Collection[str] = ()) -> 
         index: The index.
         storage: Where the run lies.
         loose: The leaves of which others may have the same boxes.
-
-    Raises:
-        StorageError: If the place fails.
     """
     data = encode_index(index)
     storage.write(f"{index.name.directory}/{index_name(index.rank, index.world_size)}", data)
@@ -181,14 +166,7 @@ def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], dig
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:
-    """**Pure.** The index of a data file.
-
-    Args:
-        snapshot: The state that it is of.
-        layout: What lies in the file.
-        name: The checkpoint that it belongs to.
-        spans: For each array, in the order of the file, the digests of its spans.
-    """
+    """**Pure.** The index of a data file, with the digests of the spans of each array in the order of the file."""
     return Index(
         step=name.step,
         generation=name.generation,
@@ -230,7 +208,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segment]:
-    """**Pure.** Where the arrays of a file come from, in the order of the file, as few segments as possible.
+    """**Pure.** Where the arrays of a file come from, in its order, as few segments as possible.
 
     Args:
         layout: The file.
@@ -256,16 +234,6 @@ def write_segments(
 
     A piece that lies in the image as it lies in the file, page for page, is written from there; any other one is
     gathered in aligned memory first.
-
-    Args:
-        image: The host memory that the segments are from; it begins on a page.
-        layout: The file.
-        segments: Where its arrays come from.
-        writer: The open file.
-        pool: The threads that write.
-
-    Raises:
-        StorageError: If the place fails.
     """
     lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
