@@ -19,9 +19,8 @@ from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.manifest import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
-from holdfast.restore.agreement import make_agreement
 from holdfast.restore.candidates import make_selection
-from holdfast.restore.engine import restore_objects
+from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.arguments import check_metrics, check_notes

@@ -24,8 +24,8 @@ from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
-from holdfast.restore.agreement import make_agreement
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
+from holdfast.restore.engine import make_agreement
 from holdfast.save.arguments import check_metrics, check_numbers, check_resizing, check_sinks, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete

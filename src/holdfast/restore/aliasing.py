@@ -43,11 +43,8 @@ def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
 def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:
     """**Blocks.** Looks whether overlapping targets, which have been filled, hold what is stored for them.
 
-    Arrays that interleave and have no element in common do, and so do those whose stored values agree.
-
-    Args:
-        targets: What `find_overlapping_targets` gave.
-        read: Fills targets from what is stored.
+    Arrays that interleave and have no element in common do, and so do those whose stored values agree. `read` fills
+    targets from what is stored.
 
     Returns:
         A sentence for each that does not.

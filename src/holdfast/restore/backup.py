@@ -66,7 +66,6 @@ def check_newest(storage: Storage) -> None:
 
     Raises:
         UsageError: If it is none.
-        StorageError: If the place fails.
     """
     newest = read_catalog(storage).newest
     if newest is not None:

@@ -11,15 +11,9 @@ from holdfast.format.names import StepName
 
 
 def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | None, url: str) -> tuple[StepName, ...]:
-    """**Pure.** The checkpoints to try, the best first.
+    """**Pure.** The checkpoints to try, the best first; with a step, no other than that.
 
-    Steps that have lost their manifests are among them, to be passed over like any other damage.
-
-    Args:
-        catalog: What lies there.
-        lost: Steps of the living line that have lost their manifests.
-        step: The step that was asked for, and then no other is offered; None for the newest whole one.
-        url: Where the run lies, for the error.
+    Steps of the living line that have lost their manifests are among them, to be passed over like any other damage.
 
     Raises:
         NoCheckpointError: If the step that was asked for is not there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from holdfast.errors import (
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.manifest import ALONE, SHARDS, Worker
 from holdfast.format.names import StepName, is_own
-from holdfast.restore.agreement import Agreement, AloneAgreement
+from holdfast.restore.agreement import Agreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
 from holdfast.restore.candidates import Selection, choose_candidates
 from holdfast.restore.files import open_parts, read_parts
@@ -37,6 +37,9 @@ from holdfast.state.data.position import PositionRecord, find_apart, list_positi
 from holdfast.state.hyperparameters import Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
+
+if TYPE_CHECKING:
+    from holdfast.cluster.peers import Peers
 
 _MOST_LOOKS: Final = 30
 """How often a run is looked at again, since a job that goes on has removed what was found there."""
@@ -90,14 +93,12 @@ def restore_objects(
         MismatchError: If the checkpoint does not fit, or was saved by a number of workers that is refused; nothing has
             been changed.
         ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
-        PeerError: If another worker has failed.
-        AbsentError: If another worker does not come, or dies.
+        PeerError: If another worker has failed, does not come, or dies.
         NoCheckpointError: If the step that was asked for does not exist.
         NoWholeCheckpointError: If there are checkpoints, or were and their manifests are gone, but none is whole.
-        StorageError: If the place fails.
     """
     begun_at = time.monotonic()
-    agreement = agreement or AloneAgreement()
+    agreement = agreement or Agreement()
     request = _Request(storage, objects, step, select, strict, threads, worker, named, on_resize, keeping)
     candidates = _Candidates(request, agreement, emit)
     if not candidates.find(begins_anew=begins_anew):
@@ -121,6 +122,16 @@ def restore_objects(
         size_bytes=trial.size_bytes,
         seconds=seconds,
     )
+
+
+def make_agreement(peers: Peers | None, url: str) -> Agreement:
+    """How this worker keeps together with the others, if there are any; `url` is where the run lies for it."""
+    if peers is None:
+        return Agreement()
+    # Most programs have one worker, and do without what several need.
+    from holdfast.restore.joint_agreement import JointAgreement
+
+    return JointAgreement(peers, url)
 
 
 class _Request(NamedTuple):
@@ -449,12 +460,6 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
 
     Each worker looks at some of them, beside the first: all workers together at all. Where no position is stored,
     nothing is read.
-
-    Args:
-        storage: Where the run lies.
-        opened: The checkpoint's records.
-        worker: Which worker this is.
-        emit: Told of it.
     """
     manifest = opened.manifest
     known = {index.rank: list_positions(index.objects) for index in opened.indexes}

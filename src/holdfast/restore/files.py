@@ -76,14 +76,10 @@ def list_parts(opened: OpenedStep) -> list[Part]:
 def open_part(storage: Storage, part: Part, beside: Storage | None) -> FileReader:
     """**Blocks.** Opens a file of a step and checks its size.
 
-    Args:
-        storage: Where the step lies.
-        part: The file.
-        beside: Where the steps lie that the step refers to.
+    `beside` is where the steps lie that the step refers to.
 
     Raises:
         DamageError: If it is missing, or shorter or longer than was written.
-        StorageError: If the place fails.
     """
     place = storage if part.referrer is None else beside
     step = part.index.step
@@ -107,12 +103,7 @@ def open_part(storage: Storage, part: Part, beside: Storage | None) -> FileReade
 
 @contextmanager
 def open_parts(storage: Storage, opened: OpenedStep) -> Iterator[list[OpenPart]]:
-    """**Blocks.** Lends all files of a step of a run, open, each of the size that it must have.
-
-    Raises:
-        DamageError: As `open_part`.
-        StorageError: As `open_part`.
-    """
+    """**Blocks.** Lends all files of a step, open, each of the size that it must have; raises as `open_part`."""
     with ExitStack() as stack:
         yield [(part, stack.enter_context(closing(open_part(storage, part, storage)))) for part in list_parts(opened)]
 
@@ -124,21 +115,7 @@ def read_parts(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target from the file that holds its bytes; every byte is checked.
-
-    Args:
-        parts: The open files.
-        targets: By leaf, where its bytes are wanted.
-        threads: How many threads read.
-        overlapping: Gets the targets of one file that may have something of the same memory.
-
-    Returns:
-        How many bytes were read.
-
-    Raises:
-        DamageError: If a span does not match its digest; targets may have been filled by then, some with bad bytes.
-        StorageError: If the place fails.
-    """
+    """**Blocks.** Fills each target from the file that holds its bytes; as `read_targets`."""
     size_bytes = 0
     for part, reader in parts:
         wanted = targets

@@ -6,6 +6,7 @@ before all have seen the checkpoint and found that it fits, and damage that one 
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import Final
@@ -21,6 +22,7 @@ from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFo
 from holdfast.format.digests import digest
 from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import StepName, parse_step_directory
+from holdfast.restore.agreement import Agreement
 from holdfast.storage.protocol import Storage
 
 _FIRST_PATIENCE_SECONDS: Final = 0.05
@@ -60,7 +62,7 @@ class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
     tensor: str = ""
 
 
-class JointAgreement:
+class JointAgreement(Agreement):
     """Several workers. Each method is collective.
 
     Each raises `PeerError` if another worker has failed, `AbsentError` if one does not come or dies, and `ClusterError`
@@ -68,12 +70,6 @@ class JointAgreement:
     """
 
     def __init__(self, peers: Peers, url: str) -> None:
-        """Says nothing yet.
-
-        Args:
-            peers: The workers.
-            url: Where the run lies for this one.
-        """
         self._peers = peers
         self._url = make_sendable(url)
 
@@ -90,8 +86,7 @@ class JointAgreement:
         answer = self._confer(_Report(self._describe(error), step=step, names=told, url=self._url), _decide_names)
         if answer.failure is not None:
             self._raise(answer.failure, error)
-        chosen = tuple(name for directory in answer.names if (name := parse_step_directory(directory)) is not None)
-        return chosen
+        return tuple(name for directory in answer.names if (name := parse_step_directory(directory)) is not None)
 
     def see(self, storage: Storage, name: StepName) -> None:
         """See `Agreement`.
@@ -133,7 +128,7 @@ class JointAgreement:
             is_gone = self._peers.is_leader and not is_committed(storage, name)
         except HoldfastError as problem:
             error = problem
-        answer = self._confer(_Report(self._describe(error), is_gone=is_gone), _follow_leader)
+        answer = self._confer(_Report(self._describe(error), is_gone=is_gone), operator.itemgetter(LEADER))
         if answer.failure is not None:
             self._raise(answer.failure, error)
         return answer.is_gone
@@ -232,11 +227,6 @@ def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
         return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
     text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"
     return Failure.of(rank, StorageError.__name__, text, ELSEWHERE_HINT)
-
-
-def _follow_leader(reports: list[_Report]) -> _Report:
-    """**Pure.** What the leader has found."""
-    return reports[LEADER]
 
 
 def _decide_stage(reports: list[_Report]) -> _Report:

@@ -25,13 +25,9 @@ _MOST_SPANS: Final = 1 << 12
 
 
 def plan_pieces(index: Index, wanted: Container[str] | None) -> Iterator[Piece]:
-    """**Pure.** Cuts what is wanted into reads, in the order of the file.
+    """**Pure.** Cuts what is wanted into reads, in the order of the file. `wanted` is None for all arrays.
 
     Each consists of whole spans, so that each can be checked by itself.
-
-    Args:
-        index: What lies in the file.
-        wanted: The names of the arrays to read; None for all.
     """
     span_bytes = index.span_bytes
     leaves: list[int] = []
@@ -78,9 +74,7 @@ class Destinations:
     def __init__(self, index: Index, targets: Mapping[str, Target]) -> None:
         """Tells the libraries of arrays that are read in place that they are about to change.
 
-        Args:
-            index: What lies in the file.
-            targets: By leaf, where its bytes are wanted. They keep the arrays alive, and with them the memory.
+        The targets, by leaf, keep the arrays alive, and with them the memory.
         """
         self._leaves = index.leaves
         self._targets = targets
@@ -166,11 +160,8 @@ class Destinations:
 
 
 def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """**Pure.** The places, in the sequences, of ranges that have something in common with another one.
-
-    Args:
-        begins: Where each range begins.
-        ends: Where each ends, exclusive; none is empty.
+    """**Pure.** The places, in the sequences, of ranges that have something in common with another one. No range is
+    empty.
     """
     import numpy as np
 
@@ -232,7 +223,6 @@ def read_pieces(
 
     Raises:
         DamageError: If the file ends too early.
-        StorageError: If the place fails.
     """
 
     def read(piece: Piece) -> None:
@@ -269,7 +259,7 @@ def read_targets(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target from the data file; every byte is checked.
+    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked.
 
     Args:
         reader: The open data file.
@@ -285,7 +275,6 @@ def read_targets(
     Raises:
         DamageError: If a span does not match its digest; targets may have been filled by then, some with bad bytes.
         MemoryError: If there is no memory for arrays that cannot be read in place.
-        StorageError: If the place fails.
     """
     destinations = Destinations(index, targets)
     if overlapping is not None:

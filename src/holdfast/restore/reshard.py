@@ -35,15 +35,8 @@ def assign_parts(
     The index that was read already comes first: with the workers as they were, it has all that they alone held. Then
     come those that it names, and only if something is missing still, the others, the likeliest first.
 
-    Args:
-        storage: Where the step lies.
-        opened: The step, with the index that says what state this worker has.
-        targets: Where bytes are wanted.
-        leaves: What each stored leaf is.
-
     Raises:
         DamageError: If an index is damaged, or the step does not have all that is wanted.
-        StorageError: If the place fails.
     """
     manifest = opened.manifest
     assignment = Assignment(targets, leaves, step=manifest.step)
@@ -108,7 +101,6 @@ def read_orders(
 
     Raises:
         DamageError: If a file is missing or damaged; targets may have been filled by then, some with bad bytes.
-        StorageError: If the place fails.
     """
     size_bytes = 0
     for part, order in orders:
@@ -155,14 +147,10 @@ def plan_spans(record: LeafRecord, span_bytes: int, boxes: Sequence[Box]) -> Ite
 
 
 def plan_share_pieces(index: Index, shares: Mapping[int, Sequence[Share]]) -> Iterator[Piece]:
-    """**Pure.** Cuts what is wanted of some arrays into reads, in the order of the file.
+    """**Pure.** Cuts what is wanted of some arrays, by their numbers in the index, into reads in the order of the file.
 
     As with whole arrays, each consists of whole spans that lie one behind the other; spans of which nothing is wanted
     are left out.
-
-    Args:
-        index: What lies in the file.
-        shares: By the number of an array in the index, what is wanted of it.
     """
     piece = Piece([], [], [], -1)
     for number in sorted(shares):
@@ -238,20 +226,7 @@ def read_shares(
 ) -> int:
     """**Blocks.** Reads what targets want of the arrays of one file; every byte is checked before it is used.
 
-    Args:
-        reader: The open data file.
-        index: What lies in it.
-        path: Its path, for errors.
-        shares: By the number of an array in the index, what is wanted of it.
-        threads: How many threads read.
-
-    Returns:
-        How many bytes were read.
-
-    Raises:
-        DamageError: If a span does not match its digest.
-        MemoryError: If there is no memory for arrays that cannot be filled where they are.
-        StorageError: If the place fails.
+    As `read_targets`, but for `shares`: by the number of an array in the index, what is wanted of it.
     """
     patchwork = Patchwork(shares)
     size_bytes = 0

@@ -47,13 +47,6 @@ class Assignment:
     """Takes indexes one after the other until every target is served."""
 
     def __init__(self, targets: Iterable[Target], leaves: Mapping[str, ArraySpec], *, step: int) -> None:
-        """Nothing is served yet.
-
-        Args:
-            targets: Where bytes are wanted.
-            leaves: What each stored leaf is.
-            step: The step, for errors.
-        """
         self._leaves = leaves
         self._step = step
         self._targets: dict[str, list[Target]] = {}

@@ -31,7 +31,6 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
 
     Raises:
         DamageError: If a record is missing or damaged.
-        StorageError: If the place fails.
     """
     step = expected.step if expected else None
     path = join(directory, MANIFEST_NAME)
@@ -63,7 +62,6 @@ def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -
 
     Raises:
         DamageError: If it is missing or damaged, or says what the manifest does not.
-        StorageError: If the place fails.
     """
     try:
         index = read_index(storage, directory, manifest, rank)
@@ -159,9 +157,6 @@ def verify_data(
 
     Returns:
         What is damaged, in the order of the files; empty if the step is whole.
-
-    Raises:
-        StorageError: If the place fails.
     """
     if beside is None and opened.directory:
         beside = storage
