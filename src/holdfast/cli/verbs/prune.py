@@ -17,7 +17,7 @@ from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
-from holdfast.save.commit.deletion import discard_trash, discard_unfinished, remove_own_files, withdraw
+from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
 from holdfast.storage import Storage
 
 
@@ -420,7 +420,7 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
             storage.remove(one.directory)
             return Removed(one, True)
         if one.name is None:
-            return Removed(one, discard_trash(storage, one.directory))
+            return Removed(one, remove_own_files(storage, one.directory))
         if one.state in (State.UNFINISHED, State.LOST):
             return Removed(one, discard_unfinished(storage, one.name))
         return Removed(one, remove_own_files(storage, one.directory))
