@@ -12,8 +12,7 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
-from holdfast.format.digests import digest
-from holdfast.format.index import encode_index
+from holdfast.format.digests import digest, seal
 from holdfast.format.manifest import SHARDS, Worker, WorkerRecord
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.policies import All
@@ -122,7 +121,7 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
     pool.run(staging.copies_now())
     begun_at = time.perf_counter()
     spans = take_digests(staging.snapshot, pool)
-    index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
+    index = seal(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
     return {
         "training_seconds": median(times[1:]),
         "first_seconds": times[0],
@@ -203,7 +202,7 @@ def _make_files(
         pool = WorkerPool(1, "planning")
         pool.run(staging.copies_now())
         spans = take_digests(staging.snapshot, pool)
-        index = encode_index(make_index(staging.snapshot, staging.snapshot.layout, name, spans))
+        index = seal(make_index(staging.snapshot, staging.snapshot.layout, name, spans))
         data_bytes, index_bytes, index_digest = staging.snapshot.layout.size_bytes, len(index), digest(index)
         (directory / name.directory / index_name(worker.rank, worker.world_size)).write_bytes(index)
     else:

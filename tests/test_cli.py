@@ -33,7 +33,8 @@ from command_line import (
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.main import VERBS, Verbs
 from holdfast.errors import DamageError
-from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.digests import seal
+from holdfast.format.manifest import decode_manifest
 
 # The command as a whole.
 
@@ -276,7 +277,7 @@ def test_list_names_the_first_of_very_many_damages(run: Path) -> None:
     path = run / "step-000000100.g0001" / "manifest.json"
     manifest = decode_manifest(path.read_bytes(), path=str(path), expected=None)
     many = msgspec.structs.replace(manifest, workers=manifest.workers * 5000, features=("shards",))
-    path.write_bytes(encode_manifest(many))
+    path.write_bytes(seal(many))
     result = call("list", run)
     assert result.stderr.count("is missing") == 10
     assert "damaged and 9990 more places (--json names them all)" in result.stderr

@@ -17,7 +17,8 @@ from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.survey import survey_run
 from holdfast.cli.verbs.prune import Wishes, check_unchanged, plan_removals
 from holdfast.errors import StorageError
-from holdfast.format.manifest import Reference, encode_manifest
+from holdfast.format.digests import seal
+from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage
 
@@ -185,7 +186,7 @@ def test_prune_keeps_what_became_needed_while_it_asked(run: Path) -> None:
     manifest = read_manifest(storage, StepName(4, 2))
     reference = Reference(3, 1, 1, leaves=1, size_bytes=320)
     (run / "step-000000004.g0002" / "manifest.json").write_bytes(
-        encode_manifest(msgspec.structs.replace(manifest, features=("references",), references=(reference,)))
+        seal(msgspec.structs.replace(manifest, features=("references",), references=(reference,)))
     )
     with pytest.raises(StorageError, match="has changed since"):
         check_unchanged(storage, plan, survey.catalog)

@@ -19,11 +19,11 @@ from holdfast.cli.contents import count_values, describe, find_nodes, list_value
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import age_text, duration_text, iso_text, legible, size_text
 from holdfast.cli.verbs.show import grow_tree, list_tree
-from holdfast.format.digests import digest
+from holdfast.format.digests import digest, seal
 from holdfast.format.encoding import encode_value
-from holdfast.format.index import Index, LeafRecord, encode_index
+from holdfast.format.index import Index, LeafRecord
 from holdfast.format.layout import plan_layout
-from holdfast.format.manifest import Manifest, WorkerRecord, encode_manifest
+from holdfast.format.manifest import Manifest, WorkerRecord
 from holdfast.format.names import data_name, index_name
 
 
@@ -183,7 +183,7 @@ def write_step(directory: Path, world_size: int) -> None:
         values = bytes([rank]) * 100
         (directory / data_name(rank, world_size)).write_bytes(layout.header + values)
         leaf = LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, digest(values))
-        index = encode_index(
+        index = seal(
             Index(
                 step=7,
                 generation=1,
@@ -211,7 +211,7 @@ def write_step(directory: Path, world_size: int) -> None:
         metadata={},
         versions={},
     )
-    (directory / "manifest.json").write_bytes(encode_manifest(manifest))
+    (directory / "manifest.json").write_bytes(seal(manifest))
 
 
 def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:

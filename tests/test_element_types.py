@@ -17,8 +17,9 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError, UsageError
+from holdfast.format.digests import seal
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, names_in
-from holdfast.format.index import Index, encode_index
+from holdfast.format.index import Index
 from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import ALONE, RAW, SHARDS, Worker
 from holdfast.storage import MemoryStorage
@@ -187,7 +188,7 @@ C = QuantizerRecord("c", Quantizer(0, (0.5,) * 4, (0,) * 4))
 def test_quantizers_that_cannot_be_are_refused(lies: list[QuantizerRecord]) -> None:
     forged = msgspec.structs.replace(quantized_index(), quantizers=tuple(lies))
     with pytest.raises(FormatError):
-        decode_index(encode_index(forged), path="index.json")
+        decode_index(seal(forged), path="index.json")
 
 
 def test_files_of_other_programs_hold_them_or_it_is_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
-from holdfast.format.digests import digest, seal
-from holdfast.format.index import Index, LeafRecord, encode_index
+from holdfast.format.digests import Record, digest, seal
+from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.manifest import decode_manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 
@@ -93,7 +93,7 @@ def rewrite(run: Path, index: bytes, data_bytes: int | None = None) -> None:
         index_digest=digest(index),
         data_bytes=manifest.workers[0].data_bytes if data_bytes is None else data_bytes,
     )
-    (run / MANIFEST).write_bytes(encode_manifest(msgspec.structs.replace(manifest, workers=(worker,))))
+    (run / MANIFEST).write_bytes(seal(msgspec.structs.replace(manifest, workers=(worker,))))
 
 
 @slow_files
@@ -168,7 +168,7 @@ def test_an_index_with_sealed_lies_is_a_clean_error(data: st.DataObject, origina
     else:
         lie = msgspec.structs.replace(index, **{field: data.draw(HUGE)})
     try:
-        encoded = encode_index(lie)
+        encoded = seal(lie)
     except (msgspec.MsgspecError, OverflowError):
         return
     rewrite(run, encoded, lie.data_bytes if data.draw(st.booleans()) else None)
@@ -181,7 +181,7 @@ def test_sealed_state_of_any_form_is_a_clean_error(lie: Any, whole: bool, origin
     reset(original, run)
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)
     objects = {"model": lie, "notes": lie} if whole else {**index.objects, "notes": lie}
-    rewrite(run, encode_index(msgspec.structs.replace(index, objects=objects)))
+    rewrite(run, seal(msgspec.structs.replace(index, objects=objects)))
     with contextlib.suppress(HoldfastError):
         hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore(strict=False)
 
@@ -209,7 +209,7 @@ def test_values_that_are_stored_can_be_read_however_deep_they_lie(tmp_path: Path
 def test_deeply_nested_state_is_a_clean_error(run: Path) -> None:
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)
     for depth in (200, 400):
-        rewrite(run, encode_index(msgspec.structs.replace(index, objects={**index.objects, "notes": nest(depth)})))
+        rewrite(run, seal(msgspec.structs.replace(index, objects={**index.objects, "notes": nest(depth)})))
         with pytest.raises(HoldfastError):
             hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()
 
@@ -229,7 +229,7 @@ def test_an_index_that_claims_a_huge_array_takes_no_memory(run: Path) -> None:
         leaves=(LeafRecord("model/w", "U8", (size_bytes,), begin, begin + size_bytes, "0" * 32),),
         objects={"model": {"w": {"$": "array", "v": "model/w", "k": "numpy"}}},
     )
-    rewrite(run, encode_index(lie), lie.data_bytes)
+    rewrite(run, seal(lie), lie.data_bytes)
     tracemalloc.start()
     with pytest.raises(NoWholeCheckpointError):
         hf.CheckpointManager(run, hf.Checkpoint(model={})).restore()
@@ -320,9 +320,14 @@ def test_a_data_file_of_another_step_is_found(run: Path) -> None:
     assert (restored.step, len(restored.passed_over)) == (7, 1)
 
 
+class Odd(Record, frozen=True):
+    kind: ClassVar[str] = "manifest"
+    step: int
+
+
 def test_a_record_of_the_wrong_kind_is_refused(run: Path) -> None:
     shutil.copy(run / "generations/0001.json", run / MANIFEST)
     restore(run)
-    (run / MANIFEST).write_bytes(seal("manifest", msgspec.defstruct("Odd", [("step", int)])(7)))
+    (run / MANIFEST).write_bytes(seal(Odd(7)))
     with pytest.raises(NoWholeCheckpointError):
         hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()

@@ -19,8 +19,8 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cli.survey import survey_run
 from holdfast.errors import FormatError, HoldfastError, NoWholeCheckpointError
-from holdfast.format.digests import SPAN_BYTES, digest
-from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source, encode_index
+from holdfast.format.digests import SPAN_BYTES, digest, seal
+from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source
 from holdfast.format.index_checks import decode_index
 from holdfast.format.manifest import (
     REFERENCES,
@@ -29,7 +29,6 @@ from holdfast.format.manifest import (
     WorkerRecord,
     decode_manifest,
     decode_references,
-    encode_manifest,
 )
 from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName
 from holdfast.storage import LocalStorage
@@ -79,7 +78,7 @@ def referred(place: int, **changes: Any) -> tuple[ReferredRecord, ...]:
 
 def test_an_index_with_references_comes_back() -> None:
     index = make_index()
-    assert decode_index(encode_index(index), path="i") == index
+    assert decode_index(seal(index), path="i") == index
     assert [leaf.name for leaf in index.all_leaves()] == ["a", "b", "c", "d"]
     assert index.refers_to() == {StepName(3, 1): (2, 32), StepName(5, 1): (1, 4096)}
 
@@ -139,7 +138,7 @@ def test_an_index_with_references_comes_back() -> None:
 )
 def test_references_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
-        decode_index(encode_index(make_index(**changes)), path="i")
+        decode_index(seal(make_index(**changes)), path="i")
 
 
 def test_a_step_refers_to_earlier_ones_only() -> None:
@@ -150,14 +149,14 @@ def test_a_step_refers_to_earlier_ones_only() -> None:
             sources=(Source(*earlier, 0, 1, 5000),),
             referred=REFERRED[:2],
         )
-        assert decode_index(encode_index(index), path="i") == index
+        assert decode_index(seal(index), path="i") == index
         turned = make_index(
             **dict(zip(("step", "generation", "attempt"), earlier, strict=True)),
             sources=(Source(*name, 0, 1, 5000),),
             referred=REFERRED[:2],
         )
         with pytest.raises(FormatError, match="does not come before"):
-            decode_index(encode_index(turned), path="i")
+            decode_index(seal(turned), path="i")
 
 
 def make_manifest(**changes: Any) -> Manifest:
@@ -178,7 +177,7 @@ def make_manifest(**changes: Any) -> Manifest:
 
 
 def test_a_manifest_with_references_comes_back() -> None:
-    data = encode_manifest(make_manifest())
+    data = seal(make_manifest())
     assert decode_manifest(data, path="m", expected=StepName(8, 1)) == make_manifest()
     assert decode_references(data, path="m", expected=StepName(8, 1)) == (StepName(3, 1), StepName(5, 1))
     assert make_manifest().referred_bytes == 4128
@@ -201,14 +200,14 @@ def test_a_manifest_with_references_comes_back() -> None:
     ],
 )
 def test_references_of_a_manifest_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
-    data = encode_manifest(make_manifest(**changes))
+    data = seal(make_manifest(**changes))
     for decode in (decode_manifest, decode_references):
         with pytest.raises(FormatError):
             decode(data, path="m", expected=StepName(8, 1))
 
 
 def test_a_feature_that_is_not_known_is_refused_and_named() -> None:
-    data = encode_manifest(make_manifest(features=(REFERENCES, "new")))
+    data = seal(make_manifest(features=(REFERENCES, "new")))
     with pytest.raises(FormatError) as refused:
         decode_manifest(data, path="m", expected=None)
     assert refused.value.message == "m: needs a reader that knows 'new'"
@@ -250,7 +249,7 @@ def rewrite(run: Path, index: Index | None = None, manifest: Manifest | None = N
     """Puts other records in place, the manifest vouching for the index and, if it is not given, for its references."""
     known = decode_manifest((run / MANIFEST).read_bytes(), path=MANIFEST, expected=None)
     if index is not None:
-        data = encode_index(index)
+        data = seal(index)
         (run / INDEX).write_bytes(data)
         worker = WorkerRecord(len(data), digest(data), index.data_bytes)
         known = msgspec.structs.replace(known, workers=(worker,))
@@ -258,7 +257,7 @@ def rewrite(run: Path, index: Index | None = None, manifest: Manifest | None = N
         for name, (leaves, size_bytes) in sorted(count_references(index).items()):
             references.append(Reference(name.step, name.generation, name.attempt, leaves, size_bytes))
         known = msgspec.structs.replace(known, references=tuple(references))
-    (run / MANIFEST).write_bytes(encode_manifest(manifest or known))
+    (run / MANIFEST).write_bytes(seal(manifest or known))
 
 
 def count_references(index: Index) -> dict[StepName, tuple[int, int]]:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import DamageError, FormatError, HoldfastError, NoWholeCheckpointError
-from holdfast.format.digests import digest
-from holdfast.format.index import BoxRecord, ElsewhereRecord, Index, encode_index
+from holdfast.format.digests import digest, seal
+from holdfast.format.index import BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
-from holdfast.format.manifest import ALONE, SHARDS, Manifest, Worker, WorkerRecord, decode_manifest, encode_manifest
+from holdfast.format.manifest import ALONE, SHARDS, Manifest, Worker, WorkerRecord, decode_manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from simulated_job import restore_part, save_job
@@ -64,11 +64,11 @@ def rewrite(run: Path, indexes: dict[int, Index], **changes: Any) -> None:
     manifest = msgspec.structs.replace(read_manifest(run), **changes)
     workers = list(manifest.workers)
     for rank, index in indexes.items():
-        data = encode_index(index)
+        data = seal(index)
         index_path(run, rank).write_bytes(data)
         workers[rank] = WorkerRecord(len(data), digest(data), workers[rank].data_bytes)
     manifest = msgspec.structs.replace(manifest, workers=tuple(workers))
-    (run / STEP / "manifest.json").write_bytes(encode_manifest(manifest))
+    (run / STEP / "manifest.json").write_bytes(seal(manifest))
 
 
 def forge(run: Path, rank: int, **changes: Any) -> None:
@@ -102,7 +102,7 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
     ],
 )
 def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], problem: str) -> None:
-    forged = encode_index(msgspec.structs.replace(read_index(run, 0), **changes))
+    forged = seal(msgspec.structs.replace(read_index(run, 0), **changes))
     with pytest.raises(FormatError, match=problem):
         decode_index(forged, path="index.json")
 
@@ -192,7 +192,7 @@ def test_box_stored_twice_with_other_values_leads_to_the_older_step(tmp_path: Pa
 def test_boxes_need_the_feature(run: Path) -> None:
     manifest = read_manifest(run)
     assert manifest.features == (SHARDS,)
-    forged = encode_manifest(msgspec.structs.replace(manifest, features=()))
+    forged = seal(msgspec.structs.replace(manifest, features=()))
     with pytest.raises(FormatError, match="feature 'shards'"):
         decode_manifest(forged, path="manifest.json", expected=None)
 
@@ -266,7 +266,7 @@ def test_boxes_at_random_are_refused_or_cover(saved: Path, data: st.DataObject) 
     for rank in range(2):
         index = msgspec.structs.replace(read_index(saved, rank), boxes=tuple(data.draw(boxes)))
         try:
-            indexes.append(decode_index(encode_index(index), path="index.json"))
+            indexes.append(decode_index(seal(index), path="index.json"))
         except FormatError:
             return
     if not find_cover_problem(indexes):

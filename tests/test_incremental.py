@@ -22,9 +22,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Committed, Event, PassedOver, Retained
-from holdfast.format.digests import digest
-from holdfast.format.index import encode_index
-from holdfast.format.manifest import Manifest, encode_manifest
+from holdfast.format.digests import digest, seal
+from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.write.incremental import MAX_KEPT_STEPS
@@ -373,7 +372,7 @@ def test_what_a_step_of_a_newer_holdfast_needs_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "step-000000002.g0001" / "manifest.json"
     storage = LocalStorage(tmp_path)
     manifest = read_manifest(storage, StepName(2, 1))
-    path.write_bytes(encode_manifest(msgspec.structs.replace(manifest, features=("references", "holograms"))))
+    path.write_bytes(seal(msgspec.structs.replace(manifest, features=("references", "holograms"))))
     with pytest.raises(FormatError, match="'holograms'") as refused:
         open_step(storage, StepName(2, 1).directory, StepName(2, 1))
     assert "references" not in refused.value.message
@@ -517,7 +516,7 @@ def test_a_base_with_other_spans_is_not_compared(tmp_path: Path) -> None:
     rewrite(
         tmp_path,
         manifest,
-        encode_index(msgspec.structs.replace(index, span_bytes=4 * MIB, leaves=respanned(tmp_path, index.leaves))),
+        seal(msgspec.structs.replace(index, span_bytes=4 * MIB, leaves=respanned(tmp_path, index.leaves))),
     )
     assert damages_of(storage) == {1: []}
     save_steps(tmp_path, 2)
@@ -537,7 +536,7 @@ def rewrite(run: Path, manifest: Manifest, index: bytes) -> None:
     directory = run / manifest.name.directory
     (directory / "index-00000-of-00001.json").write_bytes(index)
     worker = msgspec.structs.replace(manifest.workers[0], index_bytes=len(index), index_digest=digest(index))
-    (directory / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, workers=(worker,))))
+    (directory / "manifest.json").write_bytes(seal(msgspec.structs.replace(manifest, workers=(worker,))))
 
 
 class FullStorage(MemoryStorage):

@@ -17,10 +17,10 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.errors import FormatError
-from holdfast.format.digests import digest
-from holdfast.format.index import Index, encode_index
+from holdfast.format.digests import digest, seal
+from holdfast.format.index import Index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import ALONE, Worker, decode_manifest, encode_manifest
+from holdfast.format.manifest import ALONE, Worker, decode_manifest
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.strides import StridesRecord
 from holdfast.storage import MemoryStorage
@@ -95,11 +95,11 @@ def without_strides(directory: Path) -> None:
     index_path, manifest_path = directory / "index-00000-of-00001.json", directory / MANIFEST_NAME
     index = decode_index(index_path.read_bytes(), path="")
     assert index.strides
-    old = encode_index(msgspec.structs.replace(index, strides=()))
+    old = seal(msgspec.structs.replace(index, strides=()))
     index_path.write_bytes(old)
     manifest = decode_manifest(manifest_path.read_bytes(), path="", expected=None)
     worker = msgspec.structs.replace(manifest.workers[0], index_bytes=len(old), index_digest=digest(old))
-    manifest_path.write_bytes(encode_manifest(msgspec.structs.replace(manifest, workers=(worker,))))
+    manifest_path.write_bytes(seal(msgspec.structs.replace(manifest, workers=(worker,))))
 
 
 def test_training_goes_on_exactly_from_a_checkpoint_without_strides(tmp_path: Path) -> None:
@@ -274,4 +274,4 @@ def test_strides_that_reach_beyond_the_leaf_are_refused(lies: list[tuple[str, tu
     assert index.strides == (StridesRecord("w", (1, 1, 3)),)
     forged = msgspec.structs.replace(index, strides=tuple(StridesRecord(*lie) for lie in lies))
     with pytest.raises(FormatError, match=r"strides|valid"):
-        decode_index(encode_index(forged), path="index.json")
+        decode_index(seal(forged), path="index.json")

@@ -30,8 +30,7 @@ from holdfast.restore.reshard import Patchwork
 from holdfast.restore.reshard_plan import Share
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
-from holdfast.state.match.compare import Comparison
-from holdfast.state.match.context import ObjectLoading
+from holdfast.state.match.compare import Comparison, ObjectLoading
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
 from holdfast.storage.buffers import memory_between

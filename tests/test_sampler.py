@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.errors import MismatchError, UsageError
 from holdfast.format.digests import derive, mix
 from holdfast.state.capture import capture_objects
-from holdfast.state.data.permutation import MAX_LENGTH, Permutation
+from holdfast.state.data.order import MAX_LENGTH, Permutation
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.state.match.matching import match_objects
 

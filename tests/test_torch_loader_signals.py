@@ -80,7 +80,7 @@ def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, met
 def test_a_worker_ends_when_its_process_tells_it_to() -> None:
     program = """
     import multiprocessing, signal, time
-    from holdfast.integrations.torch.ignore_signals import IgnoreSignals
+    from holdfast.integrations.torch.loader import IgnoreSignals
 
     def serve(ready):
         IgnoreSignals(None)(0)

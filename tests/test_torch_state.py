@@ -19,8 +19,7 @@ from holdfast.format import codecs
 from holdfast.integrations.torch.devices import INTEGERS
 from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
-from holdfast.state.capture import capture_objects
-from holdfast.state.capture_cache import CaptureCache
+from holdfast.state.capture import CaptureCache, capture_objects
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects

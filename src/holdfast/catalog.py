@@ -23,7 +23,7 @@ from holdfast.errors import (
 )
 from holdfast.events.kinds import Committed, Retained, decode_event
 from holdfast.events.sinks import JOURNAL_NAMES
-from holdfast.format.digests import digest
+from holdfast.format.digests import digest, seal
 from holdfast.format.generation import (
     MAX_GENERATION_BYTES,
     Base,
@@ -31,8 +31,6 @@ from holdfast.format.generation import (
     choose_living,
     decode_base,
     decode_opening,
-    encode_base,
-    encode_opening,
 )
 from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index
@@ -420,7 +418,7 @@ def open_generation(storage: Storage, token: str = "") -> int:
             process=os.getpid(),
             opened_at_unix_seconds=time.time(),
         )
-        if storage.publish(generation_path(generation), encode_opening(opening)):
+        if storage.publish(generation_path(generation), seal(opening)):
             return generation
         generation += 1  # Another job took the number in the same moment.
     raise StorageError(
@@ -437,7 +435,7 @@ def record_base(storage: Storage, base: Base) -> None:
         StorageError: If the place fails, or the base of this generation was recorded before.
     """
     path = base_path(base.generation)
-    if not storage.publish(path, encode_base(base)):
+    if not storage.publish(path, seal(base)):
         raise StorageError(
             f"{storage.url}: generation {base.generation} has a base already",
             path=path,

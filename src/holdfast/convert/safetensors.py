@@ -16,8 +16,7 @@ from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.output_files import OutputFiles, open_output_directory, open_output_file
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.boxes import strides_of
-from holdfast.format.dtypes import RAW_TYPES, array_bytes
-from holdfast.format.index import MAX_DIMENSIONS
+from holdfast.format.dtypes import MAX_DIMENSIONS, RAW_TYPES, array_bytes
 from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout
 
 SUFFIX: Final = ".safetensors"

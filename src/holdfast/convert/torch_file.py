@@ -18,9 +18,8 @@ from holdfast.convert.pickle_read import PickledObject, read_pickle, shown
 from holdfast.convert.pickle_write import FunctionCall, Global, Persistent, write_pickle
 from holdfast.convert.torch_zip import ArchiveReader, Record, write_archive
 from holdfast.errors import FormatError
-from holdfast.format.dtypes import ELEMENT_TYPES, ITEM_BYTES, QUANTIZED_TYPES, array_bytes, names_in
+from holdfast.format.dtypes import ELEMENT_TYPES, ITEM_BYTES, MAX_DIMENSIONS, QUANTIZED_TYPES, array_bytes, names_in
 from holdfast.format.encoding import escape
-from holdfast.format.index import MAX_DIMENSIONS
 from holdfast.format.strides import order_dimensions, row_major
 
 MAX_PICKLE_BYTES: Final = 256 << 20

@@ -8,7 +8,7 @@ body as they stand. A record that was cut short or changed is found before a fie
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, TypeVar
+from typing import Annotated, ClassVar, Final, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -23,6 +23,9 @@ Small enough that a partial read checks little more than it wants, large enough 
 
 DIGEST_CHARACTERS: Final = 32
 
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""What `digest` gives, in a record; checked where it is decoded."""
+
 
 def digest(data: bytes | bytearray | memoryview) -> str:
     """**Pure.** The 128-bit XXH3 digest of some bytes, as 32 lower-case hexadecimal characters.
@@ -35,11 +38,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def digest_each(parts: Iterable[memoryview]) -> list[str]:
     """**Pure.** The digest of each of many pieces of memory."""
     return list(map(xxhash.xxh3_128_hexdigest, parts))
-
-
-def is_digest(text: str) -> bool:
-    """**Pure.** True if the text has the form of a digest."""
-    return len(text) == DIGEST_CHARACTERS and all(character in "0123456789abcdef" for character in text)
 
 
 def span_count(size_bytes: int, span_bytes: int) -> int:
@@ -71,7 +69,18 @@ def derive(*words: int) -> int:
 
 FORMAT_VERSION: Final = 1
 
-RecordT = TypeVar("RecordT", bound=msgspec.Struct)
+
+class Record(msgspec.Struct, frozen=True):
+    """What is stored as the body of a file of its own.
+
+    Attributes:
+        kind: What the file says of it.
+    """
+
+    kind: ClassVar[str]
+
+
+RecordT = TypeVar("RecordT", bound=Record)
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,19 +90,18 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
-def seal(kind: str, record: msgspec.Struct) -> bytes:
-    """**Pure.** The bytes of a record of some kind."""
+def seal(record: Record) -> bytes:
+    """**Pure.** The bytes of the file of a record."""
     body = msgspec.json.encode(record)
-    envelope = _Envelope(holdfast=kind, version=FORMAT_VERSION, digest=digest(body), body=msgspec.Raw(body))
+    envelope = _Envelope(holdfast=record.kind, version=FORMAT_VERSION, digest=digest(body), body=msgspec.Raw(body))
     return msgspec.json.encode(envelope)
 
 
-def unseal(kind: str, record_type: type[RecordT], data: bytes, *, path: str, step: int | None = None) -> RecordT:
+def unseal(record_type: type[RecordT], data: bytes, *, path: str, step: int | None = None) -> RecordT:
     """**Pure.** The record that the bytes hold.
 
     Args:
-        kind: The kind that it must be.
-        record_type: The type to decode its body into.
+        record_type: The type that it must have.
         data: The bytes of the file.
         path: Where they came from, for the error.
         step: The step that they belong to, for the error.
@@ -105,6 +113,7 @@ def unseal(kind: str, record_type: type[RecordT], data: bytes, *, path: str, ste
     def fault(what: str, hint: str = "") -> FormatError:
         return FormatError(f"{path}: {what}", path=path, step=step, hint=hint)
 
+    kind = record_type.kind
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

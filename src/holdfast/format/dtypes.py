@@ -131,6 +131,8 @@ def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     return ("U8", (*shape, ITEM_BYTES[dtype])) if dtype in RAW_TYPES else (dtype, shape)
 
 
+MAX_DIMENSIONS: Final = 64
+
 MAX_ARRAY_BYTES: Final = 1 << 53
 """No array may be larger: sizes stay exact in JSON readers that hold numbers as doubles."""
 
@@ -143,13 +145,15 @@ def array_bytes(dtype: str, shape: Iterable[int]) -> int:
         shape: The length of each dimension; empty for a scalar.
 
     Raises:
-        ValueError: If the type is unknown, a length is negative, or the array would be larger than
-            `MAX_ARRAY_BYTES`.
+        ValueError: If the type is unknown, a length is negative, there are more than `MAX_DIMENSIONS`, or the array
+            would be larger than `MAX_ARRAY_BYTES`.
     """
     item_bytes = ITEM_BYTES.get(dtype)
     if item_bytes is None:
         raise ValueError(f"unknown element type {dtype!r}")
     lengths = tuple(shape)
+    if len(lengths) > MAX_DIMENSIONS:
+        raise ValueError(f"an array of {len(lengths)} dimensions")
     if lengths and min(lengths) < 0:
         raise ValueError(f"negative length in shape {list(lengths)}")
     total = math.prod(lengths, start=item_bytes)

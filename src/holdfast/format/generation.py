@@ -7,20 +7,16 @@ living line is what the newest generation saved, then what its base's generation
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
-
-import msgspec
+from typing import ClassVar, Final
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import seal, unseal
-from holdfast.format.names import MAX_ATTEMPT, MAX_GENERATION, MAX_STEP, StepName
+from holdfast.format.digests import Record, unseal
+from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, AttemptNumber, GenerationNumber, StepName, StepNumber
 
-OPENING_KIND: Final = "generation"
-BASE_KIND: Final = "base"
 MAX_GENERATION_BYTES: Final = 1 << 20
 
 
-class Opening(msgspec.Struct, frozen=True):
+class Opening(Record, frozen=True):
     """The record that opens a generation.
 
     Attributes:
@@ -31,14 +27,16 @@ class Opening(msgspec.Struct, frozen=True):
         opened_at_unix_seconds: The opener's clock; for people only.
     """
 
-    generation: int
+    kind: ClassVar[str] = "generation"
+
+    generation: GenerationNumber
     token: str
     host: str
     process: int
     opened_at_unix_seconds: float
 
 
-class Base(msgspec.Struct, frozen=True):
+class Base(Record, frozen=True):
     """The record that says where a generation began.
 
     Attributes:
@@ -48,10 +46,12 @@ class Base(msgspec.Struct, frozen=True):
         base_attempt: That checkpoint's attempt, or None.
     """
 
-    generation: int
-    step: int | None
-    base_generation: int | None
-    base_attempt: int | None
+    kind: ClassVar[str] = "base"
+
+    generation: GenerationNumber
+    step: StepNumber | None
+    base_generation: GenerationNumber | None
+    base_attempt: AttemptNumber | None
 
     @property
     def name(self) -> StepName | None:
@@ -68,23 +68,13 @@ def make_base(generation: int, name: StepName | None) -> Base:
     return Base(generation, name.step, name.generation, name.attempt)
 
 
-def encode_opening(opening: Opening) -> bytes:
-    """**Pure.** The bytes of an opening."""
-    return seal(OPENING_KIND, opening)
-
-
 def decode_opening(data: bytes, *, path: str) -> Opening:
     """**Pure.** The opening that the bytes hold.
 
     Raises:
         FormatError: If it is damaged.
     """
-    return unseal(OPENING_KIND, Opening, data, path=path)
-
-
-def encode_base(base: Base) -> bytes:
-    """**Pure.** The bytes of a base."""
-    return seal(BASE_KIND, base)
+    return unseal(Opening, data, path=path)
 
 
 def decode_base(data: bytes, *, path: str, generation: int) -> Base:
@@ -93,16 +83,12 @@ def decode_base(data: bytes, *, path: str, generation: int) -> Base:
     Raises:
         FormatError: If it is damaged, another generation's, or does not lie before its generation.
     """
-    base = unseal(BASE_KIND, Base, data, path=path)
+    base = unseal(Base, data, path=path)
     parts = (base.step, base.base_generation, base.base_attempt)
     if base.generation != generation or (None in parts and any(part is not None for part in parts)):
         raise FormatError(f"{path}: is not a well-formed base of generation {generation}", path=path)
     name = base.name
-    if name is not None and not (
-        0 <= name.step <= MAX_STEP
-        and 1 <= name.generation < min(generation, MAX_GENERATION)
-        and 1 <= name.attempt <= MAX_ATTEMPT
-    ):
+    if name is not None and name.generation >= generation:
         raise FormatError(f"{path}: {name} cannot be the base of generation {generation}", path=path)
     return base
 

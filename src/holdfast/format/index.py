@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
 from holdfast.format.boxes import Box, whole_box
-from holdfast.format.digests import seal
+from holdfast.format.digests import Digest, Record
 from holdfast.format.dtypes import QuantizerRecord
 from holdfast.format.layout import MAX_HEADER_BYTES
-from holdfast.format.names import StepName, data_name
+from holdfast.format.names import AttemptNumber, GenerationNumber, Size, StepName, StepNumber, WorldSize, data_name
 from holdfast.format.strides import StridesRecord
 
-KIND: Final = "index"
 MAX_INDEX_BYTES: Final = 1 << 30
-MAX_DIMENSIONS: Final = 64
 
 MAX_SOURCES: Final = 64
 """How many files of other steps an index may refer to: a reader has them all open at once."""
@@ -54,12 +52,12 @@ class Source(msgspec.Struct, frozen=True, order=True):
         data_bytes: The file's size.
     """
 
-    step: int
-    generation: int
-    attempt: int
-    rank: int
-    world_size: int
-    data_bytes: int
+    step: StepNumber
+    generation: GenerationNumber
+    attempt: AttemptNumber
+    rank: Size
+    world_size: WorldSize
+    data_bytes: Size
 
     @property
     def name(self) -> StepName:
@@ -134,7 +132,7 @@ class StoredBox(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Index(msgspec.Struct, frozen=True, omit_defaults=True):
+class Index(Record, frozen=True, omit_defaults=True):
     """What one worker wrote.
 
     Attributes:
@@ -157,18 +155,20 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
         quantizers: Those of leaves that are quantized; left out if none is.
     """
 
-    step: int
-    generation: int
-    attempt: int
-    rank: int
-    world_size: int
-    data_bytes: int
+    kind: ClassVar[str] = "index"
+
+    step: StepNumber
+    generation: GenerationNumber
+    attempt: AttemptNumber
+    rank: Size
+    world_size: WorldSize
+    data_bytes: Size
     header_bytes: Annotated[int, msgspec.Meta(ge=8, le=MAX_HEADER_BYTES + 8)]
-    header_digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    header_digest: Digest
     span_bytes: Annotated[int, msgspec.Meta(ge=1)]
     leaves: tuple[LeafRecord, ...]
     objects: dict[str, Any]
-    sources: tuple[Source, ...] = ()
+    sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
     referred: tuple[ReferredRecord, ...] = ()
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
@@ -216,11 +216,6 @@ class Index(msgspec.Struct, frozen=True, omit_defaults=True):
             count, size_bytes = counts.get(name, (0, 0))
             counts[name] = (count + 1, size_bytes + leaf.end - leaf.begin)
         return counts
-
-
-def encode_index(index: Index) -> bytes:
-    """**Pure.** The bytes of an index."""
-    return seal(KIND, index)
 
 
 def make_stored_box(record: LeafRecord, boxes: Mapping[str, BoxRecord], rank: int) -> StoredBox:

@@ -10,8 +10,8 @@ from holdfast.errors import FormatError
 from holdfast.format.boxes import Box, find_box_problem, find_overlap, whole_box
 from holdfast.format.digests import DIGEST_CHARACTERS, unseal
 from holdfast.format.dtypes import QUANTIZED_TYPES, array_bytes, find_quantizer_problem
-from holdfast.format.index import KIND, MAX_DIMENSIONS, MAX_SOURCES, Index, LeafRecord, Source, StoredBox
-from holdfast.format.names import MAX_WORKERS, find_order_problem
+from holdfast.format.index import Index, LeafRecord, Source, StoredBox
+from holdfast.format.names import find_order_problem
 from holdfast.format.strides import is_dense
 
 _NAME_CHARACTERS: Final = 200
@@ -24,7 +24,7 @@ def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
         FormatError: If it is damaged, or says what cannot be: arrays that overlap or leave gaps, sizes that do not
             follow from shape and type, names that stand twice.
     """
-    index = unseal(KIND, Index, data, path=path, step=step)
+    index = unseal(Index, data, path=path, step=step)
     problem = _find_problem(index)
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
@@ -32,7 +32,7 @@ def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
 
 
 def _find_problem(index: Index) -> str:
-    if not 0 <= index.rank < index.world_size:
+    if index.rank >= index.world_size:
         return f"rank {index.rank} of {index.world_size} workers cannot be"
     problem = find_leaf_problem(index)
     if not problem and index.is_shared:
@@ -67,7 +67,7 @@ def _find_form_problem(leaves: Sequence[LeafRecord], span_bytes: int) -> str:
         size_bytes = sizes_bytes.get(kind)
         if size_bytes is None:
             try:
-                size_bytes = sizes_bytes[kind] = _leaf_bytes(*kind)
+                size_bytes = sizes_bytes[kind] = array_bytes(*kind)
             except ValueError as error:
                 return f"{leaf.name!r}: {error}"
         if leaf.end != leaf.begin + size_bytes:
@@ -81,17 +81,6 @@ def _find_form_problem(leaves: Sequence[LeafRecord], span_bytes: int) -> str:
         name = next(name for name, count in Counter(leaf.name for leaf in leaves).items() if count > 1)
         return f"{name!r} stands twice"
     return ""
-
-
-def _leaf_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a leaf.
-
-    Raises:
-        ValueError: If there is no such leaf.
-    """
-    if len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"a leaf has {len(shape)} dimensions")
-    return array_bytes(dtype, shape)
 
 
 def _is_hexadecimal(text: str) -> bool:
@@ -147,14 +136,12 @@ def _find_quantizers_problem(index: Index) -> str:
 
 
 def _find_source_problem(index: Index) -> str:
-    if len(index.sources) > MAX_SOURCES:
-        return f"{len(index.sources)} sources are more than the {MAX_SOURCES} that may be"
     before: Source | None = None
     for source in index.sources:
         problem = find_order_problem(source.name, index.name)
         if problem:
             return problem
-        if not 0 <= source.rank < source.world_size <= MAX_WORKERS:
+        if source.rank >= source.world_size:
             return f"a source of rank {source.rank} of {source.world_size} workers cannot be"
         # One file that stood twice could be claimed twice, and so take more memory than lies on the disk.
         if before is not None and (before.name, before.rank) >= (source.name, source.rank):
@@ -226,7 +213,7 @@ def _find_elsewhere_problem(
 
 def _find_kind_problem(dtype: str, shape: Sequence[int]) -> str:
     try:
-        _leaf_bytes(dtype, shape)
+        array_bytes(dtype, shape)
     except ValueError as error:
         return str(error)
     return ""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import is_digest, seal, unseal
+from holdfast.format.digests import Digest, Record, unseal
 from holdfast.format.dtypes import RAW_TYPES
 from holdfast.format.index import MAX_SOURCES, Index
-from holdfast.format.names import MAX_WORKERS, StepName, find_order_problem
+from holdfast.format.names import (
+    MAX_WORKERS,
+    AttemptNumber,
+    GenerationNumber,
+    Size,
+    StepName,
+    StepNumber,
+    find_order_problem,
+)
 
-KIND: Final = "manifest"
 MAX_MANIFEST_BYTES: Final = 256 << 20
 
 REFERENCES: Final = "references"
@@ -43,9 +49,9 @@ class WorkerRecord(msgspec.Struct, frozen=True):
         data_bytes: The size of its data file.
     """
 
-    index_bytes: int
-    index_digest: str
-    data_bytes: int
+    index_bytes: Size
+    index_digest: Digest
+    data_bytes: Size
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -59,11 +65,11 @@ class Reference(msgspec.Struct, frozen=True):
         size_bytes: How many bytes of them lie there.
     """
 
-    step: int
-    generation: int
-    attempt: int
-    leaves: int
-    size_bytes: int
+    step: StepNumber
+    generation: GenerationNumber
+    attempt: AttemptNumber
+    leaves: Annotated[int, msgspec.Meta(ge=1)]
+    size_bytes: Size
 
     @property
     def name(self) -> StepName:
@@ -71,7 +77,7 @@ class Reference(msgspec.Struct, frozen=True):
         return StepName(self.step, self.generation, self.attempt)
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class Manifest(Record, frozen=True, omit_defaults=True):
     """One committed step.
 
     Attributes:
@@ -88,12 +94,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         references: The earlier steps whose directories it needs, in order; left out if there are none.
     """
 
-    step: int
-    generation: int
-    attempt: int
+    kind: ClassVar[str] = "manifest"
+
+    step: StepNumber
+    generation: GenerationNumber
+    attempt: AttemptNumber
     token: str
     committed_at_unix_seconds: float
-    workers: tuple[WorkerRecord, ...]
+    workers: Annotated[tuple[WorkerRecord, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
     metrics: dict[str, float]
     metadata: dict[str, Any]
     versions: dict[str, str]
@@ -122,11 +130,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(reference.size_bytes for reference in self.references)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """**Pure.** The bytes of a manifest."""
-    return seal(KIND, manifest)
-
-
 def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Manifest:
     """**Pure.** The manifest that the bytes hold, checked for sense.
 
@@ -139,7 +142,7 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
         FormatError: If it is damaged, needs a newer reader, or is another step's.
     """
     step = expected.step if expected else None
-    manifest = unseal(KIND, Manifest, data, path=path, step=step)
+    manifest = unseal(Manifest, data, path=path, step=step)
     unknown = [feature for feature in manifest.features if feature not in KNOWN_FEATURES]
     if unknown:
         raise FormatError(
@@ -162,7 +165,7 @@ def decode_references(data: bytes, *, path: str, expected: StepName) -> tuple[St
     Raises:
         FormatError: If the manifest is damaged or another step's.
     """
-    manifest = unseal(KIND, Manifest, data, path=path, step=expected.step)
+    manifest = unseal(Manifest, data, path=path, step=expected.step)
     problem = _find_problem(manifest, expected)
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=expected.step)
@@ -172,17 +175,6 @@ def decode_references(data: bytes, *, path: str, expected: StepName) -> tuple[St
 def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
     if expected is not None and manifest.name != expected:
         return f"is the manifest of {manifest.name.directory}, not of this directory"
-    if not 1 <= len(manifest.workers) <= MAX_WORKERS:
-        return f"{len(manifest.workers)} workers cannot be"
-    for rank, worker in enumerate(manifest.workers):
-        if worker.index_bytes < 0 or worker.data_bytes < 0 or not is_digest(worker.index_digest):
-            return f"the record of worker {rank} is malformed"
-    if not math.isfinite(manifest.committed_at_unix_seconds):
-        return "the time of the commit is not a number"
-    return _find_reference_problem(manifest)
-
-
-def _find_reference_problem(manifest: Manifest) -> str:
     if manifest.references and REFERENCES not in manifest.features:
         return f"it refers to other steps without the feature {REFERENCES!r}"
     if len(manifest.references) > MAX_SOURCES * len(manifest.workers):
@@ -194,8 +186,6 @@ def _find_reference_problem(manifest: Manifest) -> str:
             return problem
         if before is not None and before >= reference.name:
             return f"{reference.name.directory} stands twice among the references, or not in its place"
-        if reference.leaves < 1 or reference.size_bytes < 0:
-            return f"the reference to {reference.name.directory} is malformed"
         before = reference.name
     return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -32,6 +32,13 @@ MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
 MAX_ATTEMPT: Final = 10**6
 MAX_WORKERS: Final = 10**6
+
+# What a record may hold; checked where it is decoded.
+StepNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+GenerationNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_GENERATION)]
+AttemptNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
+WorldSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 # Leading zeros make names sort as numbers do; a number that needs more digits takes them.
 _STEP = re.compile(r"step-([0-9]{9,16})\.g([0-9]{4,10})(?:\.a([0-9]{1,7}))?")
@@ -97,8 +104,6 @@ def find_order_problem(source: StepName, name: StepName) -> str:
     A step refers only to what came before it. So no two steps can refer to each other, and of two that go at the same
     time the one that refers to the other can go first.
     """
-    if not (0 <= source.step <= MAX_STEP and source.generation >= 1 and 1 <= source.attempt <= MAX_ATTEMPT):
-        return f"a source in step {source.step}, generation {source.generation}, attempt {source.attempt} cannot be"
     if source.generation > name.generation or source >= name:
         return f"{source.directory} does not come before {name.directory}, which refers to it"
     return ""

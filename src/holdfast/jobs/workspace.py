@@ -13,8 +13,7 @@ from holdfast.format.decoding import malformed
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, CaptureContext, Loading, Rules
 from holdfast.state.leaves import Skeleton
-from holdfast.state.registry import adapter_of, register_adapter
-from holdfast.state.tree_walk import find_stateful, parts_of
+from holdfast.state.registry import adapter_of, find_stateful, parts_of, register_adapter
 
 KIND: Final = "holdfast.workspace"
 """What a workspace is called in a checkpoint."""

@@ -191,7 +191,7 @@ class Engine:
             self._wait_confirmed(request)
             self._writer.begin(request.protocol)
             raise staging
-        barrier = self.barrier if staging.captured.has_held else None
+        barrier = self.barrier if staging.captured.held else None
         files: StepFiles | None = None
         try:
             if self._copy(request, staging, barrier):
@@ -285,7 +285,7 @@ class Engine:
         self._wait_confirmed(request)
         if copied.error is not None:
             raise CalledOffError
-        if not staging.captured.has_held:
+        if not staging.captured.held:
             request.progress.is_copied = True
             request.progress.staged.open()
         self._emit(

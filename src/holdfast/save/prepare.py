@@ -11,8 +11,7 @@ from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
 from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
 from holdfast.state import capture_objects
-from holdfast.state.registry import adapter_of
-from holdfast.state.tree_walk import may_change_when_read
+from holdfast.state.registry import adapter_of, may_change_when_read
 from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 

@@ -21,8 +21,7 @@ from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import estimate_bytes
 from holdfast.save.records import SaveOptions
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
-from holdfast.state.immutable_arrays import ImmutableArrays
-from holdfast.state.oversights import LossWatch, find_oversights
+from holdfast.state.oversights import ImmutableArrays, LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+import msgspec
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
@@ -14,19 +17,91 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made, Readable
-from holdfast.state.capture_cache import (
-    LEAST_ARRAYS,
-    CachedContainer,
-    CaptureCache,
-    arrays_of,
-    dicts_in,
-    keys_of,
-    try_fingerprint,
-)
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
-from holdfast.state.registry import adapter_of, backend_of, is_made_of_tensors, sharder_of_type
+from holdfast.state.registry import adapter_of, backend_of, find_stateful, is_made_of_tensors, parts_of, sharder_of_type
 from holdfast.state.shard_ownership import ShardOwnership
-from holdfast.state.tree_walk import find_stateful, parts_of
+
+LEAST_ARRAYS: Final = 32
+"""Smaller containers are looked at array by array, which takes no longer."""
+
+
+class CachedContainer(msgspec.Struct, frozen=True):
+    """A container of nothing but arrays of one library, as it looked when its state was last taken.
+
+    It is a dict or a list of arrays, or of dicts of arrays, as optimizers have for each parameter. It holds none of the
+    arrays, so it keeps nothing alive.
+
+    Attributes:
+        keys: Its keys, as `keys_of` gives them.
+        count: How many values it has, those of its dicts among them.
+        types: The arrays' classes.
+        backend: Their library.
+        fingerprint: What `ArrayBackend.fingerprint` said of them.
+        names: Their leaves' names.
+        specs: What they are.
+        addresses: Where they lie.
+        memories: What tells their memory from any other.
+        node: What the container was written as.
+    """
+
+    keys: object
+    count: int
+    types: frozenset[type]
+    backend: ArrayBackend
+    fingerprint: object
+    names: list[str]
+    specs: list[ArraySpec]
+    addresses: list[int]
+    memories: list[Hashable]
+    node: Node
+
+    def try_arrays(self, container: dict[Any, Any] | list[Any]) -> list[Any] | None:
+        """The arrays of a container that looks just like this one did, or None."""
+        if keys_of(container) != self.keys:
+            return None
+        arrays = arrays_of(container)
+        if not self.types.issuperset(map(type, arrays)) or try_fingerprint(self.backend, arrays) != self.fingerprint:
+            return None
+        return arrays
+
+
+def keys_of(container: dict[Any, Any] | list[Any]) -> object:
+    """**Pure.** What a container's parts are called, and those of the dicts in it: equal for two only if all are."""
+    outer = list(container) if isinstance(container, dict) else len(container)
+    parts = _parts_of(container)
+    if dict not in set(map(type, parts)):
+        return outer
+    return outer, [list(part) if type(part) is dict else None for part in parts]
+
+
+def arrays_of(container: dict[Any, Any] | list[Any]) -> list[Any]:
+    """**Pure.** The parts of a container; where one is a dict, its parts."""
+    parts = _parts_of(container)
+    if dict not in set(map(type, parts)):
+        return list(parts)
+    return [leaf for part in parts for leaf in (part.values() if type(part) is dict else (part,))]
+
+
+def dicts_in(container: dict[Any, Any] | list[Any], node: Node) -> Iterator[Node]:
+    """**Pure.** The nodes of the dicts in a container, whose own node is given."""
+    nodes = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (own for part, own in zip(_parts_of(container), nodes, strict=True) if type(part) is dict)
+
+
+def _parts_of(container: dict[Any, Any] | list[Any]) -> Collection[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def try_fingerprint(backend: ArrayBackend, arrays: Sequence[Any]) -> object:
+    """What the library says of the arrays, or None where it has nothing to say."""
+    try:
+        return backend.fingerprint(arrays)
+    except Exception:  # noqa: BLE001  Whatever is wrong with an array comes out when it is looked at by itself.
+        return None
+
+
+CaptureCache: TypeAlias = dict[str, CachedContainer]
+"""By path, the long containers of the objects that are captured again and again, as they looked at the last capture."""
 
 
 class ObjectsContext:
@@ -105,7 +180,7 @@ def capture_objects(
                 (adapter or _ANY).prepare(obj)
         context = ObjectsContext(objects)
         sharing = ShardOwnership(worker, check_replicas=check_replicas)
-        capturing = _Capturing(context, captures or CaptureCache(), sharing)
+        capturing = _Capturing(context, {} if captures is None else captures, sharing)
         skeletons: dict[str, Node] = {}
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
@@ -241,7 +316,8 @@ class _Capturing(Encoder):
         backend = self._backends.get(cls)
         if backend is None:
             sharing = self._sharing
-            if (cls is dict or cls is list) and self._is_long(value, depth):
+            is_long = (cls is dict or cls is list) and len(value) >= LEAST_ARRAYS
+            if is_long and depth <= MAX_DEPTH and sharing.worker.is_alone:
                 return self._encode_long(value, path, depth)
             if cls in ENCODERS:
                 return super().encode(value, path, depth)
@@ -338,13 +414,10 @@ class _Capturing(Encoder):
                 hint="See the cause above: it was raised by the object itself.",
             ) from error
 
-    def _is_long(self, value: dict[Any, Any] | list[Any], depth: int) -> bool:
-        return len(value) >= LEAST_ARRAYS and depth <= MAX_DEPTH and self._sharing.worker.is_alone
-
     def _encode_long(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
         """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
         columns = self._columns
-        cached = self._captures.containers.get(path)
+        cached = self._captures.get(path)
         arrays = cached.try_arrays(value) if cached is not None else None
         if (
             cached is not None
@@ -372,7 +445,7 @@ class _Capturing(Encoder):
         """Remembers a container if it holds plain arrays of one library, each with a leaf of its own, and no more."""
         columns = self._columns
         addresses = [address for address in columns.addresses[first:] if address is not None]
-        self._captures.containers.pop(path, None)
+        self._captures.pop(path, None)
         arrays = arrays_of(value)
         if len(addresses) != len(arrays) or len(columns.names) - first != len(arrays) or "$" in node:
             return
@@ -380,13 +453,13 @@ class _Capturing(Encoder):
         if any("$" in own for own in dicts):
             return  # Of keys that are equal, 1 and True say, only text is written alike.
         backends = columns.backends[first:]
-        if any(map(_differ, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
+        if any(map(operator.is_not, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
             return
         if any(spec.strides or spec.quantizer for spec in columns.specs[first:]):
             return  # What an index says of such a leaf is noted where it is looked at by itself.
         fingerprint = try_fingerprint(backends[0], arrays)
         if fingerprint is not None:
-            self._captures.containers[path] = CachedContainer(
+            self._captures[path] = CachedContainer(
                 keys_of(value),
                 len(arrays) + len(dicts),
                 frozenset(map(type, arrays)),
@@ -474,7 +547,3 @@ def _is_own(obj: object) -> bool:
 def _in_both(path: str, other: str) -> UnsupportedValueError:
     what = f"an array that is {other} too, one of the two within PerWorker,"
     return unsupported(path, what, "Keep it in one of the two: what workers share is no worker's own.")
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other

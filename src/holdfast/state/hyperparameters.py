@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.errors import ApplyError, UsageError
 from holdfast.format.names import HYPERPARAMETERS
-from holdfast.state.tree_walk import find_stateful
+from holdfast.state.registry import find_stateful
 
 Settings: TypeAlias = dict[str, list[Any]]
 """By hyperparameter the value of each group of an optimizer; one value alone if all groups have the same."""

@@ -360,11 +360,6 @@ class Captured(msgspec.Struct, frozen=True):
         """The bytes of all arrays."""
         return sum(spec.size_bytes for spec in self.specs)
 
-    @property
-    def has_held(self) -> bool:
-        """Whether some of the arrays stay as they are until a step that waits."""
-        return bool(self.held)
-
 
 @dataclass(slots=True)
 class Differences:

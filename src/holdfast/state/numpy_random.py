@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.state.registry import StateAdapter, register_adapter
+from holdfast.state.adapters import StateAdapter
+from holdfast.state.registry import register_adapter
 
 
 def _set_generator(generator: Any, state: Any) -> None:

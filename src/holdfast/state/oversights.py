@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,12 @@ from holdfast.state.data.sampler import (
     current_epoch,
     sampler_overruled,
 )
+from holdfast.state.registry import find_array, find_stateful, immutable_arrays_in, immutable_types
 from holdfast.state.rng import RNG
-from holdfast.state.tree_walk import find_array, find_stateful
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
-_EPOCHS_BEFORE_WARNING: Final = 2
+_EPOCHS_BEFORE_UNCHANGED: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
 _MOST_IN_AN_EPOCH: Final = 10_000
@@ -187,7 +188,7 @@ class KeptEpoch:
                 del self._first[name]  # The program sets it, or has set it before what was restored was saved.
                 continue
             for path, sampler in _find_samplers(objects).items():
-                if (epoch := current_epoch(sampler)) >= first + _EPOCHS_BEFORE_WARNING:
+                if (epoch := current_epoch(sampler)) >= first + _EPOCHS_BEFORE_UNCHANGED:
                     del self._first[name]
                     self._has_warned = True
                     return _describe_epoch(name, first, f", while {path} is in epoch {epoch}")
@@ -438,7 +439,7 @@ class EpochWatch(TrainingWatch):
             self._warn_at_end(text, is_error=is_error)
 
     def _is_long(self, number: int) -> bool:
-        return number >= _MOST_IN_AN_EPOCH or self._count_batches()[1] - self._step_began[1] >= _EPOCHS_BEFORE_WARNING
+        return number >= _MOST_IN_AN_EPOCH or self._count_batches()[1] - self._step_began[1] >= _EPOCHS_BEFORE_UNCHANGED
 
 
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
@@ -535,3 +536,45 @@ def _describe_epoch(name: str, value: int, while_clause: str) -> str:
         f"another. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and begin with it, or "
         "take the epochs from a ResumableDataLoader's epochs()"
     )
+
+
+_UNCHANGED: Final = (
+    "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "
+    "is in others, and is NOT saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = "
+    "{name} (run.checkpoint, if run is resumable's). If nothing of it is trained, all is well"
+)
+
+
+class ImmutableArrays:
+    """Looks at objects again and again, and keeps nothing of them alive."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._seen: dict[str, list[weakref.ref[Any]]] = {}
+        self._told: set[str] = set()
+
+    def begin(self, objects: Mapping[str, object], step: int) -> None:
+        """Notes what stands there before anything is trained beyond a step."""
+        self._step = step
+        # Not by `immutable_types` first: a library may be met here for the first time.
+        self._seen = {name: list(map(weakref.ref, immutable_arrays_in(root))) for name, root in objects.items()}
+
+    def look(self, objects: Mapping[str, object], step: int) -> str:
+        """A warning of objects that hold the very arrays of an earlier step, and such as cannot change; "" if none do.
+
+        Each is named once.
+        """
+        if not immutable_types():
+            self._step = step
+            return ""
+        earlier = self._seen if self._step is not None and self._step < step else {}
+        self._step, self._seen = step, {}
+        same: list[str] = []
+        for name, root in objects.items():
+            found, seen = immutable_arrays_in(root), earlier.get(name, [])
+            is_same = found and len(found) == len(seen) and all(map(operator.is_, found, [ref() for ref in seen]))
+            if is_same and name not in self._told:
+                same.append(name)
+            self._seen[name] = list(map(weakref.ref, found))
+        self._told.update(same)
+        return _UNCHANGED.format(names=", ".join(same), name=same[0]) if same else ""

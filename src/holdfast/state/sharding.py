@@ -11,8 +11,7 @@ from holdfast.format.boxes import Box, find_box_problem
 from holdfast.format.manifest import Worker
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
 from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
-from holdfast.state.registry import backend_of, register_adapter, register_sharder
-from holdfast.state.tree_walk import find_stateful, may_change_when_read
+from holdfast.state.registry import backend_of, find_stateful, may_change_when_read, register_adapter, register_sharder
 
 
 class Shard:

@@ -1,4 +1,4 @@
-"""A node of a session on Ray: an actor that has the workspace and runs what is placed on it."""
+"""What runs in Ray's actors: a node of a session, and the key-value store through which nodes agree."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import queue
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
+import ray
+
 from holdfast.cluster import AloneCluster, Cluster
+from holdfast.cluster.protocol import Connect
 from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.kinds import encode_event
-from holdfast.integrations.ray.store import connect_to
 from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import Placed, run_tasks
 from holdfast.jobs.task import Task, TaskFunction
@@ -21,6 +24,74 @@ from holdfast.jobs.worker_store import NodeOutcome, NodePart, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
 from holdfast.storage import open_storage
+
+
+class StoreActor:
+    """Values and counters in the memory of one process. An actor does one call after the other, so each is atomic."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._counters: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `EngineStore`."""
+        self._values[key] = value
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """See `EngineStore`."""
+        return self._values.setdefault(key, value)
+
+    def try_get(self, key: str) -> bytes | None:
+        """See `EngineStore`."""
+        return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """See `EngineStore`."""
+        self._counters[key] = self._counters.get(key, 0) + amount
+        return self._counters[key]
+
+    def delete(self, key: str) -> None:
+        """See `EngineStore`."""
+        self._values.pop(key, None)
+        self._counters.pop(key, None)
+
+
+class RayStore:
+    """A connection to a `StoreActor`. See `EngineStore`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `EngineStore`."""
+        ray.get(self._actor.set.remote(key, value))
+
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """See `EngineStore`."""
+        stands: bytes = ray.get(self._actor.set_once.remote(key, value))
+        return stands
+
+    def try_get(self, key: str) -> bytes | None:
+        """See `EngineStore`."""
+        value: bytes | None = ray.get(self._actor.try_get.remote(key))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """See `EngineStore`."""
+        return int(ray.get(self._actor.add.remote(key, amount)))
+
+    def delete(self, key: str) -> None:
+        """See `EngineStore`."""
+        ray.get(self._actor.delete.remote(key))
+
+
+def connect_to(actor: Any) -> Connect:
+    """How a process of a session reaches the store."""
+    return partial(_connect, actor)
+
+
+def _connect(actor: Any, timeout_seconds: float) -> RayStore:
+    return RayStore(actor)
 
 
 @dataclass(frozen=True, slots=True)

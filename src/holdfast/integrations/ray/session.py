@@ -16,8 +16,7 @@ from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, Usage
 from holdfast.events import Fanout
 from holdfast.events.kinds import decode_event
 from holdfast.events.sinks import LoggingSink
-from holdfast.integrations.ray.node import NodeActor, NodeAnswer, NodeCall
-from holdfast.integrations.ray.store import StoreActor
+from holdfast.integrations.ray.node import NodeActor, NodeAnswer, NodeCall, StoreActor
 from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
 from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes

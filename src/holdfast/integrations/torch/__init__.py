@@ -10,12 +10,24 @@ from typing import Any
 import torch
 
 from holdfast.format.codecs import name_of, register_codec, register_type_source
-from holdfast.integrations.torch.generators import CPU_SOURCE, CUDA_SOURCE, GENERATOR
 from holdfast.integrations.torch.modules import ModuleAdapter
 from holdfast.integrations.torch.optimizers import OptimizerAdapter
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.registry import StateDictAdapter, register_adapter, register_backend
-from holdfast.state.rng import register_random_source
+from holdfast.state.adapters import StateAdapter, StateDictAdapter, void
+from holdfast.state.registry import register_adapter, register_backend
+from holdfast.state.rng import RandomSource, register_random_source
+
+
+def _read_cuda() -> list[Any] | None:
+    # A process that has drawn nothing on a device has not started CUDA; asking would start it.
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+
+def _write_cuda(states: list[Any]) -> None:
+    if torch.cuda.is_available():
+        for device, state in enumerate(states[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state.cpu(), device)
+
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _MEMORY_FORMATS = {
@@ -36,9 +48,16 @@ register_backend(torch.Tensor, TorchBackend())
 register_adapter(torch.nn.Module, ModuleAdapter())
 register_adapter(torch.optim.Optimizer, OptimizerAdapter())
 register_adapter(torch.optim.lr_scheduler.LRScheduler, StateDictAdapter(may_change=False))
-register_adapter(torch.Generator, GENERATOR)
-register_random_source("torch", CPU_SOURCE)
-register_random_source("torch.cuda", CUDA_SOURCE)
+register_adapter(
+    torch.Generator,
+    StateAdapter(
+        "torch.generator", lambda obj: obj.get_state(), lambda obj, state: void(obj.set_state(state.cpu())), last=True
+    ),
+)
+register_random_source(
+    "torch", RandomSource(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
+)
+register_random_source("torch.cuda", RandomSource(_read_cuda, _write_cuda, torch.cuda.manual_seed_all))
 register_codec(torch.dtype, tag="torch.dtype", encode=str, decode=_DTYPES.__getitem__)
 register_codec(torch.memory_format, tag="torch.memory_format", encode=str, decode=_MEMORY_FORMATS.__getitem__)
 register_codec(torch.device, tag="torch.device", encode=str, decode=torch.device)

@@ -1,4 +1,4 @@
-"""The process group of a job that torchrun may restart."""
+"""torch's process groups: one for a job that torchrun may restart, and the collectives under way in all of them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,26 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     own = dist.PrefixStore(f"process-group/{cluster.incarnation}", store)
     dist.init_process_group(backend, store=own, rank=cluster.rank, world_size=cluster.world_size, **options)
+
+
+def count_begun() -> int | None:
+    """How many collectives of the default process group this process has begun; None if that is not known."""
+    try:
+        # There is no public way to it, nor to those of a group with several backends.
+        group = dist.distributed_c10d._get_default_group()
+        backends = {id(one): one for one in map(group._get_backend, group._device_types)}
+        return sum(int(one._get_sequence_number_for_group()) for one in backends.values())
+    except Exception:  # noqa: BLE001  No group, or a backend that does not count.
+        return None
+
+
+def abort() -> None:
+    """Aborts all process groups: whoever waits in one gets an error. It may block; none can be used after it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    # There is no public way to all of them.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            group.abort()
+        except Exception:  # noqa: BLE001  A backend that cannot: whoever waits there is ended otherwise.
+            continue

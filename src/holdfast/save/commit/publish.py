@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from holdfast.catalog import check_fence
 from holdfast.errors import StorageError
-from holdfast.format.manifest import REFERENCES, SHARDS, Manifest, encode_manifest
+from holdfast.format.digests import seal
+from holdfast.format.manifest import REFERENCES, SHARDS, Manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
 from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.save.records import Receipts
@@ -53,7 +54,7 @@ def commit(
         features=tuple(sorted(features)),
         references=receipts.references,
     )
-    if not storage.publish(name.manifest_path, encode_manifest(manifest)):
+    if not storage.publish(name.manifest_path, seal(manifest)):
         raise StorageError(
             f"{storage.url}: {name.directory} has a manifest that this save did not write",
             path=name.manifest_path,

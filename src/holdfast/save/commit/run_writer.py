@@ -23,8 +23,9 @@ from holdfast.catalog import (
 )
 from holdfast.errors import HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
+from holdfast.format.digests import seal
 from holdfast.format.generation import Base, make_base
-from holdfast.format.manifest import Manifest, encode_manifest
+from holdfast.format.manifest import Manifest
 from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import (
@@ -328,7 +329,7 @@ class RunWriter(CheckpointWriter):
         # leaves a step that counts as any other; only that loss is not noticed then.
         if manifest is not None and not exists(self._storage, newest.committed_path):
             try:
-                self._storage.write(newest.committed_path, encode_manifest(manifest))
+                self._storage.write(newest.committed_path, seal(manifest))
             except HoldfastError as error:
                 problems.append(error)
         removed = self._remove(plan.remove, newest_bytes, problems)

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from holdfast.format.digests import SPAN_BYTES, digest, digest_each, span_count
-from holdfast.format.index import Index, LeafRecord, encode_index
+from holdfast.format.digests import SPAN_BYTES, digest, digest_each, seal, span_count
+from holdfast.format.index import Index, LeafRecord
 from holdfast.format.layout import ALIGNMENT_BYTES, Layout
 from holdfast.format.manifest import Reference, WorkerRecord, list_features
 from holdfast.format.names import StepName, data_name, index_name
@@ -72,7 +72,7 @@ def write_index(index: Index, storage: Storage, loose: Collection[str] = ()) -> 
         storage: Where the run lies.
         loose: The leaves of which others may have the same boxes.
     """
-    data = encode_index(index)
+    data = seal(index)
     storage.write(f"{index.name.directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
     storage.sync_directory(index.name.directory)

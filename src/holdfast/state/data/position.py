@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.format.digests import digest
 from holdfast.numbers import check_whole
-from holdfast.state.data.permutation import MAX_LENGTH, VERSION
+from holdfast.state.data.order import MAX_LENGTH, VERSION
 from holdfast.state.leaves import Skeleton
 
 

@@ -16,8 +16,7 @@ from holdfast.errors import MismatchError, OutOfRangeError, UsageError
 from holdfast.format.digests import derive
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
-from holdfast.state.data import permutation
-from holdfast.state.data.batches import Batches
+from holdfast.state.data.order import Batches, Permutation
 from holdfast.state.data.position import Position, count_samples, step_break
 from holdfast.state.leaves import Differences, Skeleton
 from holdfast.state.registry import register_adapter
@@ -86,7 +85,7 @@ class ResumableSampler:
     and the number of workers may differ after a resume: each sample of the epoch still comes once in all. If fewer
     samples of the epoch are left then than there are workers, the first samples of the next epoch join them, one
     sample for each worker, and the next epoch goes on behind those. The order follows from seed, epoch and length by
-    the formula of `holdfast.state.data.permutation`, and no random generator takes part.
+    the formula of `holdfast.state.data.order`, and no random generator takes part.
 
     A batch that is taken between two steps of `PreemptionCheckpointHandler.run`, as an argument, belongs to the next
     step: the position that is saved is then the one before it.
@@ -348,7 +347,7 @@ class ResumableSampler:
 
     def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
         for further, batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
-            order = permutation.Permutation(self._length, derive(self._seed, epoch + further))
+            order = Permutation(self._length, derive(self._seed, epoch + further))
             indices = order.of(batches) if self._shuffle else list(itertools.chain.from_iterable(batches))
             first = 0
             for batch in batches:
