@@ -13,8 +13,8 @@ import numpy as np
 import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.format.digests import digest, seal
-from holdfast.format.manifest import SHARDS, Worker, WorkerRecord
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.records import SHARDS, Worker, WorkerRecord
 from holdfast.policies import All
 from holdfast.restore.verify import open_step
 from holdfast.save.commit.run_writer import RunWriter

@@ -7,8 +7,8 @@ from typing import Any
 
 from holdfast.catalog import open_generation
 from holdfast.events import Event
-from holdfast.format.manifest import Manifest, Worker
 from holdfast.format.names import StepName
+from holdfast.format.records import Manifest, Worker
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save.commit.publish import commit

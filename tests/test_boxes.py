@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.boxes import (
+from holdfast.format.shapes import (
     Box,
     byte_ranges,
     find_box_problem,

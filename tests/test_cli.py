@@ -34,7 +34,7 @@ from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.main import VERBS, Verbs
 from holdfast.errors import DamageError
 from holdfast.format.digests import seal
-from holdfast.format.manifest import decode_manifest
+from holdfast.format.records import decode_manifest
 
 # The command as a whole.
 

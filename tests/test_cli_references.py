@@ -18,8 +18,8 @@ from holdfast.cli.survey import survey_run
 from holdfast.cli.verbs.prune import Wishes, check_unchanged, plan_removals
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal
-from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
+from holdfast.format.records import Reference
 from holdfast.storage import LocalStorage
 
 ONE, TWO, THREE = (f"step-00000000{step}.g0001" for step in (1, 2, 3))

@@ -20,11 +20,10 @@ from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import age_text, duration_text, iso_text, legible, size_text
 from holdfast.cli.verbs.show import grow_tree, list_tree
 from holdfast.format.digests import digest, seal
-from holdfast.format.encoding import encode_value
-from holdfast.format.index import Index, LeafRecord
-from holdfast.format.layout import plan_layout
-from holdfast.format.manifest import Manifest, WorkerRecord
+from holdfast.format.encoding import Encoder
+from holdfast.format.index import Index, LeafRecord, plan_layout
 from holdfast.format.names import data_name, index_name
+from holdfast.format.records import Manifest, WorkerRecord
 
 
 class Colour(enum.Enum):
@@ -74,17 +73,17 @@ class Settings:
     ],
 )
 def test_a_value_reads_as_python_writes_it(value: Any, text: str) -> None:
-    assert describe(encode_value(value)) == text
+    assert describe(Encoder().encode(value, "v")) == text
 
 
 def test_long_values_are_cut() -> None:
     assert len(describe("x" * 10_000)) < 300
-    assert len(describe(encode_value(b"x" * 10_000))) < 300
-    assert len(describe(encode_value(1 << 100_000))) < 300
+    assert len(describe(Encoder().encode(b"x" * 10_000, "v"))) < 300
+    assert len(describe(Encoder().encode(1 << 100_000, "v"))) < 300
 
 
 def test_values_are_found_by_path() -> None:
-    objects = {"o": encode_value({"a/b": {1: [10, {"deep": (2, 3)}]}, "n": None})}
+    objects = {"o": Encoder().encode({"a/b": {1: [10, {"deep": (2, 3)}]}, "n": None}, "o")}
     assert dict(find_nodes(objects, lambda path: path == "o/a~1b/1/0")) == {"o/a~1b/1/0": 10}
     assert dict(find_nodes(objects, None)) == objects
     assert list(list_values("o", objects["o"])) == [

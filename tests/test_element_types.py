@@ -21,7 +21,7 @@ from holdfast.format.digests import seal
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, names_in
 from holdfast.format.index import Index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import ALONE, RAW, SHARDS, Worker
+from holdfast.format.records import ALONE, RAW, SHARDS, Worker
 from holdfast.storage import MemoryStorage
 from simulated_job import restore_part, save_job
 

@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError
 from holdfast.format.digests import SPAN_BYTES, digest, seal, span_count
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES, array_bytes, stored_form
-from holdfast.format.generation import Base, choose_living, decode_base, make_base
-from holdfast.format.index import Index, LeafRecord
+from holdfast.format.index import ALIGNMENT_BYTES, Index, LeafRecord, plan_layout
 from holdfast.format.index_checks import decode_index
-from holdfast.format.layout import ALIGNMENT_BYTES, plan_layout
-from holdfast.format.manifest import Manifest, WorkerRecord, decode_manifest
 from holdfast.format.names import (
     StepName,
     is_own_file,
     parse_generation_file,
     parse_step_directory,
 )
+from holdfast.format.records import Base, Manifest, WorkerRecord, choose_living, decode_base, decode_manifest, make_base
 
 ARRAYS = st.lists(
     st.tuples(

@@ -21,7 +21,7 @@ from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedVa
 from holdfast.format.digests import Record, digest, seal
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import decode_manifest
+from holdfast.format.records import decode_manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 

@@ -22,15 +22,14 @@ from holdfast.errors import FormatError, HoldfastError, NoWholeCheckpointError
 from holdfast.format.digests import SPAN_BYTES, digest, seal
 from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import (
+from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName
+from holdfast.format.records import (
     REFERENCES,
     Manifest,
     Reference,
     WorkerRecord,
     decode_manifest,
-    decode_references,
 )
-from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName
 from holdfast.storage import LocalStorage
 
 STEP = "step-000000008.g0001"
@@ -179,7 +178,7 @@ def make_manifest(**changes: Any) -> Manifest:
 def test_a_manifest_with_references_comes_back() -> None:
     data = seal(make_manifest())
     assert decode_manifest(data, path="m", expected=StepName(8, 1)) == make_manifest()
-    assert decode_references(data, path="m", expected=StepName(8, 1)) == (StepName(3, 1), StepName(5, 1))
+    assert [one.name for one in make_manifest().references] == [StepName(3, 1), StepName(5, 1)]
     assert make_manifest().referred_bytes == 4128
 
 
@@ -201,9 +200,9 @@ def test_a_manifest_with_references_comes_back() -> None:
 )
 def test_references_of_a_manifest_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     data = seal(make_manifest(**changes))
-    for decode in (decode_manifest, decode_references):
+    for is_read in (True, False):
         with pytest.raises(FormatError):
-            decode(data, path="m", expected=StepName(8, 1))
+            decode_manifest(data, path="m", expected=StepName(8, 1), is_read=is_read)
 
 
 def test_a_feature_that_is_not_known_is_refused_and_named() -> None:
@@ -212,6 +211,7 @@ def test_a_feature_that_is_not_known_is_refused_and_named() -> None:
         decode_manifest(data, path="m", expected=None)
     assert refused.value.message == "m: needs a reader that knows 'new'"
     assert "newer" in refused.value.hint
+    assert decode_manifest(data, path="m", expected=None, is_read=False).references == make_manifest().references
 
 
 # Whole runs.

@@ -18,7 +18,7 @@ from holdfast.errors import DamageError, FormatError, HoldfastError, NoWholeChec
 from holdfast.format.digests import digest, seal
 from holdfast.format.index import BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
-from holdfast.format.manifest import ALONE, SHARDS, Manifest, Worker, WorkerRecord, decode_manifest
+from holdfast.format.records import ALONE, SHARDS, Manifest, Worker, WorkerRecord, decode_manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from simulated_job import restore_part, save_job

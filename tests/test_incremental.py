@@ -23,8 +23,8 @@ from holdfast.errors import (
 )
 from holdfast.events import Committed, Event, PassedOver, Retained
 from holdfast.format.digests import digest, seal
-from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName
+from holdfast.format.records import Manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.write.incremental import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage, MemoryStorage, Storage

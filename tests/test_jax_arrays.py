@@ -27,7 +27,7 @@ import holdfast as hf  # noqa: E402
 import preloaded  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
-from holdfast.format.manifest import ALONE, Worker  # noqa: E402
+from holdfast.format.records import ALONE, Worker  # noqa: E402
 from holdfast.integrations.jax.arrays import DTYPES  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402

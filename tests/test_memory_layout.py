@@ -20,9 +20,9 @@ from holdfast.errors import FormatError
 from holdfast.format.digests import digest, seal
 from holdfast.format.index import Index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import ALONE, Worker, decode_manifest
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.format.strides import StridesRecord
+from holdfast.format.records import ALONE, Worker, decode_manifest
+from holdfast.format.shapes import StridesRecord
 from holdfast.storage import MemoryStorage
 from simulated_job import restore_part, save_job
 

@@ -17,8 +17,8 @@ import xxhash
 
 import holdfast as hf
 from holdfast.catalog import open_generation
-from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
+from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from simulated_job import commit_parts, restore_part, save_part

@@ -16,7 +16,7 @@ from holdfast.cluster.barrier import rendezvous
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.joint.coverage import Roster, find_holders, find_unlike, make_roster

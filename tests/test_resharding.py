@@ -19,9 +19,9 @@ import holdfast as hf
 from holdfast import errors
 from holdfast.catalog import open_generation, read_index
 from holdfast.cluster.protocol import Cluster
-from holdfast.format.boxes import Box
-from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
+from holdfast.format.records import Worker
+from holdfast.format.shapes import Box
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.state import capture_objects

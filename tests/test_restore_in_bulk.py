@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import DamageError, HoldfastError, MismatchError, UnsupportedValueError
-from holdfast.format.boxes import Box
 from holdfast.format.digests import DIGEST_CHARACTERS, digest
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_leaf_problem
+from holdfast.format.shapes import Box
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.restore.read import PIECE_BYTES, Destinations, find_overlapping, plan_pieces, read_targets
 from holdfast.restore.records import Piece

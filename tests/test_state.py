@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import ApplyError, FormatError, UnsupportedValueError, UsageError
 from holdfast.format.encoding import MAX_VALUES
-from holdfast.format.strides import may_share_elements
+from holdfast.format.shapes import may_share_elements
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.leaves import ArraySpec

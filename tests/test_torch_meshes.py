@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 import holdfast as hf  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import open_generation  # noqa: E402
-from holdfast.format.manifest import ALONE, Worker  # noqa: E402
 from holdfast.format.names import StepName  # noqa: E402
+from holdfast.format.records import ALONE, Worker  # noqa: E402
 from holdfast.integrations.torch.meshes import find_boxes  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402

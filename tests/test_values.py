@@ -27,10 +27,18 @@ from hypothesis import strategies as st
 
 from holdfast.errors import FormatError, UnsupportedValueError, UsageError
 from holdfast.format.codecs import register_codec, register_type
-from holdfast.format.decoding import REBUILDERS, decode_value
-from holdfast.format.encoding import MAX_DEPTH, encode_value
+from holdfast.format.decoding import REBUILDERS, UNFILLED, Decoder
+from holdfast.format.encoding import MAX_DEPTH, Encoder
 from holdfast.format.scalars import DECODERS
 from repetitions import repeated
+
+
+def encode_value(value: Any, path: str = "value") -> Any:
+    return Encoder().encode(value, path)
+
+
+def decode_value(node: Any, live: Any = UNFILLED) -> Any:
+    return Decoder().decode(node, live)
 
 
 def through_json(value: Any, live: Any = None) -> Any:

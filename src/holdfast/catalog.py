@@ -23,18 +23,9 @@ from holdfast.errors import (
 )
 from holdfast.events.kinds import Committed, Retained, decode_event
 from holdfast.events.sinks import JOURNAL_NAMES
-from holdfast.format.digests import digest, seal
-from holdfast.format.generation import (
-    MAX_GENERATION_BYTES,
-    Base,
-    Opening,
-    choose_living,
-    decode_base,
-    decode_opening,
-)
+from holdfast.format.digests import digest, seal, unseal
 from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, decode_references
 from holdfast.format.names import (
     COMMITTED_NAME,
     GENERATIONS_DIRECTORY,
@@ -50,6 +41,16 @@ from holdfast.format.names import (
     join,
     parse_generation_file,
     parse_step_directory,
+)
+from holdfast.format.records import (
+    MAX_GENERATION_BYTES,
+    MAX_MANIFEST_BYTES,
+    Base,
+    Manifest,
+    Opening,
+    choose_living,
+    decode_base,
+    decode_manifest,
 )
 from holdfast.policies import Referrer
 from holdfast.storage.protocol import Entry, Storage
@@ -333,7 +334,7 @@ def read_opening(storage: Storage, generation: int) -> Opening:
         DamageError: If the record is damaged.
     """
     path = generation_path(generation)
-    return decode_opening(storage.read(path, MAX_GENERATION_BYTES), path=path)
+    return unseal(Opening, storage.read(path, MAX_GENERATION_BYTES), path=path)
 
 
 def read_manifest(storage: Storage, name: StepName) -> Manifest:
@@ -359,7 +360,8 @@ def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
     path = name.manifest_path
     if not exists(storage, path):
         path = name.committed_path
-    return decode_references(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+    manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name, is_read=False)
+    return tuple(reference.name for reference in manifest.references)
 
 
 def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:

@@ -17,7 +17,7 @@ from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assig
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
-from holdfast.format.manifest import ALONE
+from holdfast.format.records import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects

@@ -18,9 +18,8 @@ from holdfast.catalog import (
 )
 from holdfast.cli.screen import iso_text
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
-from holdfast.format.generation import Opening
-from holdfast.format.manifest import Manifest
 from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
+from holdfast.format.records import Manifest, Opening
 from holdfast.policies import Referrer
 from holdfast.storage import Storage
 

@@ -34,9 +34,9 @@ from holdfast.convert.torch_file import (
 )
 from holdfast.convert.torch_zip import write_archive
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.boxes import Box, find_box_problem, find_overlap
 from holdfast.format.dtypes import MAX_DIMENSIONS, array_bytes
 from holdfast.format.encoding import escape
+from holdfast.format.shapes import Box, find_box_problem, find_overlap
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30

@@ -23,8 +23,7 @@ from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, U
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import Encoder, escape, path_part
-from holdfast.format.index import Index, LeafRecord
-from holdfast.format.layout import Layout, plan_layout
+from holdfast.format.index import Index, Layout, LeafRecord, plan_layout
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MAX_STEP,
@@ -34,7 +33,7 @@ from holdfast.format.names import (
     generation_path,
 )
 from holdfast.format.scalars import Node, is_text, tagged
-from holdfast.format.strides import StridesRecord, find_layout
+from holdfast.format.shapes import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection

@@ -15,9 +15,9 @@ import msgspec
 
 from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import FormatError
-from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.scalars import is_text
+from holdfast.format.shapes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
 from holdfast.storage.checks import as_storage_errors
 
 _WINDOW_BYTES: Final = 32 << 20

@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import DamageError
-from holdfast.format.boxes import Box, intersect, shift, split_range
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.format.index import StoredBox
+from holdfast.format.shapes import Box, intersect, shift, split_range
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.reshard import read_shares

@@ -15,9 +15,9 @@ from holdfast.convert.input_files import InputArray, InputFile, SourceTensor, is
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.output_files import OutputFiles, open_output_directory, open_output_file
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.boxes import strides_of
 from holdfast.format.dtypes import MAX_DIMENSIONS, RAW_TYPES, array_bytes
-from holdfast.format.layout import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout
+from holdfast.format.index import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout
+from holdfast.format.shapes import strides_of
 
 SUFFIX: Final = ".safetensors"
 SINGLE_NAME: Final = "model.safetensors"

@@ -20,7 +20,7 @@ from holdfast.convert.torch_zip import ArchiveReader, Record, write_archive
 from holdfast.errors import FormatError
 from holdfast.format.dtypes import ELEMENT_TYPES, ITEM_BYTES, MAX_DIMENSIONS, QUANTIZED_TYPES, array_bytes, names_in
 from holdfast.format.encoding import escape
-from holdfast.format.strides import order_dimensions, row_major
+from holdfast.format.shapes import order_dimensions, row_major
 
 MAX_PICKLE_BYTES: Final = 256 << 20
 """The pickle in a file holds no tensors, only what is said of them, and plain values."""

@@ -450,18 +450,3 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, live, path, depth)),
 }
 """For each tag of what may hold other values, how it is rebuilt."""
-
-
-def decode_value(node: Node, live: Any = UNFILLED, path: str = "value") -> Any:
-    """**Pure.** The value that `encode_value` was given.
-
-    Args:
-        node: The JSON.
-        live: A value of the same form, for the types that only the program knows.
-        path: What errors call it.
-
-    Raises:
-        FormatError: If the JSON is not what `encode_value` writes.
-        UnsupportedValueError: If a type or a codec is not known to this process.
-    """
-    return Decoder().decode(node, live, path)

@@ -270,16 +270,3 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
 def unsupported(path: str, what: str, hint: str = "") -> UnsupportedValueError:
     """The error for a value that cannot be stored."""
     return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint or _REGISTER)
-
-
-def encode_value(value: Any, path: str = "value") -> Node:
-    """**Pure.** A tree of plain values as JSON.
-
-    Args:
-        value: The tree.
-        path: What errors call it.
-
-    Raises:
-        UnsupportedValueError: If something in it has no codec, contains itself, or is nested too deep.
-    """
-    return Encoder().encode(value, path)

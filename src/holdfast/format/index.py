@@ -1,18 +1,134 @@
-"""The index: what lies where in one worker's data file, and the state that is not arrays. Pure."""
+"""What lies where in one worker's data file, and the index that says so, with the state that is not arrays. Pure.
+
+A data file is a plain safetensors file: eight bytes with the header's length, a JSON header padded with spaces so that
+the arrays begin on a multiple of 4096 bytes, and the arrays one behind the other without gaps. Those whose sizes are
+multiples of a line of the processor's cache come first, then of half a line, and so on: so each array is aligned to its
+own elements, and all but the odd ones to a line, as they are in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
-from holdfast.format.boxes import Box, whole_box
+from holdfast.errors import UsageError
 from holdfast.format.digests import Digest, Record
-from holdfast.format.dtypes import QuantizerRecord
-from holdfast.format.layout import MAX_HEADER_BYTES
+from holdfast.format.dtypes import QuantizerRecord, array_bytes, stored_form
 from holdfast.format.names import AttemptNumber, GenerationNumber, Size, StepName, StepNumber, WorldSize, data_name
-from holdfast.format.strides import StridesRecord
+from holdfast.format.shapes import Box, StridesRecord, whole_box
+
+ALIGNMENT_BYTES: Final = 4096
+"""What direct I/O asks of addresses, offsets and lengths on every device in use."""
+
+_LINE_BYTES: Final = 64
+"""A copy or read between two places that lie alike in their lines is the faster."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit that safetensors readers set for a header."""
+
+METADATA_KEY: Final = "__metadata__"
+"""The one name in a header that does not stand for an array."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """An array's place in a data file, in bytes from the file's beginning; `end` is exclusive."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A data file before it has values.
+
+    Attributes:
+        header: The file's first bytes, up to the first array.
+        places: The arrays in the order of the file.
+        size_bytes: The size of the whole file.
+        entries: The part of the header that names the arrays, behind the metadata.
+    """
+
+    header: bytes
+    places: tuple[Place, ...]
+    size_bytes: int
+    entries: bytes = field(repr=False, compare=False)
+
+    @property
+    def padded_bytes(self) -> int:
+        """The size rounded up to whole blocks: what a buffer for the file must hold."""
+        return round_up(self.size_bytes)
+
+
+def round_up(size_bytes: int) -> int:
+    """**Pure.** The smallest multiple of `ALIGNMENT_BYTES` that is not smaller."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
+    """**Pure.** Lays out a data file.
+
+    Args:
+        arrays: Name, element type and shape of each; names are distinct.
+        metadata: Text to keep in the header beside the arrays.
+
+    Raises:
+        UsageError: If there are so many arrays that readers of safetensors would refuse the header.
+    """
+    ordered = sorted(arrays, key=lambda array: (-_alignment_bytes(array[1], array[2]), array[0]))
+    header: dict[str, object] = {METADATA_KEY: dict(metadata)}
+    spans: list[tuple[int, int]] = []
+    offset = 0
+    for name, dtype, shape in ordered:
+        end = offset + array_bytes(dtype, shape)
+        stored_dtype, stored_shape = stored_form(dtype, shape)
+        header[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": (offset, end)}
+        spans.append((offset, end))
+        offset = end
+    encoded = msgspec.json.encode(header)
+    entries = encoded[len(_opening(metadata)) :]
+    data_begin = round_up(8 + len(encoded))
+    if data_begin - 8 > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"{len(ordered)} arrays make a header of {len(encoded)} bytes; readers refuse more than {MAX_HEADER_BYTES}",
+            hint="Stack small arrays into larger ones.",
+        )
+    places = tuple(
+        Place(name, dtype, shape, data_begin + begin, data_begin + end)
+        for (name, dtype, shape), (begin, end) in zip(ordered, spans, strict=True)
+    )
+    return Layout(_frame(encoded, data_begin), places, data_begin + offset, entries)
+
+
+def relabel(layout: Layout, metadata: Mapping[str, str]) -> Layout | None:
+    """**Pure.** The same file with other metadata; None if that takes more blocks or fewer."""
+    encoded = _opening(metadata) + layout.entries
+    if round_up(8 + len(encoded)) != len(layout.header):
+        return None
+    return replace(layout, header=_frame(encoded, len(layout.header)))
+
+
+def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """The largest power of two, up to a line, of which the array's size is a multiple; so its elements' size is one."""
+    size_bytes = array_bytes(dtype, shape) | _LINE_BYTES
+    return size_bytes & -size_bytes
+
+
+def _opening(metadata: Mapping[str, str]) -> bytes:
+    """A header's first bytes: up to the end of the metadata."""
+    return msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
+
+
+def _frame(encoded: bytes, data_begin: int) -> bytes:
+    """A header with its length, padded."""
+    padded = encoded.ljust(data_begin - 8)
+    return len(padded).to_bytes(8, "little") + padded
+
 
 MAX_INDEX_BYTES: Final = 1 << 30
 
@@ -199,7 +315,10 @@ class Index(Record, frozen=True, omit_defaults=True):
         """All arrays, each with the leaf that it is, or is a box of."""
         boxes = {part.name: part for part in self.boxes}
         for record in self.all_leaves():
-            yield make_stored_box(record, boxes, self.rank)
+            name, shape, box = record.name, record.shape, whole_box(record.shape)
+            if (part := boxes.get(name)) is not None:
+                name, shape, box = part.leaf or name, part.global_shape, Box(part.offsets, record.shape)
+            yield StoredBox(name, record.dtype, shape, box, record, self.rank)
 
     def list_leaves(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The leaves that it names, wherever they lie: element type and shape of each."""
@@ -216,18 +335,3 @@ class Index(Record, frozen=True, omit_defaults=True):
             count, size_bytes = counts.get(name, (0, 0))
             counts[name] = (count + 1, size_bytes + leaf.end - leaf.begin)
         return counts
-
-
-def make_stored_box(record: LeafRecord, boxes: Mapping[str, BoxRecord], rank: int) -> StoredBox:
-    """**Pure.** What part of which leaf an array is.
-
-    Args:
-        record: The array.
-        boxes: The index's boxes by the name of the array.
-        rank: Whose index it is.
-    """
-    part = boxes.get(record.name)
-    if part is None:
-        return StoredBox(record.name, record.dtype, record.shape, whole_box(record.shape), record, rank)
-    box = Box(part.offsets, record.shape)
-    return StoredBox(part.leaf or part.name, record.dtype, part.global_shape, box, record, rank)

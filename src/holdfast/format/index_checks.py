@@ -7,12 +7,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import FormatError
-from holdfast.format.boxes import Box, find_box_problem, find_overlap, whole_box
 from holdfast.format.digests import DIGEST_CHARACTERS, unseal
 from holdfast.format.dtypes import QUANTIZED_TYPES, array_bytes, find_quantizer_problem
 from holdfast.format.index import Index, LeafRecord, Source, StoredBox
 from holdfast.format.names import find_order_problem
-from holdfast.format.strides import is_dense
+from holdfast.format.shapes import Box, find_box_problem, find_overlap, is_dense, whole_box
 
 _NAME_CHARACTERS: Final = 200
 

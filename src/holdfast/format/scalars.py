@@ -18,7 +18,9 @@ import sys
 import uuid
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+_Value = TypeVar("_Value")
 
 Node: TypeAlias = Any
 """A JSON value."""
@@ -281,9 +283,11 @@ def _decode_complex(payload: Node) -> complex:
     return complex(_plain_or_tagged_float(real), _plain_or_tagged_float(imaginary))
 
 
-def _decode_range(payload: Node) -> range:
-    start, stop, step = (decode_int(part) for part in _list_of(payload, 3))
-    return range(start, stop, step)
+def _from_ints(make: Callable[..., _Value], count: int) -> Callable[[Node], _Value]:
+    return lambda payload: make(*map(decode_int, _list_of(payload, count)))
+
+
+_decode_timedelta: Final = _from_ints(datetime.timedelta, 3)
 
 
 def _decode_zone(payload: Node) -> datetime.timezone:
@@ -302,11 +306,6 @@ def _zone_or_none(payload: Node) -> datetime.tzinfo | None:
     return None if payload is None else _decode_zone(payload)
 
 
-def _decode_timedelta(payload: Node) -> datetime.timedelta:
-    days, seconds, microseconds = (decode_int(part) for part in _list_of(payload, 3))
-    return datetime.timedelta(days, seconds, microseconds)
-
-
 def _decode_time(payload: Node) -> datetime.time:
     *parts, fold, zone = _list_of(payload, 6)
     hour, minute, second, microsecond = (decode_int(part) for part in parts)
@@ -320,21 +319,11 @@ def _decode_datetime(payload: Node) -> datetime.datetime:
     return moment.replace(tzinfo=_zone_or_none(zone))
 
 
-def _decode_date(payload: Node) -> datetime.date:
-    year, month, day = (decode_int(part) for part in _list_of(payload, 3))
-    return datetime.date(year, month, day)
-
-
 def _decode_decimal(payload: Node) -> decimal.Decimal:
     text = _text(payload)
     if len(text) > MAX_DECIMAL_CHARACTERS:
         raise Malformed(f"a Decimal of {len(text)} characters")
     return decimal.Decimal(text)
-
-
-def _decode_fraction(payload: Node) -> fractions.Fraction:
-    numerator, denominator = (decode_int(part) for part in _list_of(payload, 2))
-    return fractions.Fraction(numerator, denominator)
 
 
 def _decode_uuid(payload: Node) -> uuid.UUID:
@@ -394,14 +383,21 @@ _CODECS: Final = (
     _Codec("bytes", bytes, _base64, decode_base64),
     _Codec("bytearray", bytearray, _base64, lambda payload: bytearray(decode_base64(payload))),
     _Codec("complex", complex, lambda one: [encode_float(one.real), encode_float(one.imag)], _decode_complex),
-    _Codec("range", range, lambda one: [encode_int(part) for part in (one.start, one.stop, one.step)], _decode_range),
+    _Codec(
+        "range", range, lambda one: [encode_int(part) for part in (one.start, one.stop, one.step)], _from_ints(range, 3)
+    ),
     _Codec("datetime", datetime.datetime, _encode_datetime, _decode_datetime),
-    _Codec("date", datetime.date, lambda one: [one.year, one.month, one.day], _decode_date),
+    _Codec("date", datetime.date, lambda one: [one.year, one.month, one.day], _from_ints(datetime.date, 3)),
     _Codec("time", datetime.time, _encode_time, _decode_time),
     _Codec("timedelta", datetime.timedelta, _encode_timedelta, _decode_timedelta),
     _Codec("timezone", datetime.timezone, _encode_zone, _decode_zone),
     _Codec("decimal", decimal.Decimal, _encode_decimal, _decode_decimal),
-    _Codec("fraction", fractions.Fraction, lambda one: list(map(encode_int, one.as_integer_ratio())), _decode_fraction),
+    _Codec(
+        "fraction",
+        fractions.Fraction,
+        lambda one: list(map(encode_int, one.as_integer_ratio())),
+        _from_ints(fractions.Fraction, 2),
+    ),
     _Codec("uuid", uuid.UUID, lambda one: one.hex, _decode_uuid),
     _path_codec("path", type(pathlib.Path())),
     _path_codec("posixpath", pathlib.PurePosixPath),

@@ -27,8 +27,8 @@ from holdfast.events import Committed, Event, Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.encoding import escape
 from holdfast.format.index import Index
-from holdfast.format.manifest import Manifest, Worker
 from holdfast.format.names import StepName, data_name, parse_step_directory
+from holdfast.format.records import Manifest, Worker
 from holdfast.jobs.workspace import KIND, Workspace, explain_missing
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from holdfast.errors import FencedError, NodeLostError, SaveFailedError, UsageError
 from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
-from holdfast.format.manifest import ALONE
+from holdfast.format.records import ALONE
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
 from holdfast.jobs.job import Job
 from holdfast.jobs.node_store import Saving

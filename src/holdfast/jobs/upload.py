@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from holdfast.catalog import read_catalog
 from holdfast.errors import StorageError
 from holdfast.format.index import MAX_INDEX_BYTES
-from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
+from holdfast.format.records import MAX_MANIFEST_BYTES
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep

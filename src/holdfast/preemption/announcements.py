@@ -13,7 +13,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
 from holdfast.restore.backup import Backup
 from holdfast.restore.records import Restoration

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedError
 from holdfast.events import Event, Leaving, Warned
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import DamageError, NotFoundError, SaveFailedError, UsageError
-from holdfast.format.manifest import Manifest
+from holdfast.format.records import Manifest
 from holdfast.restore.records import Restoration
 from holdfast.storage import Storage
 

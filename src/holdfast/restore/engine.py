@@ -22,8 +22,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
-from holdfast.format.manifest import ALONE, SHARDS, Worker
 from holdfast.format.names import StepName, is_own
+from holdfast.format.records import ALONE, SHARDS, Worker
 from holdfast.restore.agreement import Agreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
 from holdfast.restore.candidates import Selection, choose_candidates

@@ -20,8 +20,8 @@ from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.polling import ELSEWHERE_HINT, FILES, find_patience, poll
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
-from holdfast.format.manifest import MAX_MANIFEST_BYTES
 from holdfast.format.names import StepName, parse_step_directory
+from holdfast.format.records import MAX_MANIFEST_BYTES
 from holdfast.restore.agreement import Agreement
 from holdfast.storage.protocol import Storage
 

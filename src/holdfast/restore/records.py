@@ -10,8 +10,8 @@ import msgspec
 
 from holdfast.errors import DamageError
 from holdfast.format.index import Index
-from holdfast.format.manifest import Manifest
 from holdfast.format.names import StepName, data_name, join
+from holdfast.format.records import Manifest
 from holdfast.state import Differences
 from holdfast.state.hyperparameters import HyperparameterChange
 

@@ -12,11 +12,11 @@ from contextlib import closing
 from typing import Any, Final
 
 from holdfast.errors import DamageError
-from holdfast.format.boxes import Box, byte_ranges, intersect, shift, split_range
 from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.names import MANIFEST_NAME, join
+from holdfast.format.shapes import Box, byte_ranges, intersect, shift, split_range
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.read import PIECE_BYTES, ScratchParts, find_damages, read_pieces, read_targets
 from holdfast.restore.records import OpenedStep, Parts, Piece

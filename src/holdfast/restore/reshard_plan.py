@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.errors import DamageError
-from holdfast.format.boxes import Box, find_overlap, intersect, shift, whole_box
 from holdfast.format.index import Index, StoredBox
+from holdfast.format.shapes import Box, find_overlap, intersect, shift, whole_box
 from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 

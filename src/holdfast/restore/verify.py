@@ -11,8 +11,8 @@ from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundErr
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_cover_problem, find_name_problem
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, SHARDS, Manifest, Worker, decode_manifest, list_features
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
+from holdfast.format.records import MAX_MANIFEST_BYTES, SHARDS, Manifest, Worker, decode_manifest, list_features
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.read import ScratchParts, find_damages, plan_pieces, read_pieces
 from holdfast.restore.records import OpenedStep, Parts, Piece

@@ -42,8 +42,8 @@ from holdfast.events import (
     Warned,
     Written,
 )
-from holdfast.format.manifest import Worker
 from holdfast.format.names import StepName
+from holdfast.format.records import Worker
 from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
 from holdfast.save.copy.image import HostBuffer, Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier

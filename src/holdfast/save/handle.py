@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.concurrency import Latch
 from holdfast.errors import DeadlineError, HoldfastError, OutOfMemoryError, UsageError
-from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.names import StepName
+from holdfast.format.records import ALONE, Worker
 from holdfast.save.arguments import check_wait
 from holdfast.save.records import CopyProgress, Origin
 from holdfast.save.say import say

@@ -13,11 +13,10 @@ import msgspec
 
 from holdfast.concurrency import Latch
 from holdfast.format.dtypes import QuantizerRecord
-from holdfast.format.index import BoxRecord, ElsewhereRecord
-from holdfast.format.layout import Layout
-from holdfast.format.manifest import ALONE, Reference, Worker, WorkerRecord
+from holdfast.format.index import BoxRecord, ElsewhereRecord, Layout
 from holdfast.format.names import StepName
-from holdfast.format.strides import StridesRecord
+from holdfast.format.records import ALONE, Reference, Worker, WorkerRecord
+from holdfast.format.shapes import StridesRecord
 from holdfast.policies import RetentionPolicy
 from holdfast.state.leaves import Replica, Skeleton
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Sink, Warned
-from holdfast.format.manifest import ALONE
+from holdfast.format.records import ALONE
 from holdfast.policies import SaveMoment
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.copy.overlap import keep_steady

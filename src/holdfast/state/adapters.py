@@ -20,7 +20,7 @@ import msgspec
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.codecs import type_named
 from holdfast.format.decoding import NAMED, find_tags
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 
 Made = TypeVar("Made")

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
-from holdfast.format.manifest import ALONE, Worker
+from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, Made, Readable
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding

@@ -9,11 +9,10 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from holdfast.format.boxes import Box
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, array_bytes
 from holdfast.format.index import BoxRecord, ElsewhereRecord
-from holdfast.format.manifest import ALONE, Worker
-from holdfast.format.strides import StridesRecord, fit_layout
+from holdfast.format.records import ALONE, Worker
+from holdfast.format.shapes import Box, StridesRecord, fit_layout
 
 Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference in place of each array."""

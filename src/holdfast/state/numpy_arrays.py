@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.errors import MissingPackageError, UnsupportedValueError
 from holdfast.format.dtypes import names_in
-from holdfast.format.strides import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
+from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 from holdfast.state.registry import register_backend
 

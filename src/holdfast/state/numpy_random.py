@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from holdfast.state.adapters import StateAdapter
 from holdfast.state.registry import register_adapter
 
-
-def _set_generator(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
 register_adapter(
     np.random.Generator,
-    StateAdapter("numpy.generator", lambda obj: obj.bit_generator.state, _set_generator, last=True),
+    StateAdapter(
+        "numpy.generator",
+        lambda obj: obj.bit_generator.state,
+        lambda obj, state: setattr(obj.bit_generator, "state", state),
+        last=True,
+    ),
 )
 register_adapter(
     np.random.RandomState,

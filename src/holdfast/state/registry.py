@@ -196,7 +196,11 @@ def holds_state(live: object) -> bool:
 
 def immutable_arrays_in(root: object) -> list[object]:
     """The arrays in a tree of values that cannot be changed, each once; not those within objects with state."""
-    found = (value for _, value, handler in _walk(root, is_sought=_is_fixed) if not isinstance(handler, Adapter | None))
+    found = (
+        value
+        for _, value, handler in _walk(root, is_sought=lambda library: getattr(library, "is_immutable", False))
+        if not isinstance(handler, Adapter | None)
+    )
     return list({id(value): value for value in found}.values())
 
 
@@ -247,7 +251,12 @@ def _walk(
         if not isinstance(value, type) and callable(getattr(value, "prepare_for_checkpoint", None)):
             yield trail, value, None
         # Most parts are values or arrays, of which there may be very many.
-        types = _types_of_parts(value)
+        if isinstance(value, dict):
+            types = set(map(type, value.values()))
+        elif isinstance(value, (list, tuple, collections.deque)):
+            types = set(map(type, value))
+        else:
+            types = {type(part) for _, part in parts_of(value)}
         others = {
             cls
             for cls in types
@@ -256,18 +265,6 @@ def _walk(
         if others:
             parts = enumerate(parts_of(value))
             ahead += reversed([((trail, key, i), part) for i, (key, part) in parts if type(part) in others])
-
-
-def _is_fixed(library: ArrayBackend | Sharder) -> bool:
-    return getattr(library, "is_immutable", False)
-
-
-def _types_of_parts(value: Any) -> set[type]:
-    if isinstance(value, dict):
-        return set(map(type, value.values()))
-    if isinstance(value, (list, tuple, collections.deque)):
-        return set(map(type, value))
-    return {type(part) for _, part in parts_of(value)}
 
 
 def _path(root: str, trail: _Trail) -> str:

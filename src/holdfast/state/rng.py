@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.state.adapters import Loading, StateAdapter
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import INTEGRATIONS, load_integrations, register_adapter

@@ -13,11 +13,10 @@ import xxhash
 from msgspec.structs import replace
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.boxes import Box, shift, split_box, whole_box
 from holdfast.format.dtypes import ITEM_BYTES, QUANTIZED_TYPES, QuantizerRecord
 from holdfast.format.index import BoxRecord, ElsewhereRecord
-from holdfast.format.manifest import Worker
-from holdfast.format.strides import StridesRecord
+from holdfast.format.records import Worker
+from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
 from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError, UsageError
-from holdfast.format.boxes import Box, find_box_problem
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
+from holdfast.format.shapes import Box, find_box_problem
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
 from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
 from holdfast.state.registry import backend_of, find_stateful, may_change_when_read, register_adapter, register_sharder

@@ -53,7 +53,8 @@ class NativeDigests:
             that was filled.
         """
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
-        return end_bytes, _as_texts(found)
+        text = found.hex()
+        return end_bytes, [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 @cache
@@ -72,11 +73,6 @@ def find_native() -> NativeDigests | None:
         return native if _works(native, path) else None
     except (ImportError, AttributeError, OSError, TypeError, ValueError):
         return None  # There is none, or it is of another version.
-
-
-def _as_texts(found: bytes) -> list[str]:
-    text = found.hex()
-    return [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:

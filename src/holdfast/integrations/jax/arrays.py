@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import AxisType, SingleDeviceSharding
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.boxes import Box, whole_box
 from holdfast.format.dtypes import names_in
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
+from holdfast.format.shapes import Box, whole_box
 from holdfast.state.leaves import ArraySpec, DeviceCopier, LocalBox, PendingArray, Plain, Sharding, spec_of
 from holdfast.state.registry import register_backend, register_sharder
 

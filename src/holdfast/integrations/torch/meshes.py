@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UnsupportedValueError
-from holdfast.format.boxes import Box
-from holdfast.format.manifest import Worker
-from holdfast.format.strides import row_major
+from holdfast.format.records import Worker
+from holdfast.format.shapes import Box, row_major
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.leaves import ArraySpec, LocalBox, Sharding, part_of, spec_like
 from holdfast.state.registry import register_sharder

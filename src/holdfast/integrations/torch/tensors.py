@@ -12,7 +12,7 @@ import torch
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
-from holdfast.format.strides import extent_of, find_layout, may_share_elements, row_major
+from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
 from holdfast.integrations.torch.devices import INTEGERS, TorchDevices, integers_of, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 
@@ -283,12 +283,6 @@ def _lacks_memory(array: torch.Tensor) -> bool:
         return False
     last = sum((length - 1) * stride for length, stride in zip(array.shape, array.stride(), strict=True))
     return (array.storage_offset() + last + 1) * array.itemsize > held_bytes
-
-
-def _note_change(array: torch.Tensor) -> None:
-    """Counts a change that torch cannot see, so that autograd and other watchers of the version notice it."""
-    if not array.is_inference():
-        torch.autograd.graph.increment_version(array)
 
 
 def _try_columns(

@@ -25,7 +25,6 @@ from holdfast.catalog import (
     record_base,
 )
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError
-from holdfast.format.generation import make_base
 from holdfast.format.names import (
     DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
@@ -35,6 +34,7 @@ from holdfast.format.names import (
     is_own_file,
     parse_generation_temporary,
 )
+from holdfast.format.records import make_base
 from holdfast.save.drain import register_drain, unregister_drain
 from holdfast.storage.protocol import SparingStorage, Storage
 

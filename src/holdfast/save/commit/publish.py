@@ -12,8 +12,8 @@ from typing import Any, Final
 from holdfast.catalog import check_fence
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal
-from holdfast.format.manifest import REFERENCES, SHARDS, Manifest
 from holdfast.format.names import MANIFEST_NAME, StepName
+from holdfast.format.records import REFERENCES, SHARDS, Manifest
 from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage

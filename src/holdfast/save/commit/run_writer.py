@@ -24,9 +24,8 @@ from holdfast.catalog import (
 from holdfast.errors import HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
-from holdfast.format.generation import Base, make_base
-from holdfast.format.manifest import Manifest
 from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
+from holdfast.format.records import Base, Manifest, make_base
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import (
     FileRecycler,

@@ -24,11 +24,11 @@ import msgspec
 from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import make_sendable
 from holdfast.errors import UsageError
-from holdfast.format.boxes import Box, whole_box
 from holdfast.format.digests import digest
 from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
 from holdfast.format.names import StepName, index_name, join
+from holdfast.format.shapes import Box, whole_box
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import Skeleton
 from holdfast.storage.protocol import Storage

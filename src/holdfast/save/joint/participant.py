@@ -17,7 +17,7 @@ from holdfast.cluster.polling import PLANS
 from holdfast.cluster.protocol import Cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
-from holdfast.format.manifest import Worker
+from holdfast.format.records import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.joint.coverage import find_holders
 from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_cancel

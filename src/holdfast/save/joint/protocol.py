@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
-from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
+from holdfast.format.records import Reference, WorkerRecord
 from holdfast.save.joint.coverage import Roster
 from holdfast.save.joint.replicas import Group, Holding, Inquiry
 from holdfast.save.records import LeftOutError

@@ -22,9 +22,9 @@ from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES
 from holdfast.errors import DeadlineError, UsageError
-from holdfast.format.boxes import Box, split_box, whole_box
 from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.shapes import Box, split_box, whole_box
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
 from holdfast.storage.buffers import batches

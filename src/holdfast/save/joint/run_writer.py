@@ -19,10 +19,16 @@ from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
-from holdfast.format.generation import Base
-from holdfast.format.manifest import Reference
 from holdfast.format.names import StepName
-from holdfast.save.commit.run_writer import CheckpointWriter, Cleaning, RunWriter, StepFiles, make_debris_warning
+from holdfast.format.records import Base, Reference
+from holdfast.save.commit.publish import check_fence
+from holdfast.save.commit.run_writer import (
+    CheckpointWriter,
+    Cleaning,
+    RunWriter,
+    StepFiles,
+    make_debris_warning,
+)
 from holdfast.save.copy.image import Staging
 from holdfast.save.joint.coverage import OBJECTS_HINT, Coverage, Roster, digest_shards, find_unlike, make_roster
 from holdfast.save.joint.participant import JointParticipant

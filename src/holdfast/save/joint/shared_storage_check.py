@@ -10,8 +10,8 @@ from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import ELSEWHERE_HINT, find_patience, look_again
 from holdfast.errors import DamageError, HoldfastError, StorageError
 from holdfast.format.digests import digest
-from holdfast.format.generation import MAX_GENERATION_BYTES
 from holdfast.format.names import START_NAME, StepName, data_name, generation_path, index_name
+from holdfast.format.records import MAX_GENERATION_BYTES
 from holdfast.save.joint.protocol import NameRecord
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage

@@ -10,10 +10,9 @@ import msgspec
 from holdfast.catalog import ManifestCache, read_index
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
-from holdfast.format.index import Index, LeafRecord, ReferredRecord, Source
-from holdfast.format.layout import Layout, Place, plan_layout
-from holdfast.format.manifest import Worker
+from holdfast.format.index import Index, Layout, LeafRecord, Place, ReferredRecord, Source, plan_layout
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
+from holdfast.format.records import Worker
 from holdfast.save.records import Receipts, Snapshot
 from holdfast.save.write.writer import Segment, make_index, plan_segments, take_digests, write_index, write_segments
 from holdfast.storage.protocol import Storage

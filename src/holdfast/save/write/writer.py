@@ -15,10 +15,9 @@ from typing import Final
 import msgspec
 
 from holdfast.format.digests import SPAN_BYTES, digest, digest_each, seal, span_count
-from holdfast.format.index import Index, LeafRecord
-from holdfast.format.layout import ALIGNMENT_BYTES, Layout
-from holdfast.format.manifest import Reference, WorkerRecord, list_features
+from holdfast.format.index import ALIGNMENT_BYTES, Index, Layout, LeafRecord
 from holdfast.format.names import StepName, data_name, index_name
+from holdfast.format.records import Reference, WorkerRecord, list_features
 from holdfast.save.records import Receipts, Snapshot
 from holdfast.storage.protocol import FileWriter, Storage
 from holdfast.storage.worker_pool import WorkerPool

@@ -22,7 +22,7 @@ from holdfast.format.decoding import (
     malformed,
 )
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
-from holdfast.format.manifest import ALONE, Worker
+from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, Rules
 from holdfast.state.capture import ObjectsContext

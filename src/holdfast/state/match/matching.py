@@ -14,8 +14,8 @@ import msgspec
 from holdfast.errors import ApplyError, HoldfastError
 from holdfast.format.decoding import ABSENT
 from holdfast.format.encoding import escape
-from holdfast.format.manifest import ALONE, Worker
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
+from holdfast.format.records import ALONE, Worker
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.match.compare import Comparison, MatchJob
 from holdfast.state.match.update_in_place import Updated, update_in_place

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, TypeAlias
 
-from holdfast.format.boxes import Box
-from holdfast.format.manifest import ALONE, Worker
+from holdfast.format.records import ALONE, Worker
+from holdfast.format.shapes import Box
 from holdfast.state.adapters import Rules
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, PendingArray, Sharder, Sharding, Target, spec_of
 from holdfast.state.registry import backend_named

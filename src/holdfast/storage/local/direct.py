@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.format.layout import ALIGNMENT_BYTES
+from holdfast.format.index import ALIGNMENT_BYTES
 from holdfast.storage.buffers import address_of
 
 PAGE_BYTES: Final = ALIGNMENT_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
-from holdfast.format.layout import round_up
+from holdfast.format.index import round_up
 from holdfast.storage.checks import (
     as_storage_errors,
     check_size,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from holdfast.format.layout import round_up
+from holdfast.format.index import round_up
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage.checks import as_storage_errors, split_path
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
@@ -56,7 +56,8 @@ class LocalSpare:
                 is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
                 if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= limit_bytes:
                     return False
-                if not _can_be_used(root) or _free_bytes(root) < status.st_size:
+                disk = os.fstatvfs(root)
+                if not _can_be_used(root) or disk.f_bavail * disk.f_frsize < status.st_size:
                     return False
                 before = _look(root)
                 if before is not None and stat.S_ISREG(before.st_mode) and before.st_size >= status.st_size:
@@ -191,8 +192,3 @@ def _can_be_used(directory: int) -> bool:
     # The kind is the first field, as wide as a long wherever it is as Linux says; elsewhere it is none of ours.
     status = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     return fstatfs(ctypes.c_int(directory), status) == 0 and status[0] in _OVERWRITING
-
-
-def _free_bytes(directory: int) -> int:
-    status = os.fstatvfs(directory)
-    return status.f_bavail * status.f_frsize

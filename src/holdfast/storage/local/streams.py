@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest_each
-from holdfast.format.layout import round_up
+from holdfast.format.index import round_up
 from holdfast.storage.buffers import Scratch, address_of, batches, fill_parts, parts_beyond
 from holdfast.storage.checks import (
     as_storage_errors,

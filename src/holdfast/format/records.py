@@ -1,7 +1,13 @@
-"""The manifest: the record whose appearance commits a step. Pure."""
+"""The records of a run: which generations were opened, and which steps are committed. Pure.
+
+Every start of a job that saves opens a generation, the next number. Its base is the checkpoint that it began from. The
+living line is what the newest generation saved, then what its base's generation saved up to that base, and so on back.
+The appearance of a manifest commits a step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -11,6 +17,8 @@ from holdfast.format.digests import Digest, Record, unseal
 from holdfast.format.dtypes import RAW_TYPES
 from holdfast.format.index import MAX_SOURCES, Index
 from holdfast.format.names import (
+    MAX_ATTEMPT,
+    MAX_STEP,
     MAX_WORKERS,
     AttemptNumber,
     GenerationNumber,
@@ -130,13 +138,14 @@ class Manifest(Record, frozen=True, omit_defaults=True):
         return sum(reference.size_bytes for reference in self.references)
 
 
-def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Manifest:
+def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_read: bool = True) -> Manifest:
     """**Pure.** The manifest that the bytes hold, checked for sense.
 
     Args:
         data: The bytes of the file.
         path: Where they came from, for errors.
         expected: The checkpoint that the directory's name promises; None where the directory was renamed by hand.
+        is_read: Whether the step is to be read. Otherwise it may need more of a reader than is known here.
 
     Raises:
         FormatError: If it is damaged, needs a newer reader, or is another step's.
@@ -144,7 +153,7 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
     step = expected.step if expected else None
     manifest = unseal(Manifest, data, path=path, step=step)
     unknown = [feature for feature in manifest.features if feature not in KNOWN_FEATURES]
-    if unknown:
+    if unknown and is_read:
         raise FormatError(
             f"{path}: needs a reader that knows {', '.join(map(repr, unknown))}",
             path=path,
@@ -152,24 +161,11 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None) -> Man
             hint="Read it with the version of holdfast that wrote it, or a newer one.",
         )
     problem = _find_problem(manifest, expected)
-    if len(manifest.workers) > 1 and SHARDS not in manifest.features:
+    if is_read and len(manifest.workers) > 1 and SHARDS not in manifest.features:
         problem = problem or f"the state of {len(manifest.workers)} workers is one only with the feature {SHARDS!r}"
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return manifest
-
-
-def decode_references(data: bytes, *, path: str, expected: StepName) -> tuple[StepName, ...]:
-    """**Pure.** The steps that a step needs beside its own, though it may need more of a reader than is known here.
-
-    Raises:
-        FormatError: If the manifest is damaged or another step's.
-    """
-    manifest = unseal(Manifest, data, path=path, step=expected.step)
-    problem = _find_problem(manifest, expected)
-    if problem:
-        raise FormatError(f"{path}: {problem}", path=path, step=expected.step)
-    return tuple(reference.name for reference in manifest.references)
 
 
 def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
@@ -214,3 +210,108 @@ class Worker(msgspec.Struct, frozen=True):
 
 ALONE: Final = Worker(0, 1)
 """The worker of a job of one process."""
+
+
+MAX_GENERATION_BYTES: Final = 1 << 20
+
+
+class Opening(Record, frozen=True):
+    """The record that opens a generation.
+
+    Attributes:
+        generation: Its number.
+        token: Random text that tells who opened it: one manager of one process.
+        host: The machine that opened it.
+        process: The process's number there.
+        opened_at_unix_seconds: The opener's clock; for people only.
+    """
+
+    kind: ClassVar[str] = "generation"
+
+    generation: GenerationNumber
+    token: str
+    host: str
+    process: int
+    opened_at_unix_seconds: float
+
+
+class Base(Record, frozen=True):
+    """The record that says where a generation began.
+
+    Attributes:
+        generation: The generation that began.
+        step: The step of the checkpoint that it began from, or None if it began anew.
+        base_generation: That checkpoint's generation, or None.
+        base_attempt: That checkpoint's attempt, or None.
+    """
+
+    kind: ClassVar[str] = "base"
+
+    generation: GenerationNumber
+    step: StepNumber | None
+    base_generation: GenerationNumber | None
+    base_attempt: AttemptNumber | None
+
+    @property
+    def name(self) -> StepName | None:
+        """The checkpoint that it began from, or None if it began anew."""
+        if self.step is None or self.base_generation is None or self.base_attempt is None:
+            return None
+        return StepName(self.step, self.base_generation, self.base_attempt)
+
+
+def make_base(generation: int, name: StepName | None) -> Base:
+    """**Pure.** The base record of a generation that began from `name`, or anew."""
+    if name is None:
+        return Base(generation, None, None, None)
+    return Base(generation, name.step, name.generation, name.attempt)
+
+
+def decode_base(data: bytes, *, path: str, generation: int) -> Base:
+    """**Pure.** The base that the bytes hold.
+
+    Raises:
+        FormatError: If it is damaged, another generation's, or does not lie before its generation.
+    """
+    base = unseal(Base, data, path=path)
+    parts = (base.step, base.base_generation, base.base_attempt)
+    if base.generation != generation or (None in parts and any(part is not None for part in parts)):
+        raise FormatError(f"{path}: is not a well-formed base of generation {generation}", path=path)
+    name = base.name
+    if name is not None and name.generation >= generation:
+        raise FormatError(f"{path}: {name} cannot be the base of generation {generation}", path=path)
+    return base
+
+
+def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple[StepName, ...]:
+    """**Pure.** The steps on the living line, oldest first; of one step, the attempt that counts.
+
+    Args:
+        steps: The committed steps, in any order.
+        bases: The base of each generation that recorded one. A generation that recorded none saved nothing; should it
+            have steps all the same (its record was lost), they are taken to follow what lies before them.
+    """
+    by_generation: dict[int, list[StepName]] = {}
+    for name in steps:
+        by_generation.setdefault(name.generation, []).append(name)
+    living: dict[int, StepName] = {}
+    # An earlier generation counts up to the place, as step and attempt, where a later one left it, inclusive: what lies
+    # beyond was saved, or replaced, when the later one had begun.
+    last = (MAX_STEP, MAX_ATTEMPT)
+    generation = max((*bases, *by_generation), default=0)
+    while generation > 0:
+        own = sorted(name for name in by_generation.get(generation, ()) if (name.step, name.attempt) <= last)
+        for name in own:
+            holder = living.get(name.step)
+            if holder is None or holder.generation == generation:
+                living[name.step] = name
+        base = bases.get(generation)
+        if base is None:
+            generation -= 1
+            if own:
+                last = min(last, (own[0].step - 1, MAX_ATTEMPT))
+        elif (left := base.name) is not None:
+            generation, last = left.generation, min(last, (left.step, left.attempt))
+        else:
+            break
+    return tuple(living[step] for step in sorted(living))
