@@ -21,7 +21,6 @@ from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Reference
-from holdfast.save.commit.publish import check_fence
 from holdfast.save.commit.run_writer import (
     CheckpointWriter,
     Cleaning,
