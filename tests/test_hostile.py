@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
-from holdfast.format.digests import Record, digest, seal
+from holdfast.format.digests import SealedRecord, digest, seal
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import decode_index
 from holdfast.format.records import decode_manifest
@@ -320,7 +320,7 @@ def test_a_data_file_of_another_step_is_found(run: Path) -> None:
     assert (restored.step, len(restored.passed_over)) == (7, 1)
 
 
-class Odd(Record, frozen=True):
+class Odd(SealedRecord, frozen=True):
     kind: ClassVar[str] = "manifest"
     step: int
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.integrations.torch.devices import GATHERED_BYTES, _gathered
+from holdfast.integrations.torch.tensors import GATHERED_BYTES, _gathered
 
 _LARGE_SIDE = 200
 _VIEWS = {

@@ -16,8 +16,7 @@ import holdfast as hf
 from holdfast.errors import FormatError, UnsupportedValueError
 from holdfast.events import Event, Warned
 from holdfast.format import codecs
-from holdfast.integrations.torch.devices import INTEGERS
-from holdfast.integrations.torch.tensors import DTYPES, TorchBackend
+from holdfast.integrations.torch.tensors import DTYPES, INTEGERS, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
 from holdfast.state.capture import CaptureCache, capture_objects
 from holdfast.state.leaves import ArraySpec

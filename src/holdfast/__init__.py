@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.integrations.ray.session import RaySession
+    from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
-    from holdfast.integrations.torch.process_groups import init_process_group
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -104,7 +104,7 @@ _HOMES: Final = {
     "epoch_limiter": "holdfast.jobs",
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",
-    "init_process_group": "holdfast.integrations.torch.process_groups",
+    "init_process_group": "holdfast.integrations.torch.cluster",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
 }

@@ -70,7 +70,7 @@ def derive(*words: int) -> int:
 FORMAT_VERSION: Final = 1
 
 
-class Record(msgspec.Struct, frozen=True):
+class SealedRecord(msgspec.Struct, frozen=True):
     """What is stored as the body of a file of its own.
 
     Attributes:
@@ -80,7 +80,7 @@ class Record(msgspec.Struct, frozen=True):
     kind: ClassVar[str]
 
 
-RecordT = TypeVar("RecordT", bound=Record)
+RecordT = TypeVar("RecordT", bound=SealedRecord)
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
-def seal(record: Record) -> bytes:
+def seal(record: SealedRecord) -> bytes:
     """**Pure.** The bytes of the file of a record."""
     body = msgspec.json.encode(record)
     envelope = _Envelope(holdfast=record.kind, version=FORMAT_VERSION, digest=digest(body), body=msgspec.Raw(body))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.format.digests import Digest, Record
+from holdfast.format.digests import Digest, SealedRecord
 from holdfast.format.dtypes import QuantizerRecord, array_bytes, stored_form
 from holdfast.format.names import AttemptNumber, GenerationNumber, Size, StepName, StepNumber, WorldSize, data_name
 from holdfast.format.shapes import Box, StridesRecord, whole_box
@@ -248,7 +248,7 @@ class StoredBox(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Index(Record, frozen=True, omit_defaults=True):
+class Index(SealedRecord, frozen=True, omit_defaults=True):
     """What one worker wrote.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import Digest, Record, unseal
+from holdfast.format.digests import Digest, SealedRecord, unseal
 from holdfast.format.dtypes import RAW_TYPES
 from holdfast.format.index import MAX_SOURCES, Index
 from holdfast.format.names import (
@@ -85,7 +85,7 @@ class Reference(msgspec.Struct, frozen=True):
         return StepName(self.step, self.generation, self.attempt)
 
 
-class Manifest(Record, frozen=True, omit_defaults=True):
+class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     """One committed step.
 
     Attributes:
@@ -215,7 +215,7 @@ ALONE: Final = Worker(0, 1)
 MAX_GENERATION_BYTES: Final = 1 << 20
 
 
-class Opening(Record, frozen=True):
+class Opening(SealedRecord, frozen=True):
     """The record that opens a generation.
 
     Attributes:
@@ -235,7 +235,7 @@ class Opening(Record, frozen=True):
     opened_at_unix_seconds: float
 
 
-class Base(Record, frozen=True):
+class Base(SealedRecord, frozen=True):
     """The record that says where a generation began.
 
     Attributes:

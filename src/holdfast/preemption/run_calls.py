@@ -15,7 +15,8 @@ from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
-from holdfast.state.oversights import count_taken, list_members
+from holdfast.state.oversights import count_taken
+from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
 from holdfast.tracebacks import short_traceback
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -52,22 +53,32 @@ REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kin
 """State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
 
 
-class CaptureContext(Protocol):
-    """The named objects that are captured or matched together, for adapters that need more than their own object."""
+class CaptureContext:
+    """The named objects that are captured or matched together, for adapters that need more than their own object.
 
-    @property
-    def objects(self) -> Mapping[str, object]:
-        """The named objects, in the user's order."""
-        ...
+    Attributes:
+        objects: The named objects, in the user's order.
+    """
 
-    @property
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        list_members: Callable[[Mapping[str, object]], list[tuple[str, Any, Adapter]]],
+    ) -> None:
+        self.objects = objects
+        self._list_members = list_members
+        self._made: dict[str, Any] = {}
+
+    @cached_property
     def members(self) -> list[tuple[str, object]]:
         """Each object that has an adapter, with its path: named ones, and those in trees of values."""
-        ...
+        return [(path, obj) for path, obj, _ in self._list_members(self.objects)]
 
     def once(self, key: str, make: Callable[[], Made]) -> Made:
         """What `make` returns, made at the first call with that key and kept as long as the context."""
-        ...
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
 
 
 class Loading(Protocol):

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -16,9 +16,17 @@ from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
-from holdfast.state.adapters import Adapter, Made, Readable
+from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
-from holdfast.state.registry import adapter_of, backend_of, find_stateful, is_made_of_tensors, parts_of, sharder_of_type
+from holdfast.state.registry import (
+    adapter_of,
+    backend_of,
+    find_stateful,
+    is_made_of_tensors,
+    list_members,
+    parts_of,
+    sharder_of_type,
+)
 from holdfast.state.shard_ownership import ShardOwnership
 
 LEAST_ARRAYS: Final = 32
@@ -104,33 +112,6 @@ CaptureCache: TypeAlias = dict[str, CachedContainer]
 """By path, the long containers of the objects that are captured again and again, as they looked at the last capture."""
 
 
-class ObjectsContext:
-    """The objects of one capture or one matching, together; see `CaptureContext`."""
-
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        self.objects = objects
-        self._members: list[tuple[str, object]] | None = None
-        self._made: dict[str, Any] = {}
-
-    @property
-    def members(self) -> list[tuple[str, object]]:
-        """Each object that has an adapter, with its path."""
-        if self._members is None:
-            self._members = [
-                (path, obj)
-                for name, root in self.objects.items()
-                for path, obj, adapter in find_stateful(root, escape(name))
-                if adapter is not None
-            ]
-        return self._members
-
-    def once(self, key: str, make: Callable[[], Made]) -> Made:
-        """What `make` returned at the first call with that key."""
-        if key not in self._made:
-            self._made[key] = make()
-        return cast(Made, self._made[key])
-
-
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Pauses the collector where many small objects are made at once, all of which stay.
@@ -178,7 +159,7 @@ def capture_objects(
         for name, root in objects.items():
             for _, obj, adapter in find_stateful(root, escape(name)):
                 (adapter or _ANY).prepare(obj)
-        context = ObjectsContext(objects)
+        context = CaptureContext(objects, list_members)
         sharing = ShardOwnership(worker, check_replicas=check_replicas)
         capturing = _Capturing(context, {} if captures is None else captures, sharing)
         skeletons: dict[str, Node] = {}
@@ -211,7 +192,7 @@ def check_capture(
     """
     with gc_paused():
         sharing = ShardOwnership(worker)
-        trial = _Trial(ObjectsContext(objects), captures, sharing)
+        trial = _Trial(CaptureContext(objects, list_members), captures, sharing)
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             trial.encode(obj, escape(name))
@@ -242,7 +223,7 @@ class _Shared(NamedTuple):
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, context: ObjectsContext, captures: CaptureCache, sharing: ShardOwnership) -> None:
+    def __init__(self, context: CaptureContext, captures: CaptureCache, sharing: ShardOwnership) -> None:
         super().__init__()
         self._sharing = sharing
         # By library and memory: a leaf that is not simply one array.

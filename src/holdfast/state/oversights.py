@@ -19,7 +19,7 @@ from holdfast.state.data.sampler import (
     current_epoch,
     sampler_overruled,
 )
-from holdfast.state.registry import find_array, find_stateful, immutable_arrays_in, immutable_types
+from holdfast.state.registry import find_array, find_stateful, immutable_arrays_in, immutable_types, list_members
 from holdfast.state.rng import RNG
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
@@ -43,8 +43,7 @@ class LossWatch:
 
     def begin(self, objects: Mapping[str, object]) -> None:
         """Watches the objects from now on."""
-        found = [one for name, root in objects.items() for one in find_stateful(root, name)]
-        watches = [(path, adapter.oversights_of(obj).find_loss) for path, obj, adapter in found if adapter is not None]
+        watches = [(path, adapter.oversights_of(obj).find_loss) for path, obj, adapter in list_members(objects)]
         watched = [(path, find) for path, find in watches if find is not None]
         self._watched = watched if len(watched) <= _MOST_WATCHED else []
 
@@ -477,16 +476,6 @@ def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
         for path, sampler in _find_samplers(objects).items()
         for name, pair in sampler_overruled(sampler).items()
     }
-
-
-def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
-    """The objects with state, those within trees too, each with its path and adapter."""
-    return [
-        (path, obj, adapter)
-        for name, root in objects.items()
-        for path, obj, adapter in find_stateful(root, name)
-        if adapter is not None
-    ]
 
 
 def _find_samplers(objects: Mapping[str, object]) -> dict[str, ResumableSampler]:

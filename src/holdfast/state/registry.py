@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from holdfast.errors import UsageError
 from holdfast.format.codecs import is_plain_dataclass, is_tensor_subclass
-from holdfast.format.encoding import path_part
+from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Readable, StateDictAdapter
 from holdfast.state.leaves import ArrayBackend, Sharder
@@ -171,6 +171,16 @@ def find_stateful(root: object, path: str) -> Iterator[tuple[str, object, Adapte
     """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
     for trail, value, handler in _walk(root, is_sought=lambda _: False):
         yield _path(path, trail), value, cast("Adapter | None", handler)
+
+
+def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
+    """The objects with state, those within trees too, each with its path and adapter."""
+    return [
+        (path, obj, adapter)
+        for name, root in objects.items()
+        for path, obj, adapter in find_stateful(root, escape(name))
+        if adapter is not None
+    ]
 
 
 def may_change_when_read(root: object) -> bool:

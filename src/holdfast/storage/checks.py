@@ -112,6 +112,35 @@ def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str)
     return length_bytes - max(0, over_bytes)
 
 
+def check_offset(offset_bytes: int, path: str) -> None:
+    """Checks where in a file something is to be read.
+
+    Raises:
+        UsageError: If it is negative.
+    """
+    if offset_bytes < 0:
+        raise UsageError(f"{path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+
+
+def too_large_error(place: str, path: str, size_bytes: int, limit_bytes: int) -> DamageError:
+    """The error for a small file that is larger than it can be."""
+    return DamageError(
+        f"{place} has {size_bytes} bytes, more than the {limit_bytes} allowed",
+        path=path,
+        hint="it is not what was written there: restore an older step",
+    )
+
+
+def too_short_error(place: str, path: str, end_bytes: int, missing_bytes: int) -> DamageError:
+    """The error for a file that ends before what is to be read of it does."""
+    return DamageError(
+        f"{place} ends at {end_bytes}, where {missing_bytes} bytes more should be",
+        path=path,
+        offset_bytes=end_bytes,
+        hint="the file was cut short: restore an older step",
+    )
+
+
 def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:
     """The error for a file that was to be finished before it was covered."""
     return UsageError(

@@ -8,7 +8,18 @@ from typing import Final, TypeAlias
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.format.digests import digest_each
-from holdfast.storage.checks import check_size, flat, kept_bytes, missing_error, split_directory, split_path, trash_name
+from holdfast.storage.checks import (
+    check_offset,
+    check_size,
+    flat,
+    kept_bytes,
+    missing_error,
+    split_directory,
+    split_path,
+    too_large_error,
+    too_short_error,
+    trash_name,
+)
 from holdfast.storage.protocol import Entry
 
 Parts: TypeAlias = tuple[str, ...]
@@ -21,6 +32,9 @@ class MemoryStorage:
 
     As on a disk, a directory is made before something is put into it, a file is seen as soon as its writer is opened,
     and an open file can be used after its name has gone. Nothing outlasts the process, so syncing does nothing.
+
+    Attributes:
+        url: `memory://` and the name.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -30,15 +44,11 @@ class MemoryStorage:
             name: What the URL calls it.
         """
         self._name = name
+        self.url = f"memory://{name}"
         # Guards the two fields below, but not the bytes of a file.
         self._lock = threading.RLock()
         self._files: dict[Parts, bytearray] = {}
         self._directories: set[Parts] = {_ROOT}
-
-    @property
-    def url(self) -> str:
-        """`memory://` and the name."""
-        return f"memory://{self._name}"
 
     def __repr__(self) -> str:
         return f"MemoryStorage({self._name!r})"
@@ -84,11 +94,7 @@ class MemoryStorage:
         with self._lock:
             content = self._find(path)
             if len(content) > limit_bytes:
-                raise DamageError(
-                    f"{self._place(split_path(path))} has {len(content)} bytes, more than the {limit_bytes} allowed",
-                    path=path,
-                    hint="it is not what was written there: restore an older step",
-                )
+                raise too_large_error(self._place(split_path(path)), path, len(content), limit_bytes)
             return bytes(content)
 
     def open_reader(self, path: str) -> MemoryReader:
@@ -185,7 +191,7 @@ class MemoryStorage:
                 raise StorageError(f"{self._place(parts[:depth])} is a file, not a directory", path=path)
 
     def _place(self, parts: Sequence[str]) -> str:
-        return f"memory://{self._name}:{'/'.join(parts)}"
+        return f"{self.url}:{'/'.join(parts)}"
 
 
 class MemoryWriter:
@@ -243,16 +249,11 @@ class MemoryReader:
         """**Thread-safe.** Fills `into` from the file; see `FileReader`."""
         if self._is_closed:
             raise UsageError(f"the reader of {self._path} is closed", hint="open it anew")
-        if offset_bytes < 0:
-            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+        check_offset(offset_bytes, self._path)
         wanted = flat(into)
         if offset_bytes + wanted.nbytes > self.size_bytes and wanted.nbytes:
-            raise DamageError(
-                f"{self._path} ends at {self.size_bytes}, where more should be",
-                path=self._path,
-                offset_bytes=max(offset_bytes, 0),
-                hint="the file was cut short: restore an older step",
-            )
+            missing_bytes = offset_bytes + wanted.nbytes - self.size_bytes
+            raise too_short_error(self._path, self._path, self.size_bytes, missing_bytes)
         if wanted.nbytes:
             wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
 

@@ -41,7 +41,7 @@ _DRAIN_SECONDS: Final = 10.0
 _SIGNAL: Final = signal.SIGURG
 """It does nothing where it is not handled, and is hardly used."""
 
-_COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.process_groups"}
+_COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.cluster"}
 """By framework; imported by name, and only where the framework is in use."""
 
 _LIBRARY: Final = f"{os.sep}torch{os.sep}"

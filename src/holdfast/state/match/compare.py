@@ -24,8 +24,7 @@ from holdfast.format.decoding import (
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS
-from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, Rules
-from holdfast.state.capture import ObjectsContext
+from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, CaptureContext, Rules
 from holdfast.state.leaves import ArraySpec, Differences, PendingArray, Skeleton
 from holdfast.state.match.targets import RestoreTargets
 from holdfast.state.match.update_in_place import Finished, finish_arrays, update_in_place
@@ -37,6 +36,7 @@ from holdfast.state.registry import (
     backend_of_type,
     find_array,
     holds_state,
+    list_members,
     sharder_of_type,
     state_paths,
 )
@@ -90,7 +90,7 @@ class Comparison(Decoder):
         stored_workers: int = 1,
     ) -> None:
         super().__init__(_find_codec)
-        self.context = ObjectsContext(objects)
+        self.context = CaptureContext(objects, list_members)
         self.differences = Differences()
         self.claims = RestoreTargets(self.differences, worker)
         self.jobs: list[MatchJob] = []

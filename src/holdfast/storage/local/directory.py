@@ -21,6 +21,7 @@ from holdfast.storage.checks import (
     lost_bytes_as_damage,
     split_directory,
     split_path,
+    too_large_error,
     trash_name,
 )
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, preallocate, try_direct
@@ -73,6 +74,8 @@ class LocalStorage:
     The directory is made when something is first written into it. Links in it are never followed.
 
     Attributes:
+        url: The directory's absolute path.
+        spare: The file in whose room the next large one may be written; see `Spare`.
         warn: Told, from any thread, what a person should know; by itself the log.
     """
 
@@ -90,22 +93,14 @@ class LocalStorage:
         if not text or "\0" in text:
             raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")
         self._root = Path(text).absolute()
+        self.url = str(self._root)
+        self.spare = LocalSpare(self._root)
         self._wants_direct = direct
         self.warn: Callable[[str], None] = _log.warning
         # Guards the two fields below.
         self._lock = threading.Lock()
         self._root_lasts = False
         self._devices_without_direct: set[int] = set()
-
-    @property
-    def url(self) -> str:
-        """The directory's absolute path."""
-        return str(self._root)
-
-    @property
-    def spare(self) -> LocalSpare:
-        """The file in whose room the next large one may be written; see `Spare`."""
-        return LocalSpare(self._root)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
@@ -215,11 +210,7 @@ class LocalStorage:
                 os.close(descriptor)
         data = b"".join(pieces)
         if max(size_bytes, len(data)) > limit_bytes:
-            raise DamageError(
-                f"{self._root / path} has {max(size_bytes, len(data))} bytes, more than the {limit_bytes} allowed",
-                path=path,
-                hint="it is not what was written there: restore an older step",
-            )
+            raise too_large_error(str(self._root / path), path, max(size_bytes, len(data)), limit_bytes)
         return data
 
     def open_reader(self, path: str) -> LocalReader:

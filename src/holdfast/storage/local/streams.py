@@ -21,11 +21,13 @@ from holdfast.format.index import round_up
 from holdfast.storage.buffers import Scratch, address_of, batches, fill_parts, parts_beyond
 from holdfast.storage.checks import (
     as_storage_errors,
+    check_offset,
     flat,
     kept_bytes,
     lost_bytes_as_damage,
     missing_error,
     storage_error,
+    too_short_error,
 )
 from holdfast.storage.digesting import NO_PAGES, find_native
 from holdfast.storage.local.direct import (
@@ -302,7 +304,7 @@ class LocalReader:
         native = find_native() if self._wants_native else None
         if native is None:
             return digest_each(self._fill_each(offset_bytes, parts))
-        self._check(offset_bytes)
+        check_offset(offset_bytes, self._path)
         size_bytes = sum(map(len, parts))
         direct = self._direct_for(offset_bytes, size_bytes)
         pages = NO_PAGES if direct is None else self._bounce.take(_BOUNCE_BYTES)
@@ -327,10 +329,6 @@ class LocalReader:
         with lost_bytes_as_damage(self._path), as_storage_errors("read", self._path, self._root):
             yield
 
-    def _check(self, offset_bytes: int) -> None:
-        if offset_bytes < 0:
-            raise UsageError(f"{self._path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
-
     def _direct_for(self, offset_bytes: int, size_bytes: int) -> SharedDescriptor | None:
         """What a read goes by that passes by the page cache; None if it goes through it."""
         end_bytes = offset_bytes + size_bytes
@@ -340,7 +338,7 @@ class LocalReader:
 
     def _fill_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yields each part, in order, once it is full; the file stays open until all are, or the iterator is closed."""
-        self._check(offset_bytes)
+        check_offset(offset_bytes, self._path)
         direct = self._direct_for(offset_bytes, sum(map(len, parts)))
         if direct is not None:
             with direct.use() as descriptor, self._errors():
@@ -387,9 +385,4 @@ class LocalReader:
         return offset_bytes
 
     def _too_short(self, end_bytes: int, missing_bytes: int) -> DamageError:
-        return DamageError(
-            f"{self._root / self._path} ends at {end_bytes}, where {missing_bytes} bytes more should be",
-            path=self._path,
-            offset_bytes=end_bytes,
-            hint="the file was cut short: restore an older step",
-        )
+        return too_short_error(str(self._root / self._path), self._path, end_bytes, missing_bytes)
