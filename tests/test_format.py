@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError
 from holdfast.format.digests import SPAN_BYTES, digest, seal, span_count
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES, array_bytes, stored_form
-from holdfast.format.index import ALIGNMENT_BYTES, Index, LeafRecord, plan_layout
+from holdfast.format.index import ALIGNMENT_BYTES, Index, LeafRecord, plan_layout, round_up
 from holdfast.format.index_checks import decode_index
 from holdfast.format.names import (
     StepName,
@@ -55,8 +55,8 @@ def test_arrays_begin_on_a_block_and_each_is_aligned_to_its_elements(
 ) -> None:
     layout = plan_layout(arrays, {})
     assert len(layout.header) % ALIGNMENT_BYTES == 0
-    assert layout.padded_bytes % ALIGNMENT_BYTES == 0
-    assert 0 <= layout.padded_bytes - layout.size_bytes < ALIGNMENT_BYTES
+    assert round_up(layout.size_bytes) % ALIGNMENT_BYTES == 0
+    assert 0 <= round_up(layout.size_bytes) - layout.size_bytes < ALIGNMENT_BYTES
     for place in layout.places:
         assert place.begin % ITEM_BYTES[place.dtype] == 0
 

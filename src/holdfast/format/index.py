@@ -59,11 +59,6 @@ class Layout:
     size_bytes: int
     entries: bytes = field(repr=False, compare=False)
 
-    @property
-    def padded_bytes(self) -> int:
-        """The size rounded up to whole blocks: what a buffer for the file must hold."""
-        return round_up(self.size_bytes)
-
 
 def round_up(size_bytes: int) -> int:
     """**Pure.** The smallest multiple of `ALIGNMENT_BYTES` that is not smaller."""

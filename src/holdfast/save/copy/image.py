@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
+from holdfast.save.copy.image import HostBuffer
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
@@ -41,10 +42,10 @@ class Stager:
         """
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
         layout = plan.layout
-        image = self._buffer.take(layout.padded_bytes)
+        image = self._buffer.take(round_up(layout.size_bytes))
         image[: len(layout.header)] = layout.header
         # The buffer may hold an older snapshot behind the end of this one.
-        image[layout.size_bytes :] = bytes(layout.padded_bytes - layout.size_bytes)
+        image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
         moves = plan.moves
         if moves is None or not moves.fits(captured, base):

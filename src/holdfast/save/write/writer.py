@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from holdfast.format.digests import SPAN_BYTES, digest, digest_each, seal, span_count
-from holdfast.format.index import ALIGNMENT_BYTES, Index, Layout, LeafRecord
+from holdfast.format.index import ALIGNMENT_BYTES, Index, Layout, LeafRecord, round_up
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.format.records import Reference, WorkerRecord, list_features
 from holdfast.save.records import Receipts, Snapshot
@@ -263,7 +263,7 @@ class _SegmentWriting:
         self._image = image
         self._image_address = _address_of(image)
         self._writer = writer
-        self._scratch_bytes = min(piece_bytes, layout.padded_bytes)
+        self._scratch_bytes = min(piece_bytes, round_up(layout.size_bytes))
         self._scratches: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
 
     def write_piece(self, begin: int, end: int, segments: list[Segment]) -> None:
