@@ -90,12 +90,10 @@ class Loading(Protocol):
     @property
     def path(self) -> str:
         """The object's path."""
-        ...
 
     @property
     def context(self) -> CaptureContext:
         """The objects that are restored together."""
-        ...
 
     def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
         """The stored value, with arrays that hold their values only when `apply` runs; differences are noted.
@@ -108,7 +106,6 @@ class Loading(Protocol):
             like: An array; one that is made anew, and has its shape, is divided among the workers as that one is. It
                 lies in memory as that one does, too, if the checkpoint has no memory layouts.
         """
-        ...
 
     def values(
         self,
@@ -128,11 +125,9 @@ class Loading(Protocol):
             rules: As for `value`, for each of them.
             like: As for `value`, by the same names.
         """
-        ...
 
     def spec_of(self, stored: Skeleton) -> ArraySpec | None:
         """What the stored array is that a node refers to; None if it refers to none."""
-        ...
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict whose keys are plain strings.
@@ -140,18 +135,15 @@ class Loading(Protocol):
         Raises:
             FormatError: If something else is stored there.
         """
-        ...
 
     def wants(self, *at: str) -> bool:
         """Whether what stands there is to be restored at all; everything is, unless a part was asked for."""
-        ...
 
     def complete(self, value: Any) -> Any:
         """A value of `value`, when all arrays have been read: with arrays in the places of what had to stand for them.
 
         Arrays that can be changed stand there from the beginning. A dict or a list is changed where it is.
         """
-        ...
 
     def put(self, live: Any, value: Any) -> Any:
         """Puts a value of `value` in the place of a live one, when all arrays have been read.
@@ -159,16 +151,13 @@ class Loading(Protocol):
         Returns:
             The value from now on: `live` itself if it could be changed, otherwise the new value.
         """
-        ...
 
     def name(self, *at: str) -> str:
         """The path for a list in `differences` or for a message."""
-        ...
 
     @property
     def differences(self) -> Differences:
         """Where differences that the adapter finds by itself are noted."""
-        ...
 
 
 class _Refusal(NamedTuple):

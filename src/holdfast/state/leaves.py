@@ -45,11 +45,9 @@ class Transfer(Protocol):
 
     def hold(self) -> None:
         """Makes what the calling thread does with the arrays from now on come after the copies, without waiting."""
-        ...
 
     def wait(self) -> None:
         """**Blocks.** Waits until the copies are made."""
-        ...
 
 
 class DeviceCopier(Protocol):
@@ -57,7 +55,6 @@ class DeviceCopier(Protocol):
 
     def moment(self, arrays: Sequence[Any]) -> object:
         """What copies of these arrays have to wait for, so that they hold the values that the calling thread sees."""
-        ...
 
     def start(
         self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int], moment: object
@@ -73,7 +70,6 @@ class DeviceCopier(Protocol):
         Returns:
             What is still under way, or None if all is copied.
         """
-        ...
 
     def pin(self, image: memoryview) -> Callable[[], None] | None:
         """Makes memory quick to copy to.
@@ -81,7 +77,6 @@ class DeviceCopier(Protocol):
         Returns:
             What undoes it, or None if nothing was done.
         """
-        ...
 
 
 def part_of(array: Any, box: Box) -> Any:
@@ -140,50 +135,42 @@ class ArrayBackend(Protocol):
         Raises:
             UnsupportedValueError: If it cannot be stored; `path` says where it stands.
         """
-        ...
 
     def alias_key(self, array: Any) -> Hashable:
         """Equal for two arrays exactly when they show the same memory with the same type, shape and strides.
 
         Arrays of no elements have a key of their own.
         """
-        ...
 
     def address(self, array: Any) -> int | None:
         """Where the bytes of its values lie, just as they are stored: contiguous, little-endian, in host memory.
 
         None if they lie otherwise, or there are none.
         """
-        ...
 
     def extent(self, array: Any) -> tuple[int, int] | None:
         """The addresses between which all of its elements lie, the last exclusive, whether or not others lie there too.
 
         None if it has none, or if no other array can have anything of its memory.
         """
-        ...
 
     def fingerprint(self, arrays: Sequence[Any]) -> object:
         """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
 
         It is quicker than looking at each. It may raise anything for arrays that have no `address`.
         """
-        ...
 
     def version(self, array: Any) -> int | None:
         """A number that grows whenever the values change; None if changes are not counted."""
-        ...
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """A look at very many arrays at once; None unless each can be stored, has an `address`, and is `fillable`."""
-        ...
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.
 
         When this returns, the image holds the values of the moment of the call. `image` has format `B`.
         """
-        ...
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """The memory of arrays that have an `address`, which are about to be changed there, unseen by their library.
@@ -191,27 +178,23 @@ class ArrayBackend(Protocol):
         Returns:
             For each array the address of its first byte, and that of its last one, exclusive.
         """
-        ...
 
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills an array, whatever its strides or device, from contiguous little-endian bytes.
 
         It is one that `new` made, or one that is `fillable`.
         """
-        ...
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new, uninitialised array: where a live one of the same library lies, or in host memory.
 
         It lies in memory as `spec.strides` say, as far as the library lets a program choose.
         """
-        ...
 
     def fillable(self, array: Any) -> bool:
         """Whether the array can be given any values where it is: it may be written to, and no two of its elements
         may be the same memory.
         """
-        ...
 
 
 class LocalBox(msgspec.Struct, frozen=True):
@@ -263,11 +246,9 @@ class Sharder(Protocol):
         Raises:
             UnsupportedValueError: If the array cannot be stored; `path` says where it stands.
         """
-        ...
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
-        ...
 
 
 class PendingArray:

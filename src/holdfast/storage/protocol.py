@@ -36,7 +36,6 @@ class FileWriter(Protocol):
         It is fast when offset, length and memory address are multiples of 4096; any are allowed. A piece may run over
         the file's size, by less than 4096 bytes: what is over is padding, and is not part of the finished file.
         """
-        ...
 
     def finish(self) -> None:
         """**Blocks.** Makes the bytes last (fsync), and closes. The name lasts after `sync_directory`.
@@ -46,11 +45,9 @@ class FileWriter(Protocol):
         Raises:
             UsageError: If the pieces do not cover the file yet, or a write has not returned.
         """
-        ...
 
     def abandon(self) -> None:
         """Closes without making anything last; harmless after `finish`. The file may stay, as debris."""
-        ...
 
 
 class FileReader(Protocol):
@@ -64,7 +61,6 @@ class FileReader(Protocol):
         Raises:
             DamageError: If the file ends before `into` is full.
         """
-        ...
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
         """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file.
@@ -80,11 +76,9 @@ class FileReader(Protocol):
         Raises:
             DamageError: If the file ends before all are full.
         """
-        ...
 
     def close(self) -> None:
         """Gives the file back; harmless twice."""
-        ...
 
 
 @runtime_checkable
@@ -94,11 +88,9 @@ class Storage(Protocol):
     @property
     def url(self) -> str:
         """Where it is, as a person would write it."""
-        ...
 
     def make_directory(self, path: str) -> None:
         """Makes a directory, and those above it, so that they last. One that is there already is fine."""
-        ...
 
     def open_writer(self, path: str, size_bytes: int) -> FileWriter:
         """Begins a new file.
@@ -107,15 +99,12 @@ class Storage(Protocol):
             StorageError: If something lies at that path already.
             StorageFullError: If there is plainly no room for it.
         """
-        ...
 
     def write(self, path: str, data: bytes) -> None:
         """**Blocks.** Writes a whole new small file and makes its bytes last. The name lasts after `sync_directory`."""
-        ...
 
     def sync_directory(self, path: str) -> None:
         """**Blocks.** Makes the names in a directory last; `""` is the root."""
-        ...
 
     def publish(self, path: str, data: bytes) -> bool:
         """**Blocks.** Makes a whole small file appear at once and last, unless something lies there already.
@@ -127,7 +116,6 @@ class Storage(Protocol):
         Returns:
             True if this call made it, False if something lay there before, which then lasts as well.
         """
-        ...
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """Reads a whole small file.
@@ -136,7 +124,6 @@ class Storage(Protocol):
             NotFoundError: If nothing lies there.
             DamageError: If it is larger than the limit, or not a plain file.
         """
-        ...
 
     def open_reader(self, path: str) -> FileReader:
         """Opens a file for reading; a link is not followed.
@@ -145,15 +132,12 @@ class Storage(Protocol):
             NotFoundError: If nothing lies there.
             DamageError: If it is not a plain file.
         """
-        ...
 
     def list(self, path: str) -> list[Entry]:
         """What lies directly in a directory, in order of name; nothing if there is no such directory."""
-        ...
 
     def remove(self, path: str) -> None:
         """Removes one file or link. One that is not there is fine."""
-        ...
 
     def remove_directory(self, path: str) -> bool:
         """Removes a directory if it is empty.
@@ -161,7 +145,6 @@ class Storage(Protocol):
         Returns:
             True if it is gone now, False if something still lies in it.
         """
-        ...
 
     def set_aside(self, path: str) -> str:
         """Moves a directory at once to a name where nobody looks for it, so that a late writer finds its way gone.
@@ -169,7 +152,6 @@ class Storage(Protocol):
         Returns:
             The path where it lies now, which begins with `.trash-`. Where the place cannot do that, `path` itself.
         """
-        ...
 
 
 class Spare(Protocol):
@@ -192,7 +174,6 @@ class Spare(Protocol):
         Returns:
             True if it has gone from its path. If False, it lies there as before, and may be removed.
         """
-        ...
 
     def remove(self, beyond_bytes: int = -1) -> bool:
         """Removes the spare, if it is larger than that.
@@ -200,7 +181,6 @@ class Spare(Protocol):
         Returns:
             True if it is gone now; False if there was none to be removed.
         """
-        ...
 
 
 @runtime_checkable
@@ -210,4 +190,3 @@ class SparingStorage(Storage, Protocol):
     @property
     def spare(self) -> Spare:
         """The spare, whether there is one or not."""
-        ...
