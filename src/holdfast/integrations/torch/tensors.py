@@ -17,7 +17,6 @@ import torch
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.integrations.torch.tensors import INTEGERS, TorchDevices, integers_of, tensor_over
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
 
 Items: TypeAlias = list[tuple[torch.Tensor, int]]

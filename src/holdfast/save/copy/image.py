@@ -14,7 +14,6 @@ import msgspec
 
 from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
-from holdfast.save.copy.image import HostBuffer
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
