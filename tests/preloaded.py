@@ -35,7 +35,7 @@ HOLDFAST: Final = (
     "hashlib",
     "numpy.random",
     "holdfast.manager",
-    "holdfast.resumable",
+    "holdfast.run",
     "holdfast.preemption.guard",
     "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",

@@ -243,9 +243,7 @@ def _find(name: str) -> tuple[ast.ClassDef | _Function, str]:
     module, _, part = name.rpartition(".")
     if module:
         return _find_in(f"holdfast.{module}", part)
-    home = hf._HOMES.get(name) or {"Checkpoint": "holdfast.checkpoint"}.get(name)
-    if home is None:
-        home = "holdfast.resumable" if name in ("Run", "resumable") else "holdfast.policies"
+    home = hf._HOMES.get(name) or ("holdfast.checkpoint" if name == "Checkpoint" else "holdfast.policies")
     return _find_in(home, name)
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
-from holdfast.resumable import Run, resumable
 
 if TYPE_CHECKING:
     from holdfast import jobs
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
+    from holdfast.handler import PreemptionCheckpointHandler
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     )
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.config import TerminationConfig
-    from holdfast.preemption.handler import PreemptionCheckpointHandler
     from holdfast.restore.backup import Backup
     from holdfast.restore.records import Restoration
+    from holdfast.run import Run, resumable
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.worker_state import WorkerTrainingState
@@ -90,11 +90,12 @@ _HOMES: Final = {
     "LocalSession": "holdfast.jobs",
     "MultiNodeCheckpointManager": "holdfast.jobs",
     "PerWorker": "holdfast.state",
-    "PreemptionCheckpointHandler": "holdfast.preemption.handler",
+    "PreemptionCheckpointHandler": "holdfast.handler",
     "RaySession": "holdfast.integrations.ray.session",
     "Restoration": "holdfast.restore.records",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
     "ResumableSampler": "holdfast.state",
+    "Run": "holdfast.run",
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
     "TerminationConfig": "holdfast.preemption.config",
@@ -107,6 +108,7 @@ _HOMES: Final = {
     "init_process_group": "holdfast.integrations.torch.cluster",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
+    "resumable": "holdfast.run",
 }
 """What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
 engine behind saves and restores, what needs a framework, and what few programs use."""

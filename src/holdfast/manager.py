@@ -23,13 +23,13 @@ from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
-from holdfast.save.arguments import check_metrics, check_notes
+from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
 from holdfast.save.joint.setup import open_company, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Readiness, open_audience
-from holdfast.save.records import Origin, SaveOptions
+from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
@@ -116,19 +116,12 @@ class CheckpointManager:
             AbsentError: If other workers of the job do not come.
             ClusterError: If the job's store does not answer.
         """
-        arguments.check_busy(when_busy)
         check_order("CheckpointManager", directory, checkpoint)
-        arguments.check_policies(save_every, keep)
-        arguments.check_switches(overlap_copy=overlap_copy, incremental=incremental, reuse_space=reuse_space)
-        arguments.check_comparing(check_replicas)
-        arguments.check_resizing(on_resize)
-        arguments.check_numbers(failures_allowed, timeout_seconds, threads, reserve_bytes, liveness_seconds)
-        hear = arguments.check_sinks(sinks)
+        self._options = options = SaveOptions.pick(locals(), keep=All())
         check_objects(checkpoint.objects)
         note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
-        self.save_every, self._on_resize = save_every, on_resize
-        self.timeout_seconds, self._totals = timeout_seconds, Totals()
+        self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
@@ -136,18 +129,7 @@ class CheckpointManager:
         if self.company is not None:
             self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
-        self.emit = open_audience(self._storage, [self._totals, *hear], keeps_journal=self.worker.is_leader)
-        self._options = options = SaveOptions(
-            keep=keep or All(),
-            when_busy=when_busy,
-            failures_allowed=failures_allowed,
-            incremental=incremental,
-            reuse_space=reuse_space,
-            overlap_copy=overlap_copy,
-            threads=threads,
-            timeout_seconds=timeout_seconds,
-            check_replicas=check_replicas,
-        )
+        self.emit = open_audience(self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader)
         self._reports = PendingFailures(failures_allowed)
         self._saver = saver = Saver(self._storage, options, self.emit, self._reports, checkpoint.objects, self.company)
         self._kept_epoch = KeptEpoch(checkpoint.objects)
@@ -290,7 +272,7 @@ class CheckpointManager:
             all_objects(self.checkpoint),
             step=None if step is None else arguments.check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
-            on_resize=self._on_resize,
+            on_resize=self._options.on_resize,
             select=make_selection(only),
             strict=strict,
             threads=self._options.threads,

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
+
+from msgspec.structs import asdict
 
 from holdfast.catalog import find_lost, read_catalog
 from holdfast.checkpoint import Checkpoint, check_order, note_backup
@@ -18,6 +20,7 @@ from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
+from holdfast.loop import TrainingLoop
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Latest, RetentionPolicy
@@ -26,7 +29,11 @@ from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.epochs import EpochGuard
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.restore.engine import make_agreement
-from holdfast.save.arguments import check_metrics, check_numbers, check_resizing, check_sinks, check_switches
+from holdfast.save.arguments import (
+    SaveOptions,
+    check_metrics,
+    check_switches,
+)
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
 from holdfast.state.hyperparameters import check_kept
@@ -122,38 +129,30 @@ class WorkerTrainingState:
         )
         self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
-        self._sinks = check_sinks(sinks)
-        self._emit = Fanout([LoggingSink(), *self._sinks])
-        self._options: dict[str, Any] = {
-            "keep": keep or Latest(2),
-            "failures_allowed": sys.maxsize if failures_allowed is None else failures_allowed,
-            "sinks": self._sinks,
-            "timeout_seconds": timeout_seconds,
-            "threads": threads,
-            "liveness_seconds": liveness_seconds,
-            "on_resize": on_resize,
-        }
-        check_resizing(on_resize)
+        self._options = SaveOptions.pick(locals(), keep=Latest(2), failures_allowed=sys.maxsize)
+        self._emit = Fanout([LoggingSink(), *self._options.sinks])
         check_switches(quiet=quiet)
         self._keep_current = check_kept(keep_current, checkpoint.objects)
-        check_numbers(self._options["failures_allowed"], timeout_seconds, threads, None, liveness_seconds)
         self._together = JointDelete(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
-        self._manager: CheckpointManager | None = None
+        self._loop: TrainingLoop | None = None
         self._begins_anew, self._closed = begin_anew, False
+        # The backups that are remembered, and whether it hears that the job is to be taken away.
+        self._backups, self._listens = RecentBackups(), False
         try:
-            self._manager = self._make_manager(begin_anew=begin_anew)
+            loop = self._loop = self._make_loop(begin_anew=begin_anew)
             catalog = read_catalog(self._storage)
             is_empty = begin_anew or not (catalog.living or find_lost(self._storage, catalog))
         except BaseException as error:
-            if self._manager is not None:
-                if self._manager.company is not None:
-                    self._manager.company.fail(error)
-                self._manager.close()
+            if self._loop is not None:
+                if self._loop.manager.company is not None:
+                    self._loop.manager.company.fail(error)
+                self._loop.manager.close()
+                self._loop.guard.close()
             self._together.close()
             raise
-        self._announcements = Announcements(self._storage.url, self._manager.worker, quiet=quiet)
+        self._announcements = Announcements(self._storage.url, loop.manager.worker, quiet=quiet)
         self._generation = catalog.generation
-        self._step = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
+        loop.count.done = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
         # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
         self._unseen = not is_empty
         self._saved: Backup | None = None
@@ -166,11 +165,7 @@ class WorkerTrainingState:
         self._trains = False
         self._total: int | None = None
         self._steps_per_epoch: int | None = None
-        self._guard: EpochGuard | None = None
         self._watch = EpochWatch({}, self._warn)
-        # The save that was begun last, and what each one is of.
-        self._newest: SaveHandle | None = None
-        self._backups = RecentBackups()
         # Where training stands in an epoch, if that is not backed up and may be, should the job be asked to leave.
         self._reached: Backup | None = None
 
@@ -237,10 +232,11 @@ class WorkerTrainingState:
         metrics = check_metrics(metrics)
         is_last = self._steps_per_epoch is not None and batch + 1 >= self._steps_per_epoch
         is_due = isinstance(self._save_freq, int) and (batch + 1) % self._save_freq == 0 and not is_last
-        with self._saving(rests=is_last or self._manager is None or self._manager.company is not None):
+        loop = self._open()
+        with self._saving(rests=is_last or loop.manager.company is not None):
             if is_due:
                 return self._begin(backup, metrics)
-            self._step += 1
+            loop.count.done += 1
             self._reached = backup
         return None
 
@@ -259,7 +255,8 @@ class WorkerTrainingState:
             UsageError: If what lies there are checkpoints, but no backups.
             StorageError: If the place fails.
         """
-        manager = self._open()
+        loop = self._open()
+        manager = loop.manager
         peers = None if manager.company is None else manager.company.peers
         # The others are told if one refuses: they would wait for it in the restore.
         check = partial(check_newest, self._storage) if self._unseen else lambda: None
@@ -277,8 +274,8 @@ class WorkerTrainingState:
             self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
             return None
         self._generation = max(self._generation, restoration.name.generation)
-        self._step = max(self._step, restoration.step)
-        self._newest = None
+        loop.count.done = max(loop.count.done, restoration.step)
+        loop.count.note(restoration.step, None)
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         self._saved = Backup(epoch, batch, restoration)
         self._began_from = self._saved
@@ -315,10 +312,10 @@ class WorkerTrainingState:
         if kept_for:
             self._warn(f"the backup is kept: {kept_for}")
             return False
-        if self._manager is not None:
+        if self._loop is not None:
             # A backup that failed was an event; now that all are to go, it matters no more.
             with suppress(SaveFailedError, StorageError):
-                self._manager.close()
+                self._loop.manager.close()
         began_from = self._began_from if self._total is None else None
         if began_from is not None:
             text = (
@@ -332,11 +329,10 @@ class WorkerTrainingState:
         self._watch.finish("a restart would have begun anew")
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
-        self._manager = None
+        self._loop = None
         self._in_flight = None
-        self._saved = self._began_from = self._newest = None
+        self._saved = self._began_from = None
         self._unseen = False
-        self._step = 0
         self._backups.clear()
         for problem in clearing.problems:
             raise problem
@@ -371,7 +367,7 @@ class WorkerTrainingState:
             return first
         if self._unseen:
             raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
-        self._open().check_ready()
+        self._open().manager.check_ready()
         backup = self._settle()
         self._trains, self._total = True, total
         self._listen()
@@ -417,8 +413,8 @@ class WorkerTrainingState:
             DeadlineError: If the backup does not end in time.
         """
         with self._ending(None):
-            if self._manager is not None:
-                self._manager.close(timeout_seconds)
+            if self._loop is not None:
+                self._loop.manager.close(timeout_seconds)
 
     def __repr__(self) -> str:
         state = f"newest backup of {self._saved}" if self._saved is not None else "nothing backed up yet"
@@ -433,14 +429,14 @@ class WorkerTrainingState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._ending(error):
-            if self._manager is not None:
-                self._manager.__exit__(kind, error, trace)
+            if self._loop is not None:
+                self._loop.manager.__exit__(kind, error, trace)
 
     @contextmanager
     def _ending(self, error: BaseException | None) -> Iterator[None]:
         """Says goodbye to the other workers when the body has closed the manager, unless it is to be tried again."""
-        if self._guard is not None and not self._guard.leaving:
-            self._guard.pause(self._step, saved=self._newest)
+        if self._loop is not None and not self._closed:
+            self._pause(self._loop)
         try:
             if error is None:
                 self._warn_if_idle()
@@ -473,11 +469,12 @@ class WorkerTrainingState:
         return backup
 
     def _begin(self, backup: Backup, metrics: Mapping[str, float] | None) -> SaveHandle:
-        manager = self._open()
-        self._step += 1
-        self._backups.note(self._step, backup)
+        loop = self._open()
+        step = loop.count.done = loop.count.done + 1
+        self._backups.note(step, backup)
+        loop.metrics, loop.metadata = check_metrics(metrics), make_note(backup)
         try:
-            handle = manager.save(self._step, metrics=metrics, metadata=make_note(backup))
+            handle = loop.save(step)
         except SaveFailedError as failure:
             self._backups.explain(failure)
             if failure.next_save is not None:
@@ -489,19 +486,24 @@ class WorkerTrainingState:
     def _listen(self) -> None:
         """Hears from now on that the job is to be taken away; does nothing if it does so already."""
         config = self._termination
-        if config is None or self._guard is not None:
+        if config is None or self._listens:
             return
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
-        guard = EpochGuard(self._open(), config, self._keep, self._backups.name)
-        guard.pause(self._step, saved=self._newest)
-        guard.open()
-        self._guard = guard
+        loop = self._open()
+        self._pause(loop)
+        loop.guard.open()
+        self._listens = True
 
     def _stop_listening(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.close()
+        self._listens = False
+        if self._loop is not None:
+            self._loop.guard.close()
+
+    def _pause(self, loop: TrainingLoop) -> None:
+        """Lets the job leave at any moment, unless it does so already."""
+        if not loop.guard.leaving:
+            loop.guard.pause(loop.count.done, saved=loop.count.saved)
 
     @contextmanager
     def _saving(self, *, rests: bool) -> Iterator[None]:
@@ -510,33 +512,30 @@ class WorkerTrainingState:
         Args:
             rests: Whether the job may leave at any moment from then on. Otherwise it leaves at the next such end.
         """
-        self._check_open()
+        loop = self._open()
         self._listen()
-        guard = self._guard
-        if guard is None:
-            yield
-            return
-        guard.hold()
+        loop.begin_steps()
+        loop.guard.inbox.patient = False  # Ctrl-C has the effect that it always had.
         try:
             yield
             if not rests or self._reached is None:
-                guard.pass_boundary(self._step)
+                loop.guard.pass_boundary(loop.count.done)
         finally:
             self._reached = None
-            if rests and not guard.leaving:
-                guard.pause(self._step, saved=self._newest)
+            if rests:
+                self._pause(loop)
 
-    def _keep(self, step: int) -> SaveHandle | None:
+    def _keep(self, _: int) -> SaveHandle | None:
         """Begins the backup of a batch, if there is one that is not backed up, for the guard."""
-        reached, self._reached = self._reached, None
+        count, reached, self._reached = self._open().count, self._reached, None
         if reached is not None:
-            self._step -= 1
+            count.done -= 1
             try:
                 return self._begin(reached, None)
             except SaveFailedError as failure:
                 if failure.next_save is None:
                     raise
-        return self._newest
+        return count.saved
 
     def _warn_if_idle(self) -> None:
         """Says that a run has trained nothing, where that may not be what was meant."""
@@ -564,17 +563,18 @@ class WorkerTrainingState:
         if self._closed:
             raise ClosedError(f"the state of {self._storage.url} is closed", hint="Make a new one.")
 
-    def _open(self) -> CheckpointManager:
+    def _open(self) -> TrainingLoop:
         self._check_open()
-        if self._manager is None:
+        if self._loop is None:
             # The backups of the run before are deleted.
-            self._manager = self._make_manager(begin_anew=True)
-        return self._manager
+            self._loop = self._make_loop(begin_anew=True)
+        return self._loop
 
-    def _make_manager(self, *, begin_anew: bool) -> CheckpointManager:
-        return CheckpointManager(
-            self._storage, self.checkpoint, begin_anew=begin_anew, cluster=self._together.cluster, **self._options
-        )
+    def _make_loop(self, *, begin_anew: bool) -> TrainingLoop:
+        options = asdict(self._options) | {"begin_anew": begin_anew, "cluster": self._together.cluster}
+        manager = CheckpointManager(self._storage, self.checkpoint, **options)
+        config = self._termination or TerminationConfig(sources=[])
+        return TrainingLoop(manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name))
 
     def _settle(self) -> Backup | None:
         """Waits for the backup in flight, so that what counts as saved is known."""
@@ -584,7 +584,7 @@ class WorkerTrainingState:
 
     def _note_begun(self, handle: SaveHandle, backup: Backup) -> None:
         _ = self.saved  # The one before has ended by now: it counts if it was committed.
-        self._in_flight, self._newest = (handle, backup), handle
+        self._in_flight = handle, backup
         self._watch.note_counted()
         self._begins_anew = False
         self._kept_for, self._began_from = "", None

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -18,7 +17,6 @@ from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.pause import ATTEMPTS
-from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.drain import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,
@@ -378,26 +376,6 @@ class FinalSave:
             return self._manager.latest_step()
         except HoldfastError:
             return None  # The place is gone: that is what the error says already.
-
-
-class Tolerance:
-    """For `with`, around a save by policy. Its failure does not end the training of a job that is to leave.
-
-    That failure is an event, and the last save, which is to come, says what is saved.
-    """
-
-    def __init__(self, inbox: NoticeInbox) -> None:
-        """Looks at what was heard when a save has failed."""
-        self._inbox = inbox
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        asks = (each.notice.demand for each in self._inbox.pending)
-        return isinstance(error, SaveFailedError) and any(ask is not Demand.SAVE for ask in asks)
 
 
 def end_by(error: BaseException) -> NoReturn:

@@ -8,13 +8,18 @@ import os
 import reprlib
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, Self
+
+import msgspec
 
 from holdfast.catalog import Catalog, read_catalog
+from holdfast.cluster import Cluster
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
+from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.state.data.sampler import BatchIterator
 from holdfast.state.leaves import alias_of
 from holdfast.storage import Storage, local_directory
@@ -33,6 +38,64 @@ _EXAMPLES: Final = {
     "Newer": "86_400",
     "All": "",
 }
+
+
+class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to save: what a manager is made with, checked once. `CheckpointManager` says what each option does."""
+
+    save_every: SavePolicy | None = None
+    keep: RetentionPolicy = msgspec.field(default_factory=All)
+    when_busy: Literal["wait", "skip"] = "wait"
+    failures_allowed: int = 0
+    begin_anew: bool = False
+    incremental: bool = False
+    reuse_space: bool = True
+    sinks: Iterable[Sink] = ()
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    threads: int = 6
+    overlap_copy: bool = False
+    reserve_bytes: int | Literal["auto"] | None = None
+    cluster: Cluster | Literal["auto", "alone"] = "auto"
+    liveness_seconds: float = LIVENESS_SECONDS
+    check_replicas: bool | Literal["first"] = "first"
+    on_resize: Literal["allow", "refuse"] = "allow"
+
+    @classmethod
+    def pick(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
+        """The options among a constructor's arguments.
+
+        Args:
+            given: These, as `locals()` has them; what is no option is passed over.
+            **defaults: What None stands for.
+
+        Raises:
+            OutOfRangeError: If a number cannot be meant.
+            UsageError: If an option is wrong.
+        """
+        options = {name: given[name] for name in cls.__struct_fields__ if name in given}
+        return cls(**options | {name: value for name, value in defaults.items() if options[name] is None})
+
+    def __post_init__(self) -> None:
+        replicas: Any = self.check_replicas
+        reserved: Any = self.reserve_bytes
+        for name, first, second in (("when_busy", "wait", "skip"), ("on_resize", "allow", "refuse")):
+            if (value := getattr(self, name)) not in (first, second):
+                raise UsageError(f"{name} is {value!r}", hint=f'It is "{first}" or "{second}".')
+        check_policies(self.save_every, self.keep)
+        check_switches(overlap_copy=self.overlap_copy, incremental=self.incremental, reuse_space=self.reuse_space)
+        if replicas != "first" and not isinstance(replicas, bool):
+            raise UsageError(f"check_replicas={replicas!r} is neither True nor False", hint='Or it is "first".')
+        check_whole("failures_allowed", self.failures_allowed)
+        check_timeout(self.timeout_seconds)
+        check_whole("threads", self.threads, 1)
+        check_liveness(self.liveness_seconds)
+        if reserved is not None and not (isinstance(reserved, str) and reserved == "auto"):
+            check_whole("reserve_bytes", reserved, hint='Or it is "auto", or None.')
+        sinks = tuple(self.sinks) if isinstance(self.sinks, Iterable) else (self.sinks,)
+        if not isinstance(self.sinks, Iterable) or not all(map(callable, sinks)):
+            text = f"sinks must be a list of functions, got {reprlib.repr(self.sinks)}"
+            raise UsageError(text, hint="Such as sinks=[print].")
+        msgspec.structs.force_setattr(self, "sinks", sinks)
 
 
 def check_usable(url: str, process: int, *, is_closed: bool) -> None:
@@ -54,36 +117,6 @@ def check_usable(url: str, process: int, *, is_closed: bool) -> None:
             f"the manager of {url} belongs to process {process}, and this is a child of it",
             hint="Save in the process that made the manager, or make one of its own in the child.",
         )
-
-
-def check_busy(when_busy: object) -> None:
-    """**Pure.** What to do with a save while another one is in flight.
-
-    Raises:
-        UsageError: If it is none of both.
-    """
-    if when_busy not in ("wait", "skip"):
-        raise UsageError(f"when_busy is {when_busy!r}", hint='It is "wait" or "skip".')
-
-
-def check_resizing(on_resize: object) -> None:
-    """**Pure.** What to do with a checkpoint of another number of workers.
-
-    Raises:
-        UsageError: If it is none of both.
-    """
-    if on_resize not in ("allow", "refuse"):
-        raise UsageError(f"on_resize is {on_resize!r}", hint='It is "allow" or "refuse".')
-
-
-def check_comparing(check_replicas: object) -> None:
-    """**Pure.** At which saves workers compare what they hold alike.
-
-    Raises:
-        UsageError: If it is none of the three.
-    """
-    if check_replicas != "first" and not isinstance(check_replicas, bool):
-        raise UsageError(f"check_replicas={check_replicas!r} is neither True nor False", hint='Or it is "first".')
 
 
 def check_step(step: int, name: str = "a step") -> int:
@@ -162,23 +195,6 @@ def check_switches(**switches: object) -> None:
             raise UsageError(f"{name}={value!r} is neither True nor False")
 
 
-def check_numbers(
-    failures_allowed: object, timeout_seconds: object, threads: object, reserve_bytes: object, liveness_seconds: object
-) -> None:
-    """**Pure.** Counts and times.
-
-    Raises:
-        OutOfRangeError: If one cannot be meant.
-        UsageError: If one is not a number.
-    """
-    check_whole("failures_allowed", failures_allowed)
-    check_timeout(timeout_seconds)
-    check_whole("threads", threads, 1)
-    check_liveness(liveness_seconds)
-    if reserve_bytes is not None and not (isinstance(reserve_bytes, str) and reserve_bytes == "auto"):
-        check_whole("reserve_bytes", reserve_bytes, hint='Or it is "auto", or None.')
-
-
 def check_timeout(seconds: object) -> None:
     """**Pure.** The deadline of every wait.
 
@@ -252,18 +268,6 @@ def _looks_kept(value: object) -> bool:
         return False
     is_array = bool(getattr(value, "shape", ()))
     return is_array or isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
-
-
-def check_sinks(sinks: object) -> tuple[Sink, ...]:
-    """Functions that take each event.
-
-    Raises:
-        UsageError: If they are something else.
-    """
-    found = tuple(sinks) if isinstance(sinks, Iterable) else (sinks,)
-    if not isinstance(sinks, Iterable) or not all(map(callable, found)):
-        raise UsageError(f"sinks must be a list of functions, got {reprlib.repr(sinks)}", hint="Such as sinks=[print].")
-    return found
 
 
 def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:

@@ -44,12 +44,13 @@ from holdfast.events import (
 )
 from holdfast.format.names import StepName
 from holdfast.format.records import Worker
+from holdfast.save.arguments import SaveOptions
 from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
 from holdfast.save.copy.image import HostBuffer, Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
-from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts, SaveOptions
+from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts
 from holdfast.storage.worker_pool import Round, WorkerPool
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

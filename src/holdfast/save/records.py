@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -17,34 +16,7 @@ from holdfast.format.index import BoxRecord, ElsewhereRecord, Layout
 from holdfast.format.names import StepName
 from holdfast.format.records import ALONE, Reference, Worker, WorkerRecord
 from holdfast.format.shapes import StridesRecord
-from holdfast.policies import RetentionPolicy
 from holdfast.state.leaves import Replica, Skeleton
-
-
-class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a manager saves: what it was made with, checked.
-
-    Attributes:
-        keep: What to keep after each commit.
-        when_busy: What a save does while the one before is in flight.
-        failures_allowed: How many saves in a row may fail before an error is raised.
-        incremental: Whether to write only arrays that have changed.
-        reuse_space: Whether to write over the data file of a removed checkpoint.
-        overlap_copy: Whether to copy what only an optimizer's step changes while training goes on.
-        threads: How many threads copy and write.
-        timeout_seconds: The deadline of every wait that names none of its own.
-        check_replicas: At which saves several workers compare what they hold alike.
-    """
-
-    keep: RetentionPolicy
-    when_busy: Literal["wait", "skip"] = "wait"
-    failures_allowed: int = 0
-    incremental: bool = False
-    reuse_space: bool = True
-    overlap_copy: bool = False
-    threads: int = 6
-    timeout_seconds: float
-    check_replicas: bool | Literal["first"] = "first"
 
 
 class Origin(msgspec.Struct, frozen=True):

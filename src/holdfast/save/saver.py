@@ -12,6 +12,7 @@ from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Sink, Warned
 from holdfast.format.records import ALONE
 from holdfast.policies import SaveMoment
+from holdfast.save.arguments import SaveOptions
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
@@ -19,7 +20,6 @@ from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import estimate_bytes
-from holdfast.save.records import SaveOptions
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.oversights import ImmutableArrays, LossWatch, find_oversights
 from holdfast.storage import Storage

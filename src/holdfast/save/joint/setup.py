@@ -13,9 +13,9 @@ from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
+from holdfast.save.arguments import SaveOptions
 from holdfast.save.commit.deletion import FileRecycler
 from holdfast.save.commit.run_writer import CheckpointWriter, RunWriter
-from holdfast.save.records import SaveOptions
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:

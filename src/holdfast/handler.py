@@ -5,28 +5,31 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from holdfast.checkpoint import own_objects
-from holdfast.errors import ClosedError, SaveFailedError, StepExistsError, UsageError
-from holdfast.events import Warned
+from holdfast.checkpoint import Checkpoint, backup_url, own_objects
+from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
+from holdfast.loop import StepCount, StepNumbers, TrainingLoop, no_turn
+from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
-from holdfast.preemption.checkpointable import Checkpointable
 from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.final_save import Tolerance
 from holdfast.preemption.guard import make_guard
-from holdfast.preemption.run_calls import Manager, PlaceWatch, StepNumbers, check_loaders, restore_calls
+from holdfast.restore.records import Restoration
 from holdfast.save.arguments import check_metrics, check_notes, check_switches
 from holdfast.save.drain import end_interrupted, end_process
-from holdfast.save.handle import SaveHandle
+from holdfast.state.adapters import Adapter
+from holdfast.state.capture import capture_objects
 from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch, describe_resumption
+from holdfast.state.registry import list_members
+from holdfast.state.rng import RNG
 from holdfast.tracebacks import short_traceback
 
 P = ParamSpec("P")
@@ -63,7 +66,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: CheckpointManager,
         termination_config: TerminationConfig | None = None,
         *,
         strict: bool = True,
@@ -90,15 +93,14 @@ class PreemptionCheckpointHandler:
         self._manager = manager
         self._process = os.getpid()
         self._closed = False
-        self._save_options: dict[str, Any] = {}
         self._watch: PlaceWatch | None = None
         self._has_failed = False  # The last step of `run` has raised, so that the state may be that of half a step.
         check_switches(quiet=quiet)
         termination = TerminationConfig() if termination_config is None else termination_config
-        self._guard = make_guard(manager, termination, self._keep)
+        self._loop = loop = TrainingLoop(manager, partial(make_guard, manager, termination))
+        self._guard = loop.guard
         kept = check_kept(keep_current, manager.checkpoint.objects)
         self._has_save_fn = termination.save_fn is not None
-        self._tolerance = Tolerance(self._guard.inbox)
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         if RUN_CALLS not in own_objects(manager.checkpoint):
             # Where there is a count already, something may have been trained that is not saved.
@@ -106,34 +108,33 @@ class PreemptionCheckpointHandler:
         self._guard.open()
         try:
             earlier = manager.restored
-            self._calls, self.restored = restore_calls(manager, strict, kept)
+            count, self.restored = restore_calls(manager, strict, kept)
+            self._count = loop.count = count
             manager.check_ready()
-            self._calls.is_torn = False
-            self._calls.join(manager)
+            count.is_torn = False
+            count.join(manager)
             if not self._guard.is_beside_training:
-                self._rest()
-            if self.restored is not earlier or not self._calls.count:
-                self._announcements.begin(manager, self.restored, self._calls.count)
+                loop.pause(count.done)
+            if self.restored is not earlier or not count.done:
+                self._announcements.begin(manager, self.restored, count.done)
         except BaseException as error:
             try:
                 self._guard.fail(error)
             finally:
                 self._guard.close()
             raise
-        self._first_count, self._first_asked = self._calls.count, manager.newest_asked
-        self._training = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, self._warn)
-        if self._calls.count and self.restored is not earlier:
-            self._training.resumption = describe_resumption(
-                self._calls.count, "handler.total_run_calls", "handler.steps(n)"
-            )
+        self._first_count, self._first_asked = count.done, manager.newest_asked
+        loop.watch = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, loop.warn)
+        if count.done and self.restored is not earlier:
+            loop.watch.resumption = describe_resumption(count.done, "handler.total_run_calls", "handler.steps(n)")
         atexit.register(self._close_at_exit)
         manager.closing.append(self._save_last)
 
     @property
     def total_run_calls(self) -> int:
         """How many steps are complete, those of earlier processes included; the step number of the next save."""
-        self._training.resumption = ""
-        return self._calls.count
+        self._loop.watch.resumption = ""
+        return self._count.done
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step, and counts it when it returns.
@@ -156,15 +157,15 @@ class PreemptionCheckpointHandler:
             ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
         """
         self._check_between_steps("run")
-        self._finish_step()
+        self._loop.finish_step()
         if self._watch is None:
             check_loaders(self._manager.checkpoint)
         else:
             self._watch.begin_step()
-        self._pass_boundary()
+        self._loop.pass_boundary()
         step_break.end()
-        self._training.note_own_step()
-        self._calls.in_step, self._has_failed = True, False
+        self._loop.watch.note_own_step()
+        self._count.turn, self._has_failed = lambda: self, False
         try:
             result = fn(*args, **kwargs)
         except StopIteration:
@@ -178,11 +179,11 @@ class PreemptionCheckpointHandler:
                 raise cause from error
             raise
         finally:
-            self._calls.in_step = False
-        self._calls.count += 1
+            self._count.turn = no_turn
+        self._count.done += 1
         step_break.begin()
         if self._watch is None:
-            self._watch = PlaceWatch(self._manager.checkpoint, self._warn)
+            self._watch = PlaceWatch(self._manager.checkpoint, self._loop.warn)
         else:
             self._watch.end_step()
         return result
@@ -209,9 +210,8 @@ class PreemptionCheckpointHandler:
             SaveFailedError: If saves by policy have failed.
         """
         whole = check_whole("total", total)
-        numbers = self._steps(whole)
-        count_left = lambda: max(whole - self._count_done(), 0)  # noqa: E731
-        return StepNumbers("handler.steps(n)", self._manager.checkpoint, lambda _: next(numbers), count_left)
+        begin_turn = partial(self._check_between_steps, "steps")
+        return StepNumbers("handler.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
         """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.
@@ -232,21 +232,16 @@ class PreemptionCheckpointHandler:
         self._check_between_steps("save_checkpoint_if_preempted")
         if not self._has_save_fn:
             # Mostly they are not saved. When they are, it is too late to say that they cannot be.
-            check_metrics(kwargs.get("metrics"))
-            check_notes(None, kwargs.get("metadata"))
-        self._finish_step()
-        step_break.end()
-        self._training.note_own_step()
-        self._calls.count += 1
-        self._guard.is_tentative = True
-        self._save_options = kwargs
-        self._pass_boundary(*args, **kwargs)
+            self._loop.metrics = check_metrics(kwargs.get("metrics"))
+            check_notes(None, metadata := kwargs.get("metadata"))
+            self._loop.metadata = metadata
+        self._loop.finish_own_step(*args, **kwargs)
 
     def should_stop(self) -> bool:
         """Whether the job is to leave as soon as this step ends: for long work of one's own, to end it early."""
         return self._guard.should_stop()
 
-    def checkpointable(self, *, step_done: bool = True) -> Checkpointable:
+    def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
         """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
 
         Such is evaluation between two steps, or a wait for data. If the job is to leave while the block runs, the
@@ -262,10 +257,8 @@ class PreemptionCheckpointHandler:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
         if step_done:
-            self._finish_step()
-        step = self._calls.count
-        mark = None if self._guard.in_block or self._is_safe(step) else self._manager.mark()
-        return Checkpointable(self._guard, step, mark=mark, saved=self._calls.last.find(step), note=self._note_behind)
+            self._loop.finish_step()
+        return self._loop.checkpointable(self._count.done)
 
     def close(self) -> None:
         """**Blocks** until the save in flight has ended, and the one that is due after the last step of `run`.
@@ -281,23 +274,23 @@ class PreemptionCheckpointHandler:
         self._closed = True
         self._note_end()
         try:
-            self._finish_step()
-            self._begin_steps()
+            self._loop.finish_step()
+            self._loop.begin_steps()
             if not self._guard.leaving:
                 self._save_last()
                 self._save_anew()
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
-                # Amid a step of another handler's loop the state is that of no step; that one hears of it too.
-                if not self._calls.mid_step:
-                    self._guard.pass_last(self._calls.count, is_over=True)
-                    self._announcements.end(self._manager, self._calls.count)
+                # Within a step of another handler's loop the state is that of no step; that one hears of it too.
+                if not self._count.unfinished:
+                    self._guard.pass_last(self._count.done, is_over=True)
+                    self._announcements.end(self._manager, self._count.done)
         finally:
             self._end()
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        return f"<PreemptionCheckpointHandler: {self._calls.count} steps run{state}, {self._manager!r}>"
+        return f"<PreemptionCheckpointHandler: {self._count.done} steps run{state}, {self._manager!r}>"
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -313,7 +306,7 @@ class PreemptionCheckpointHandler:
 
     def _end_badly(self, error: BaseException) -> None:
         """The step that failed may have changed half of the state: only what was saved before counts."""
-        self._closed = self._calls.is_torn = True
+        self._closed = self._count.is_torn = True
         if not isinstance(error, Exception):
             self._note_end()
         try:
@@ -323,146 +316,56 @@ class PreemptionCheckpointHandler:
         if cause is not None:
             raise cause from error
 
-    def _steps(self, total: int) -> Iterator[int]:
-        self._check_between_steps("steps")
-        while True:
-            self._finish_step()
-            if self._calls.count >= total:
-                self._begin_steps()
-                self._guard.pass_last(self._calls.count)
-                self._save_if_due()
-                self._save_anew()
-                return
-            self._pass_boundary()
-            step_break.end()
-            self._training.begin_step()
-            self._calls.mid_step.add(self)
-            self._calls.in_step = True
-            try:
-                yield self._calls.count
-            finally:
-                self._calls.in_step = False
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
 
-    def _check_between_steps(self, name: str) -> None:
+    def _check_between_steps(self, name: str, numbers: StepNumbers | None = None) -> None:
+        """Makes sure that no step runs, but for the turn of that loop."""
         self._check_open()
-        if self._calls.in_step:
+        if self._count.turn() not in (None, numbers):
             hint = (
                 "A turn of `for step in handler.steps(...)` is one step, and so is a function that handler.run calls."
             )
             raise UsageError(f"{name} would count a step in the midst of another one", hint=hint)
 
-    def _finish_step(self) -> None:
-        self._calls.count = self._count_done()
-        self._calls.mid_step.discard(self)
-
-    def _count_done(self) -> int:
-        """How many steps are complete if the one in progress in a loop of `steps` counts."""
-        return self._calls.count + (self in self._calls.mid_step and not self._training.is_step_empty())
-
-    def _rest(self) -> None:
-        """No step has been begun yet."""
-        step = self._calls.count
-        mark = None if self._is_safe(step) else self._manager.mark()
-        self._guard.pause(step, mark=mark, saved=self._calls.last.find(step))
-
-    def _begin_steps(self) -> None:
-        saved = self._guard.begin_steps()
-        if saved is not None:
-            self._note_behind(saved)
-
-    def _pass_boundary(self, *args: Any, **kwargs: Any) -> None:
-        self._check_open()
-        self._begin_steps()
-        self._guard.pass_boundary(self._calls.count, *args, **kwargs)
-        self._save_if_due()
-
-    def _save_if_due(self) -> None:
-        with self._tolerance:
-            try:
-                handle = self._manager.save_if_due(self._calls.count)
-            except SaveFailedError as failure:
-                if failure.next_save is not None:
-                    self._note_saved(failure.next_save)
-                raise
-            if handle is not None:
-                self._note_saved(handle)
+    def _end_steps(self) -> None:
+        self._loop.save_if_due()
+        self._save_anew()
 
     def _save_last(self) -> None:
         """What was due after the last step of `run`: no further call of `run` saves it.
 
         The manager asks for it when it is closed before the handler.
         """
-        if not self._calls.mid_step and not self._calls.in_step and not self._has_failed:
+        if not self._count.unfinished and self._count.turn() is None and not self._has_failed:
             with suppress(ClosedError):  # The manager was closed before, by an error.
-                self._save_if_due()
-
-    def _keep(self, step: int) -> SaveHandle | None:
-        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
-        if self._is_safe(step):
-            return self._calls.last.find(step)
-        is_there = self._calls.last.is_there(step)
-        known = {name: self._save_options[name] for name in ("metrics", "metadata") if name in self._save_options}
-        try:
-            handle = self._manager.save(step, replace=is_there, **known)
-        except StepExistsError:
-            return None  # The user has saved it, and it is committed.
-        except SaveFailedError as failure:
-            if failure.next_save is None:
-                raise
-            handle = failure.next_save
-        except UsageError:
-            newest = self._manager.latest_step()
-            if newest is None or newest < step:
-                raise
-            # Somebody saves under larger numbers. A number of ours is no reason to lose the state.
-            handle = self._manager.save(newest + 1, **known)
-        self._note_saved(handle, step)
-        return handle
+                self._loop.save_if_due()
 
     def _save_anew(self) -> None:
         """What was saved in the midst of the last step does not hold what came after that."""
-        if self._guard.provisional == self._calls.count and not self._calls.mid_step:
-            with self._tolerance:
-                self._keep(self._calls.count)
-
-    def _is_safe(self, step: int) -> bool:
-        return self._calls.is_safe(step, self._guard.provisional)
-
-    def _note_behind(self, saved: SaveHandle) -> None:
-        self._calls.last.note(saved.step, saved)
-
-    def _note_saved(self, saved: SaveHandle, step: int | None = None) -> None:
-        """A save was begun between steps; of which step, if another number than that was free for it."""
-        if not saved.skipped:
-            self._calls.last.note(saved.step if step is None else step, saved)
-            self._guard.provisional = None
-
-    def _warn(self, text: str) -> None:
-        self._manager.emit(Warned(text=text, step=self._calls.count))
+        if self._guard.provisional == self._count.done and not self._count.unfinished:
+            self._loop.save_last()
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
-        if self._calls.count == self._first_count:  # Another handler may count.
-            self._manager.emit(Warned(text=text, step=self._calls.count, is_error=is_error))
+        if self._count.done == self._first_count:  # Another handler may count.
+            self._loop.warn(text, is_error=is_error)
 
     def _note_end(self) -> None:
         """Says what was trained and not counted, or counted and not trained."""
-        self._training.warn_if_idle()
+        self._loop.watch.warn_if_idle()
         is_lost = self._manager.newest_asked == self._first_asked
         consequence = f"no notice was acted on{', and nothing of it is saved' if is_lost else ''}"
-        if text := self._training.describe(consequence):
+        if text := self._loop.watch.describe(consequence):
             self._warn_uncounted(text, is_error=is_lost)
 
     def _end(self) -> None:
         if self._save_last in self._manager.closing:
             self._manager.closing.remove(self._save_last)
-        self._training.end()
+        self._loop.watch.end()
         if self._watch is not None:
             step_break.close()
-        self._calls.mid_step.discard(self)
+        self._count.unfinished.discard(self._loop)
         if self._guard.inbox.gave_up:
             self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.
         self._guard.close()
@@ -478,6 +381,161 @@ class PreemptionCheckpointHandler:
             else:
                 self.close()
         except KeyboardInterrupt:
-            end_interrupted(f"step {self._calls.count} may not be saved")
+            end_interrupted(f"step {self._count.done} may not be saved")
         except SystemExit as leaving:
             end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+
+class RunCalls(StepCount):
+    """How many steps were run, over all restarts; it is saved with everything else.
+
+    Attributes:
+        is_loaded: Whether the last restore has found a count.
+        is_torn: Whether an error has ended a handler's block: the state may be that of half a step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_loaded = self.is_torn = False
+
+    def state_dict(self) -> dict[str, int]:
+        """The count."""
+        return {"count": self.done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the count of a checkpoint."""
+        self.done = int(state["count"])
+        self.is_loaded = True
+
+
+def restore_calls(
+    manager: CheckpointManager, strict: bool, keep_current: Iterable[str] = ()
+) -> tuple[RunCalls, Restoration | None]:
+    """**Blocks.** Adds the count to what is kept, and restores unless what the manager keeps is live already.
+
+    The further arguments are those of `CheckpointManager.restore`.
+
+    Returns:
+        The count, and what was restored; None if nothing was.
+
+    Raises:
+        MismatchError: If checkpoint and objects differ.
+        NoWholeCheckpointError: If checkpoints are there but none is whole.
+        UsageError: If a `WorkerTrainingState` has restored the objects already.
+        StorageError: If the place fails.
+    """
+    own, earlier = own_objects(manager.checkpoint), manager.restored
+    known = own.get(RUN_CALLS)
+    if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
+        # Another handler of the same checkpoint has seen to it.
+        return known, earlier
+    calls = own.setdefault(RUN_CALLS, RunCalls())
+    calls.is_loaded = False
+    if not calls.is_torn and (earlier is not None or manager.newest_asked >= 0):
+        # What is live was trained or restored without a handler.
+        step = manager.newest_asked
+        if earlier is not None and step <= earlier.step:
+            step = earlier.step
+            manager.restore(step, only=RUN_CALLS, strict=False)
+        if not calls.is_loaded:
+            calls.done = calls.done or step
+        return calls, earlier
+    if manager.begin_anew:
+        return calls, None
+    if url := backup_url(manager.checkpoint):
+        raise UsageError(
+            f"the WorkerTrainingState of {url} has restored these objects already, and the handler would restore "
+            f"another state over that, the newest step of {manager.url}",
+            hint="Make the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
+        )
+    restoration = manager.restore(strict=strict, keep_current=keep_current)
+    if restoration is not None and not calls.is_loaded:
+        # The run was begun without a handler: its steps are what was counted.
+        calls.done = restoration.step
+    return calls, restoration
+
+
+def check_loaders(checkpoint: Checkpoint) -> None:
+    """Makes sure, before the first step, that what gives batches has a place in the data that can be kept.
+
+    Raises:
+        UnsupportedValueError: If it has not, as what accelerate makes of a loader.
+    """
+    for path, obj, adapter in list_members(checkpoint.objects):
+        adapter.gives_batches(obj, path)
+
+
+class PlaceWatch:
+    """Finds loops that take batches, or draw random numbers, between the steps of `run`, where saves cannot see it.
+
+    A save of a step is made before the next one begins, so what the arguments of that one have taken by then counts as
+    trained. holdfast's own loaders know which of their batches were taken since a step ended; others do not. Each of
+    those is looked at until it moves for the first time.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, warn: Callable[[str], object]) -> None:
+        """Begins when the first step has ended."""
+        members = list_members(checkpoint.objects)
+        self._warn = warn
+        self._loaders = {
+            path: (obj, adapter)
+            for path, obj, adapter in members
+            if type(adapter).gives_batches is not Adapter.gives_batches
+        }
+        self._generators = [path for path, obj, _ in members if isinstance(obj, RNG)]
+        self._drawn = self._read_generators()
+        self._is_first = True
+        self._ended = self._read_places()
+        self._begun: dict[str, Any] = {}
+
+    def begin_step(self) -> None:
+        """Looks at what has moved since the last step ended.
+
+        Raises:
+            UsageError: If a loader has, between the first two steps; later that is a warning.
+        """
+        self._begun = self._read_places()
+        for path, place in self._ended.items():
+            if self._begun.get(path, place) != place:
+                self._say_moved(path)
+        if self._is_first and self._read_generators() != self._drawn:
+            self._warn(
+                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} keeps their "
+                "generators. If the arguments of run draw them, as in handler.run(train_step, get_batch()), a restart "
+                "leaves out a batch: draw them within the step, handler.run(lambda: train_step(get_batch()))"
+            )
+        self._is_first = False
+
+    def end_step(self) -> None:
+        """Notes where the loaders are; those that have moved within the step are not looked at any more."""
+        places = self._read_places()
+        for path, place in places.items():
+            if self._begun.get(path) != place:
+                del self._loaders[path]
+        self._ended = {path: place for path, place in places.items() if path in self._loaders}
+
+    def _say_moved(self, path: str) -> None:
+        text = (
+            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch ahead "
+            "of it, and a restart would leave that batch out"
+        )
+        hint = (
+            "Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
+            "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
+            "From hf.ResumableDataLoader a batch may be taken anywhere."
+        )
+        if self._is_first:
+            raise UsageError(text, hint=hint)
+        # It may as well be a loader for evaluation: that does not end a job which has trained for long.
+        self._warn(f"{text}. {hint}")
+        del self._loaders[path]
+
+    def _read_places(self) -> dict[str, Any]:
+        return {
+            path: capture_objects({"loader": obj}).objects
+            for path, (obj, adapter) in self._loaders.items()
+            if adapter.gives_batches(obj, path)
+        }
+
+    def _read_generators(self) -> Any:
+        return capture_objects({"rng": RNG()}).objects if self._generators else None

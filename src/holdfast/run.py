@@ -5,30 +5,34 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, cast
+from typing import Any, Final, Literal, Self, SupportsFloat
+
+from msgspec.structs import asdict
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import ClosedError, HoldfastError, SaveFailedError, StepExistsError, UnnamedError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
+from holdfast.events import Sink
+from holdfast.loop import StepNumbers, TrainingLoop
+from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.announcements import Announcements, warn_never_entered
+from holdfast.preemption.config import TerminationConfig, make_termination
+from holdfast.preemption.guard import make_guard
+from holdfast.preemption.notice_inbox import EarlyNotices
+from holdfast.restore.records import Restoration
+from holdfast.save import arguments
+from holdfast.save.handle import SaveHandle
+from holdfast.state.hyperparameters import check_kept
+from holdfast.state.oversights import TrainingWatch, describe_resumption
+from holdfast.storage import Storage
 from holdfast.tracebacks import short_traceback
-
-if TYPE_CHECKING:
-    from holdfast.cluster import Cluster
-    from holdfast.events import Sink
-    from holdfast.manager import CheckpointManager
-    from holdfast.preemption.checkpointable import Checkpointable
-    from holdfast.preemption.config import TerminationConfig
-    from holdfast.preemption.run_calls import StepNumbers
-    from holdfast.restore.records import Restoration
-    from holdfast.save.handle import SaveHandle
-    from holdfast.state.oversights import TrainingWatch
-    from holdfast.storage import Storage
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -108,45 +112,19 @@ def resumable(
         ClusterError: If the job's store does not answer.
     """
     given = locals()
-    options = {name: given[name] for name in resumable.__kwdefaults__ or ()}
-    # With the first run, and not before: `import holdfast` itself is quick then, also where nothing is trained.
-    from holdfast.preemption.config import make_termination
-    from holdfast.preemption.notice_inbox import EarlyNotices
-    from holdfast.save import arguments
-
-    arguments.check_options(options)
+    named = {name: given[name] for name in resumable.__kwdefaults__ or ()}
+    arguments.check_options(named)
     kept = _find_checkpoint(directory, checkpoint, objects)
     arguments.check_kept_objects(kept.objects)
-    arguments.check_names(objects, ("directory", *options))
+    arguments.check_names(objects, ("directory", *named))
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
     arguments.check_switches(quiet=quiet)
+    options = arguments.SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
-        from holdfast.manager import CheckpointManager
-        from holdfast.state.hyperparameters import check_kept
-
         names = check_kept(keep_current, kept.objects)
-        manager = CheckpointManager(
-            directory,
-            kept,
-            save_every=save_every or Auto(),
-            keep=keep or Latest(3),
-            when_busy=when_busy,
-            failures_allowed=failures_allowed,
-            begin_anew=begin_anew,
-            incremental=incremental,
-            reuse_space=reuse_space,
-            sinks=sinks,
-            timeout_seconds=timeout_seconds,
-            threads=threads,
-            overlap_copy=overlap_copy,
-            reserve_bytes=reserve_bytes,
-            cluster=cluster,
-            liveness_seconds=liveness_seconds,
-            check_replicas=check_replicas,
-            on_resize=on_resize,
-        )
+        manager = CheckpointManager(directory, kept, **asdict(options))
         run = Run(
             manager, strict=strict, begin_anew=begin_anew, termination=termination, keep_current=names, quiet=quiet
         )
@@ -195,46 +173,32 @@ class Run:
         keep_current: str | Iterable[str] = (),
         quiet: bool = False,
     ) -> None:
-        from holdfast.preemption.announcements import Announcements, warn_never_entered
-        from holdfast.preemption.config import TerminationConfig
-        from holdfast.preemption.final_save import Tolerance
-        from holdfast.preemption.guard import make_guard
-        from holdfast.preemption.progress import LastSave
-        from holdfast.preemption.run_calls import StepNumbers
-
         self.manager = manager
         self.checkpoint = manager.checkpoint
-        self._step = 0
+        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination or TerminationConfig()))
+        self._count, self._guard = self._loop.count, self._loop.guard
         self._restored: Restoration | None = None
         self._strict, self._begin_anew, self._keep_current = strict, begin_anew, keep_current
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
-        self._metrics: dict[str, Any] = {}
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
         self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0
-        self._last = LastSave()
-        self._in_step = self._stop = self._is_used = self._entered = False
-        self._make_steps = partial(StepNumbers, "run.steps(n)", manager.checkpoint)
-        # The loop of `steps` that is in a step, for as long as the program has it.
-        self._turn: Callable[[], StepNumbers | None] = lambda: None
-        self._watch = self._make_watch({})
+        self._is_used = self._entered = False
         self._process = os.getpid()
-        self._guard = make_guard(manager, termination or TerminationConfig(), self._keep)
-        self._tolerance = Tolerance(self._guard.inbox)
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
     @property
     def step(self) -> int:
         """How many steps are complete, those of earlier processes included: where a loop of one's own begins."""
-        self._watch.resumption = ""
-        return self._step
+        self._loop.watch.resumption = ""
+        return self._count.done
 
     @property
     def restored(self) -> Restoration | None:
         """What was restored when the run was entered, or None if it began from nothing."""
-        self._watch.resumption = ""
+        self._loop.watch.resumption = ""
         return self._restored
 
     def steps(self, total: int) -> StepNumbers:
@@ -261,8 +225,8 @@ class Run:
         """
         self._check_entered()
         whole = check_whole("total", total)
-        begin = partial(self._next_step, whole, next(self._loops))
-        return self._make_steps(begin, lambda: max(whole - self._count_done(), 0))
+        begin_turn = partial(self._begin_turn, whole, next(self._loops))
+        return StepNumbers("run.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
@@ -276,17 +240,12 @@ class Run:
             SystemExit: When the job was asked to leave; the step is saved then.
         """
         self._check_entered()
-        if self._in_step and self._turn() is not None:
+        if self._count.turn() is not None:
             raise UsageError(
                 "finish_step would count a step of run.steps once more",
                 hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
             )
-        self._watch.note_own_step()
-        self._go_on()
-        self._step += 1
-        self._guard.is_tentative = True
-        self._guard.pass_boundary(self._step)
-        self._save_if_due()
+        self._loop.finish_own_step()
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Notes figures; the next save keeps those that were reported since the save before.
@@ -299,23 +258,21 @@ class Run:
         Raises:
             UsageError: If one is no number, or has no name.
         """
-        from holdfast.save.arguments import check_metrics
-
         if unnamed:
             raise UsageError(
                 "figures are reported by name", hint="Write run.report(loss=loss), or run.report(**figures) for a dict."
             )
-        self._metrics.update(check_metrics(metrics))
+        self._loop.metrics.update(arguments.check_metrics(metrics))
 
     def stop(self) -> None:
         """Ends the loop when the current step is complete."""
-        self._stop = True
+        self._loop.is_stopped = True
 
     def should_stop(self) -> bool:
         """Whether the job is to leave as soon as this step ends: for long work within a step, to end it early."""
         return self._guard.should_stop()
 
-    def checkpointable(self, *, step_done: bool = True) -> Checkpointable:
+    def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
         """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
 
         If the job is to leave while the block runs, the state with which it was entered is saved, and the process
@@ -329,12 +286,8 @@ class Run:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        from holdfast.preemption.checkpointable import Checkpointable
-
         self._check_entered()
-        step = self._count_done() if step_done else self._step
-        mark = None if self._guard.in_block or self._is_safe(step) or step == 0 else self.manager.mark(self._metrics)
-        return Checkpointable(self._guard, step, mark=mark, saved=self._last.find(step), note=self._note_behind)
+        return self._loop.checkpointable(self._loop.count_done() if step_done else self._count.done)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
@@ -348,15 +301,15 @@ class Run:
         """
         if self._guard.is_paused:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
-        step = self._count_done()
+        step = self._loop.count_done()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
-        if self._is_safe(step) or (self._last.is_begun(step) and self.manager.company is not None):
-            self._watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
+        if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.company is not None):
+            self._loop.watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
             return None
-        return self._begin_save(step, metadata)
+        return self._loop.save(step, metadata=metadata)
 
     def __repr__(self) -> str:
-        state = f"at step {self._step}" if self._entered else "not entered"
+        state = f"at step {self._count.done}" if self._entered else "not entered"
         return f"<Run {state}, {self.manager!r}>"
 
     def __enter__(self) -> Self:
@@ -388,12 +341,14 @@ class Run:
             finally:
                 self._guard.close()
             raise
-        if self._restored is not None:
-            self._step = self._restored.step
-            self._last.note(self._step, None)
-        self._guard.pause(self._step)
-        self._watch = self._make_watch(self.checkpoint.objects)
-        self._announcements.begin(self.manager, self._restored, self._step)
+        step = self._count.done = 0 if self._restored is None else self._restored.step
+        self._count.join(self.manager)
+        self._guard.pause(step)
+        watch = self._loop.watch = TrainingWatch(
+            self.checkpoint.objects, self._warn_uncounted, _ADVICE, self._loop.warn
+        )
+        watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
+        self._announcements.begin(self.manager, self._restored, step)
         self._entered = True
         return self
 
@@ -402,19 +357,16 @@ class Run:
     ) -> None:
         if os.getpid() != self._process:
             return  # A forked child that leaves the block: the run is its parent's.
-        inbox = self._guard.inbox
+        inbox, watch = self._guard.inbox, self._loop.watch
         inbox.patient = True
         if error is None:
-            self._watch.warn_if_idle()
-        self._watch.end()
-        if not isinstance(error, Exception) and (text := self._watch.describe("nothing of it is saved")):
+            watch.warn_if_idle()
+        watch.end()
+        has_trained = self._restored or self._loop.count_done() or self._total
+        if not isinstance(error, Exception) and (text := watch.describe("nothing of it is saved")):
             self._warn_uncounted(text, is_error=True)
-        elif (
-            error is None
-            and not (self._restored or self._count_done() or self._total)
-            and self.manager.newest_asked < 0
-        ):
-            self._warn(f"no step was counted, and nothing is saved: {_ADVICE}")
+        elif error is None and not has_trained and self.manager.newest_asked < 0:
+            self._loop.warn(f"no step was counted, and nothing is saved: {_ADVICE}")
         try:
             if error is None:
                 self._end_well()
@@ -434,18 +386,20 @@ class Run:
 
     def _end_well(self) -> None:
         try:
-            self._go_on()
-            self._guard.pass_last(self._step, is_over=True)
-            self._save_last()
+            self._loop.begin_steps()
+            self._loop.finish_step()
+            step = self._count.done
+            self._guard.pass_last(step, is_over=True)
+            self._loop.save_last()
             if self.manager.company is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
-            if (last := self._last.find(self._step)) is not None:
+            if (last := self._count.find(step)) is not None:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
-            self._guard.pass_end(self._step)
+            self._guard.pass_end(step)
             self.manager.__exit__(None, None, None)
-            self._announcements.end(self.manager, self._step, self._total)
+            self._announcements.end(self.manager, step, self._total)
         except Exception as error:
             self._end_badly(error)
             raise
@@ -458,133 +412,38 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    def _next_step(self, total: int, loop: int, steps: StepNumbers) -> int:
+    def _begin_turn(self, total: int, loop: int, _: StepNumbers) -> None:
         if self._newest_loop > loop:
-            self._warn(
+            self._loop.warn(
                 "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
             )
             self._newest_loop = 0
         elif self._newest_loop:
             self._newest_loop = loop
         self._total = total
-        if self._in_step and self._turn() is None and not self._watch.is_step_empty():
-            self._note_left()
-        self._go_on()
-        if self._stop or self._step >= total:
-            self._guard.pass_last(self._step)
-            self._save_last()
-            self._guard.inbox.patient = False
-            self._guard.pause(self._step, saved=self._last.find(self._step))
-            raise StopIteration
-        self._guard.pass_boundary(self._step)
-        self._save_if_due()
-        self._watch.begin_step()
-        self._in_step, self._turn = True, weakref.ref(steps)
-        return self._step
+        is_in_step = self._loop.count_done() > self._count.done
+        if is_in_step and self._count.turn() is None:
+            # A loop was left within a step, and a new one begins.
+            self._left += 1
+            if self._left == 2:
+                self._announcements.say(
+                    "two loops over run.steps(n) have ended within a step, which counts as complete. After `break` "
+                    "that is right. zip(run.steps(n), loader) ends so with each epoch of a loader that is not kept, "
+                    "and that step has no batch: keep a ResumableDataLoader"
+                )
 
-    def _note_left(self) -> None:
-        """A loop of `steps` was left within a step, and a new one begins."""
-        self._left += 1
-        if self._left == 2:
-            self._announcements.say(
-                "two loops over run.steps(n) have ended within a step, which counts as complete. After `break` that is "
-                "right. zip(run.steps(n), loader) ends so with each epoch of a loader that is not kept, and that step "
-                "has no batch: keep a ResumableDataLoader"
-            )
-
-    def _count_done(self) -> int:
-        """How many steps are complete if the one in progress counts."""
-        return self._step + (self._in_step and not self._watch.is_step_empty())
-
-    def _make_watch(self, objects: Mapping[str, object]) -> TrainingWatch:
-        from holdfast.state.oversights import TrainingWatch, describe_resumption
-
-        watch = TrainingWatch(objects, self._warn_uncounted, _ADVICE, self._warn)
-        watch.resumption = describe_resumption(self._step, "run.step", "run.steps(n)") if self._step else ""
-        return watch
+    def _end_steps(self) -> None:
+        self._loop.save_last()
+        self._guard.inbox.patient = False
+        self._guard.pause(self._count.done, saved=self._count.find(self._count.done))
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
-        if self.manager.newest_asked <= self._step:  # Otherwise the program saves by the manager, and counts by itself.
-            self._warn(text, is_error=is_error)
-
-    def _warn(self, text: str, *, is_error: bool = False) -> None:
-        from holdfast.events import Warned
-
-        self.manager.emit(Warned(text=text, step=self._step, is_error=is_error))
-
-    def _save_if_due(self) -> None:
-        with self._tolerance, self._noting(self._step):
-            handle = self.manager.save_if_due(self._step, metrics=self._metrics)
-            if handle is not None:
-                self._note_saved(self._step, handle)
+        # Otherwise the program saves by the manager, and counts by itself.
+        if self.manager.newest_asked <= self._count.done:
+            self._loop.warn(text, is_error=is_error)
 
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError(
                 "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )
-
-    def _go_on(self) -> None:
-        """Counts the step in progress as complete, after whatever was done while the loop rested."""
-        self._note_behind(self._guard.begin_steps())
-        if self._in_step:
-            self._step, self._in_step = self._count_done(), False
-
-    def _save_last(self) -> None:
-        """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
-        if self._step > 0 and not self._is_safe(self._step):
-            with self._tolerance:
-                self.manager.wait()
-            try:
-                self._begin_save(self._step)
-            except StepExistsError:
-                # The user has saved it by the manager, and it is committed.
-                self._last.note(self._step, None)
-
-    def _keep(self, step: int) -> SaveHandle | None:
-        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
-        if self._is_safe(step):
-            return self._last.find(step)
-        if step == 0:
-            return None
-        try:
-            return self._begin_save(step)
-        except StepExistsError:
-            self._last.note(step, None)  # As above.
-            return None
-        except SaveFailedError as failure:
-            if failure.next_save is None:
-                raise
-            return cast("SaveHandle", failure.next_save)
-
-    def _begin_save(self, step: int, metadata: Mapping[str, Any] | None = None) -> SaveHandle:
-        is_there = self._last.is_there(step)
-        with self._noting(step):
-            handle = self.manager.save(step, metrics=self._metrics, metadata=metadata, replace=is_there)
-        self._note_saved(step, handle)
-        return handle
-
-    def _note_behind(self, saved: SaveHandle | None) -> None:
-        """A save was made while the loop rested; of this step more may be reported."""
-        if saved is not None:
-            self._last.note(saved.step, saved)
-
-    def _is_safe(self, step: int) -> bool:
-        """True if all of the step is committed, or on its way."""
-        return self._last.is_whole(step, self._guard.provisional)
-
-    def _note_saved(self, step: int, handle: SaveHandle) -> None:
-        if not handle.skipped:
-            self._last.note(step, handle)
-            self._watch.note_saved()
-            self._metrics, self._guard.provisional = {}, None
-
-    @contextmanager
-    def _noting(self, step: int) -> Iterator[None]:
-        """A save that reports an earlier failure goes on all the same, and counts."""
-        try:
-            yield
-        except SaveFailedError as failure:
-            if failure.next_save is not None:
-                self._note_saved(step, failure.next_save)
-            raise

@@ -1,0 +1,325 @@
+"""A training loop: counts its steps, saves them when it is time, and lets the job leave between two of them.
+
+`Run`, `PreemptionCheckpointHandler` and `WorkerTrainingState` are this loop, with arguments and words of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import SaveFailedError, StepExistsError, UsageError
+from holdfast.events import Warned
+from holdfast.preemption.guard import Guard
+from holdfast.preemption.sources.protocol import Demand
+from holdfast.save.handle import SaveHandle
+from holdfast.state.data.position import step_break
+from holdfast.state.oversights import TrainingWatch, count_taken
+from holdfast.tracebacks import short_traceback
+
+if TYPE_CHECKING:
+    from holdfast.manager import CheckpointManager
+    from holdfast.restore.records import Restoration
+
+
+class StepCount:
+    """How many steps are complete, and which of them was saved last. All handlers of a checkpoint share one.
+
+    Attributes:
+        done: How many are complete.
+        unfinished: The loops that are within a step which does not count yet.
+        turn: Returns what runs a step now, for as long as the program has it: a loop of `steps`, say; else None.
+        saved_step: The step that was saved last; None if nothing is saved.
+        saved: Its save; None if it was restored, or saved by other code.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.unfinished: set[TrainingLoop] = set()
+        self.turn: Callable[[], object] = no_turn
+        self.saved_step: int | None = None
+        self.saved: SaveHandle | None = None
+        self._manager: CheckpointManager | None = None
+        self._restored: Restoration | None = None
+
+    def join(self, manager: CheckpointManager) -> None:
+        """A loop begins to count, after it has restored what was to be restored.
+
+        Args:
+            manager: The one that saves. What another one has saved does not lie where this one's checkpoints do.
+        """
+        if manager is not self._manager or manager.restored is not self._restored:
+            self._manager, self._restored = manager, manager.restored
+            self.note(None if manager.restored is None else self.done, None)
+
+    def counts_for(self, manager: CheckpointManager) -> bool:
+        """Whether a loop of that manager has counted, so that what it keeps is live."""
+        return manager is self._manager
+
+    def note(self, step: int | None, saved: SaveHandle | None) -> None:
+        """A save of that step was begun, unless it was left out; the arguments are `saved_step` and `saved`."""
+        if saved is None or not saved.skipped:
+            self.saved_step, self.saved = step, saved
+
+    def find(self, step: int) -> SaveHandle | None:
+        """The save of the step, if one was begun and has not failed."""
+        return self.saved if self.is_begun(step) else None
+
+    def is_begun(self, step: int) -> bool:
+        """Whether a save of the step is committed, or on its way."""
+        manager = self._manager
+        if manager is not None and manager.restored is not self._restored:
+            # The program has gone back: what was saved under a number since then is of another line.
+            self._restored = manager.restored
+            self.note(None if manager.restored is None else manager.restored.step, None)
+        return self.saved_step == step and (self.saved is None or not self.saved.failed)
+
+
+def no_turn() -> None:
+    """No step runs now."""
+
+
+class TrainingLoop:
+    """What happens between two steps. It belongs to the training thread.
+
+    Attributes:
+        manager: Saves the steps.
+        count: How many are complete.
+        guard: Hears notices, and leaves.
+        watch: Finds what is trained and not counted.
+        metrics: Figures for the next save.
+        metadata: What else to keep with it.
+        is_stopped: Whether a loop of `steps` ends before all of them are done.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, make_guard: Callable[[Callable[[int], SaveHandle | None]], Guard]
+    ) -> None:
+        """Begins nothing yet; `make_guard` is given what begins the save of a step, for the guard."""
+        self.manager = manager
+        self.count = StepCount()
+        self.guard = make_guard(self._save_once)
+        self.watch = TrainingWatch({}, self.warn, "", self.warn)
+        self.metrics: dict[str, Any] = {}
+        self.metadata: Mapping[str, Any] | None = None
+        self.is_stopped = False
+        self._saved_metrics: dict[str, Any] = {}
+
+    def warn(self, text: str, *, is_error: bool = False) -> None:
+        """Tells the log and the sinks."""
+        self.manager.emit(Warned(text=text, step=self.count.done, is_error=is_error))
+
+    # Counts steps.
+
+    def count_done(self) -> int:
+        """How many steps are complete if the one in progress in a loop of `steps` counts."""
+        return self.count.done + (self in self.count.unfinished and not self.watch.is_step_empty())
+
+    def finish_step(self) -> None:
+        """Counts the step in progress as complete."""
+        self.count.done = self.count_done()
+        self.count.unfinished.discard(self)
+
+    def finish_own_step(self, *arguments: Any, **options: Any) -> None:
+        """Counts a step of a loop of the program's own; the arguments are those of `pass_boundary`."""
+        self.finish_step()
+        step_break.end()
+        self.watch.note_own_step()
+        self.count.done += 1
+        self.guard.is_tentative = True
+        self.pass_boundary(*arguments, **options)
+
+    def begin_steps(self) -> None:
+        """The loop goes on, after whatever was done while it was paused."""
+        saved = self.guard.begin_steps()
+        if saved is not None and saved is not self.count.saved:
+            self.count.note(saved.step, saved)
+
+    def pass_boundary(self, *arguments: Any, **options: Any) -> None:
+        """Saves, and leaves, if it is time to; the arguments are for `save_fn`.
+
+        Raises:
+            SystemExit: When the job leaves.
+            SaveFailedError: If saves by policy have failed, and no last save is to come.
+            PeerError: If another worker has failed.
+            ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
+        """
+        self.begin_steps()
+        self.guard.pass_boundary(self.count.done, *arguments, **options)
+        self.save_if_due()
+
+    @contextmanager
+    def checkpointable(self, step: int) -> Iterator[None]:
+        """A block in which the process may be saved and left at any moment, since nothing in it changes what is kept.
+
+        Args:
+            step: How many steps are complete.
+        """
+        if self.guard.in_block:
+            # Within another block that one's promise holds, for all that comes until its end.
+            yield
+            return
+        self.pause(step)
+        self.guard.in_block = True
+        try:
+            yield
+        finally:
+            self.guard.in_block = False
+            self.begin_steps()
+
+    def pause(self, step: int) -> None:
+        """Takes no step for a while, so that another thread may save so many complete ones from a mark."""
+        mark = None if self.is_safe(step) else self.manager.mark(self.metrics)
+        self.guard.pause(step, mark=mark, saved=self.count.find(step))
+
+    # Saves them.
+
+    def is_safe(self, step: int) -> bool:
+        """Whether all of the step is committed, or on its way, or nothing was trained."""
+        # A save that was made in a pause in the midst of a step does not hold all of it.
+        is_whole = self.count.saved is None or step != self.guard.provisional
+        return step == 0 or (self.count.is_begun(step) and is_whole)
+
+    def save_if_due(self) -> None:
+        """Saves by the manager's policy. After a notice, failures are events alone: the last save decides.
+
+        Raises:
+            SaveFailedError: If saves have failed, and no last save is to come.
+        """
+        step = self.count.done
+        try:
+            self._note(step, self.manager.save_if_due(step, metrics=self.metrics, metadata=self.metadata))
+        except SaveFailedError as failure:
+            # The save that tells of an earlier failure goes on all the same, and counts.
+            self._note(step, failure.next_save)
+            if not self._is_to_leave():
+                raise
+
+    def _is_to_leave(self) -> bool:
+        """Whether a notice asks to leave, now or by a known time: there is a last save to come then."""
+        return any(each.notice.demand is not Demand.SAVE for each in self.guard.inbox.pending)
+
+    def save_last(self) -> None:
+        """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
+        step = self.count.done
+        if self.is_safe(step):
+            return
+        try:
+            self.manager.wait()
+        except SaveFailedError:
+            if not self._is_to_leave():
+                raise
+        try:
+            self.save(step)
+        except StepExistsError:
+            self.count.note(step, None)  # The program has saved it by the manager, and it is committed.
+
+    def save(self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None) -> SaveHandle:
+        """Saves a step now, under another number if one is given; raises as the manager's `save`."""
+        is_again = step == self.count.saved_step
+        replace = number is None and is_again and self.count.saved is not None and self.count.saved.stands
+        metrics = {**self._saved_metrics, **self.metrics} if is_again else self.metrics
+        try:
+            handle = self.manager.save(
+                step if number is None else number,
+                metrics=metrics,
+                metadata=metadata or self.metadata,
+                replace=replace,
+            )
+        except SaveFailedError as failure:
+            self._note(step, failure.next_save)
+            raise
+        self._note(step, handle)
+        return handle
+
+    def _save_once(self, step: int) -> SaveHandle | None:
+        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
+        if self.is_safe(step):
+            return self.count.find(step)
+        try:
+            return self.save(step)
+        except StepExistsError:
+            self.count.note(step, None)  # As above.
+            return None
+        except SaveFailedError as failure:
+            if failure.next_save is None:
+                raise
+            saved: SaveHandle = failure.next_save
+            return saved
+        except UsageError:
+            newest = self.manager.latest_step()
+            if newest is None or newest < step:
+                raise
+            # The program saves under larger numbers. A number of ours is no reason to lose the state.
+            return self.save(step, number=newest + 1)
+
+    def _note(self, step: int, saved: SaveHandle | None) -> None:
+        if saved is not None and not saved.skipped:
+            self.count.note(step, saved)
+            self.watch.note_saved()
+            self.metrics, self._saved_metrics = {}, self.metrics
+            self.guard.provisional = None
+
+
+class StepNumbers(Iterator[int]):
+    """The numbers of the steps that are still to be done, for one loop; `len` is how many are left."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: TrainingLoop,
+        total: int,
+        begin_turn: Callable[[StepNumbers], object],
+        end: Callable[[], object],
+    ) -> None:
+        """Makes the steps of a loop that begins at once: between this and the first step, no batch is taken.
+
+        Args:
+            name: How the program calls them, as "run.steps(n)".
+            loop: Counts and saves them.
+            total: How many there are in all.
+            begin_turn: Called at each turn, before the step in progress counts as complete.
+            end: Called when all are complete.
+        """
+        self._name, self._loop, self._total = name, loop, total
+        self._begin_turn, self._end = begin_turn, end
+        self._taken: dict[str, int] | None = count_taken(loop.manager.checkpoint.objects)
+
+    @short_traceback
+    def __next__(self) -> int:
+        if self._taken is not None:
+            self._check_begin(self._taken)
+            self._taken = None
+        loop = self._loop
+        self._begin_turn(self)
+        loop.count.turn = no_turn
+        loop.finish_step()
+        if not loop.is_stopped and loop.count.done < self._total:
+            loop.pass_boundary()
+            step_break.end()
+            loop.watch.begin_step()
+            loop.count.unfinished.add(loop)
+            loop.count.turn = weakref.ref(self)
+            return loop.count.done
+        loop.begin_steps()
+        loop.guard.pass_last(loop.count.done)
+        self._end()
+        raise StopIteration
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {len(self)} left>"
+
+    def __len__(self) -> int:
+        """How many steps are left."""
+        return max(self._total - self._loop.count_done(), 0)
+
+    def _check_begin(self, taken: dict[str, int]) -> None:
+        for path, number in count_taken(self._loop.manager.checkpoint.objects).items():
+            if number > taken.get(path, number):
+                raise UsageError(
+                    f"a batch was taken from {path} before the step that trains it began, as zip(loader, {self._name}) "
+                    "does: the position that is saved would be one batch ahead, and a restart would leave it out",
+                    hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
+                )
