@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policies.expectation import ExpectedLosses, expect_losses
-from holdfast.policies.saving import daly_interval_seconds
+from holdfast.policies.saving import ExpectedLosses, daly_interval_seconds, expect_losses
 
 
 def lose(

@@ -932,6 +932,14 @@ def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path) -> N
             source.say()
     assert leaving.value.code == 42
     assert steps_of(tmp_path) == [1000, 1001]
+    source, place = Spoken(), tmp_path / "run"
+    termination = hf.TerminationConfig(sources=[source])
+    with pytest.raises(SystemExit) as leaving, hf.resumable(place, state=[0], preemption=termination) as run:
+        run.manager.save(1000)
+        run.finish_step()
+        source.say()
+    assert leaving.value.code == 42
+    assert steps_of(place) == [1000, 1001]
 
 
 def test_beginning_anew_restores_nothing(tmp_path: Path) -> None:
@@ -971,6 +979,15 @@ def test_figures_go_with_the_last_save(tmp_path: Path) -> None:
                     source.say()
     storage = LocalStorage(tmp_path)
     assert [read_manifest(storage, name).metrics for name in read_catalog(storage).living] == [{"loss": 3.0}]
+
+
+def test_figures_of_a_handler_go_with_saves_by_policy_too(tmp_path: Path) -> None:
+    manager, _ = manager_of(tmp_path, save_every=hf.Steps(2))
+    with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        for step in range(4):
+            handler.save_checkpoint_if_preempted(metrics={"loss": float(step)}, metadata={"step": step})
+    manifests = [read_manifest(LocalStorage(tmp_path), name) for name in read_catalog(LocalStorage(tmp_path)).living]
+    assert [(one.metrics, one.metadata) for one in manifests] == [({"loss": n}, {"step": n}) for n in (1, 3)]
 
 
 def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class PreemptionCheckpointHandler:
         self._guard.open()
         try:
             earlier = manager.restored
-            count, self.restored = restore_calls(manager, strict, kept)
+            count, self.restored = _restore(manager, strict, kept)
             self._count = loop.count = count
             manager.check_ready()
             count.is_torn = False
@@ -159,7 +159,9 @@ class PreemptionCheckpointHandler:
         self._check_between_steps("run")
         self._loop.finish_step()
         if self._watch is None:
-            check_loaders(self._manager.checkpoint)
+            # Before the first step: what gives batches has a place in the data that can be kept.
+            for path, obj, adapter in list_members(self._manager.checkpoint.objects):
+                adapter.gives_batches(obj, path)
         else:
             self._watch.begin_step()
         self._loop.pass_boundary()
@@ -244,14 +246,11 @@ class PreemptionCheckpointHandler:
     def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
         """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
 
-        Such is evaluation between two steps, or a wait for data. If the job is to leave while the block runs, the
-        state with which it was entered is saved, and the process ends in the middle of the block. Nothing of it is
-        unwound: a restart goes on behind that step, and what would have come after the block is not done. Within the
-        block nothing is saved by hand.
+        As `Run.checkpointable`: the state may be saved, and the process may end, in the middle of the block.
 
         Args:
-            step_done: Whether the step in progress in a loop of `steps` counts as complete, as in evaluation at its
-                end; False if nothing of it has been done yet, as while data is awaited.
+            step_done: Whether the step in progress in a loop of `steps` counts as complete; False if nothing of it has
+                been done yet, as while data is awaited.
 
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
@@ -408,22 +407,10 @@ class RunCalls(StepCount):
         self.is_loaded = True
 
 
-def restore_calls(
-    manager: CheckpointManager, strict: bool, keep_current: Iterable[str] = ()
+def _restore(
+    manager: CheckpointManager, strict: bool, keep_current: Iterable[str]
 ) -> tuple[RunCalls, Restoration | None]:
-    """**Blocks.** Adds the count to what is kept, and restores unless what the manager keeps is live already.
-
-    The further arguments are those of `CheckpointManager.restore`.
-
-    Returns:
-        The count, and what was restored; None if nothing was.
-
-    Raises:
-        MismatchError: If checkpoint and objects differ.
-        NoWholeCheckpointError: If checkpoints are there but none is whole.
-        UsageError: If a `WorkerTrainingState` has restored the objects already.
-        StorageError: If the place fails.
-    """
+    """Adds the count to what is kept, and restores unless what the manager keeps is live already."""
     own, earlier = own_objects(manager.checkpoint), manager.restored
     known = own.get(RUN_CALLS)
     if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
@@ -453,16 +440,6 @@ def restore_calls(
         # The run was begun without a handler: its steps are what was counted.
         calls.done = restoration.step
     return calls, restoration
-
-
-def check_loaders(checkpoint: Checkpoint) -> None:
-    """Makes sure, before the first step, that what gives batches has a place in the data that can be kept.
-
-    Raises:
-        UnsupportedValueError: If it has not, as what accelerate makes of a loader.
-    """
-    for path, obj, adapter in list_members(checkpoint.objects):
-        adapter.gives_batches(obj, path)
 
 
 class PlaceWatch:

@@ -16,6 +16,7 @@ from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
+from holdfast.errors import ClosedError, UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.records import ALONE
 from holdfast.policies import All, RetentionPolicy, SavePolicy
@@ -460,7 +461,13 @@ class CheckpointManager:
             self._pace.saved(step)
 
     def _check_usable(self) -> None:
-        arguments.check_usable(self.url, self._process, is_closed=self._closed)
+        if self._closed:
+            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
+                hint="Save in the process that made the manager, or make one of its own in the child.",
+            )
         self._saver.check_reentry()
 
     def _settle(

@@ -113,10 +113,9 @@ def resumable(
     """
     given = locals()
     named = {name: given[name] for name in resumable.__kwdefaults__ or ()}
-    arguments.check_options(named)
+    arguments.check_names(objects, named)
     kept = _find_checkpoint(directory, checkpoint, objects)
     arguments.check_kept_objects(kept.objects)
-    arguments.check_names(objects, ("directory", *named))
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict={strict!r} is neither True nor False")
@@ -125,9 +124,7 @@ def resumable(
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
-        run = Run(
-            manager, strict=strict, begin_anew=begin_anew, termination=termination, keep_current=names, quiet=quiet
-        )
+        run = Run(manager, termination, strict=strict, keep_current=names, quiet=quiet)
         early.hand_over(run._guard.inbox.hear)
     return run
 
@@ -166,19 +163,18 @@ class Run:
     def __init__(
         self,
         manager: CheckpointManager,
+        termination: TerminationConfig,
         *,
-        strict: bool = True,
-        begin_anew: bool = False,
-        termination: TerminationConfig | None = None,
-        keep_current: str | Iterable[str] = (),
-        quiet: bool = False,
+        strict: bool,
+        keep_current: Iterable[str],
+        quiet: bool,
     ) -> None:
         self.manager = manager
         self.checkpoint = manager.checkpoint
-        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination or TerminationConfig()))
+        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
         self._count, self._guard = self._loop.count, self._loop.guard
         self._restored: Restoration | None = None
-        self._strict, self._begin_anew, self._keep_current = strict, begin_anew, keep_current
+        self._strict, self._keep_current = strict, keep_current
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
@@ -332,7 +328,7 @@ class Run:
         try:
             self._guard.pause(None)
             self._guard.open()
-            if not self._begin_anew:
+            if not self.manager.begin_anew:
                 self._restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
             self.manager.check_ready()
         except BaseException as error:

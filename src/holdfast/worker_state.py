@@ -20,20 +20,15 @@ from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
-from holdfast.loop import TrainingLoop
+from holdfast.loop import EpochGuard, TrainingLoop
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.preemption.epochs import EpochGuard
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.restore.engine import make_agreement
-from holdfast.save.arguments import (
-    SaveOptions,
-    check_metrics,
-    check_switches,
-)
+from holdfast.save.arguments import SaveOptions, check_metrics, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
 from holdfast.state.hyperparameters import check_kept
@@ -368,7 +363,9 @@ class WorkerTrainingState:
         if self._unseen:
             raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
         self._open().manager.check_ready()
-        backup = self._settle()
+        if self._in_flight is not None:
+            self._in_flight[0].wait_ended()
+        backup = self.saved
         self._trains, self._total = True, total
         self._listen()
         self._begin_watch()
@@ -378,7 +375,10 @@ class WorkerTrainingState:
             text = f"training goes on with epoch {backup.next_epoch}, where the backup stands, and not with {first}"
             self._emit(Warned(text=text))
         if total is not None:
-            self._note_total(backup, total)
+            self._kept_for = ""
+            if backup.next_epoch > total:
+                self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
+                self._warn(f"nothing is trained: the backup is kept, {self._kept_for}")
         return backup.next_epoch
 
     def maybe_load_initial_counters_from_ckpt(
@@ -438,8 +438,12 @@ class WorkerTrainingState:
         if self._loop is not None and not self._closed:
             self._pause(self._loop)
         try:
-            if error is None:
-                self._warn_if_idle()
+            is_idle = self._began_from is not None and self._trains and self._total is None
+            if error is None and is_idle and not self._closed:
+                self._warn(
+                    f"no backup was made after that of {self._began_from}, which was restored. If all epochs were "
+                    "trained, call delete_backup(): until then each run begins behind that epoch"
+                )
             if not isinstance(error, Exception):
                 self._watch.finish("nothing of it is saved", is_error=True)
             yield
@@ -474,14 +478,18 @@ class WorkerTrainingState:
         self._backups.note(step, backup)
         loop.metrics, loop.metadata = check_metrics(metrics), make_note(backup)
         try:
-            handle = loop.save(step)
+            return loop.save(step)
         except SaveFailedError as failure:
             self._backups.explain(failure)
-            if failure.next_save is not None:
-                self._note_begun(failure.next_save, backup)
             raise
-        self._note_begun(handle, backup)
-        return handle
+        finally:
+            # A save that tells of an earlier failure goes on all the same.
+            if (begun := loop.count.saved) is not None and loop.count.saved_step == step:
+                _ = self.saved  # The one before has ended by now: it counts if it was committed.
+                self._in_flight = begun, backup
+                self._watch.note_counted()
+                self._begins_anew = False
+                self._kept_for, self._began_from = "", None
 
     def _listen(self) -> None:
         """Hears from now on that the job is to be taken away; does nothing if it does so already."""
@@ -537,15 +545,6 @@ class WorkerTrainingState:
                     raise
         return count.saved
 
-    def _warn_if_idle(self) -> None:
-        """Says that a run has trained nothing, where that may not be what was meant."""
-        if self._began_from is not None and self._trains and self._total is None and not self._closed:
-            text = (
-                f"no backup was made after that of {self._began_from}, which was restored. If all epochs were trained, "
-                "call delete_backup(): until then each run begins behind that epoch"
-            )
-            self._warn(text)
-
     def _begin_watch(self, *, may_predict: bool = False) -> None:
         self._watch.end()
         self._watch = EpochWatch(self.checkpoint.objects, self._warn)
@@ -575,23 +574,3 @@ class WorkerTrainingState:
         manager = CheckpointManager(self._storage, self.checkpoint, **options)
         config = self._termination or TerminationConfig(sources=[])
         return TrainingLoop(manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name))
-
-    def _settle(self) -> Backup | None:
-        """Waits for the backup in flight, so that what counts as saved is known."""
-        if self._in_flight is not None:
-            self._in_flight[0].wait_ended()
-        return self.saved
-
-    def _note_begun(self, handle: SaveHandle, backup: Backup) -> None:
-        _ = self.saved  # The one before has ended by now: it counts if it was committed.
-        self._in_flight = handle, backup
-        self._watch.note_counted()
-        self._begins_anew = False
-        self._kept_for, self._began_from = "", None
-
-    def _note_total(self, backup: Backup, total: int) -> None:
-        if backup.next_epoch > total:
-            self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
-            self._warn(f"nothing is trained: the backup is kept, {self._kept_for}")
-        else:
-            self._kept_for = ""

@@ -19,9 +19,9 @@ from holdfast.jobs.node_store import Saving
 from holdfast.jobs.session import Session, noting_on
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
+from holdfast.loop import EpochGuard
 from holdfast.numbers import check_whole
 from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.preemption.epochs import EpochGuard
 from holdfast.save.arguments import check_step
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.participant import JointParticipant

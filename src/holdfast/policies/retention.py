@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -47,12 +47,17 @@ class RetentionPolicy(Protocol):
 
 class _RetentionPolicy:
     __slots__ = ()
+    __struct_fields__: ClassVar[tuple[str, ...]]
 
     def __or__(self: RetentionPolicy, other: RetentionPolicy) -> AnyKeeps:
         return AnyKeeps((self, other))
 
     def __ror__(self: RetentionPolicy, other: RetentionPolicy) -> AnyKeeps:
         return AnyKeeps((other, self))
+
+    def __repr__(self) -> str:
+        # As it is written, where what is given has no name.
+        return f"{type(self).__name__}({', '.join(repr(getattr(self, name)) for name in self.__struct_fields__)})"
 
 
 class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
@@ -98,9 +103,6 @@ class Latest(_RetentionPolicy, msgspec.Struct, frozen=True):
         """**Pure.** The `n` newest."""
         return {candidate.key: f"among the {self.n} latest" for candidate in committed[-self.n :]}
 
-    def __repr__(self) -> str:
-        return f"Latest({self.n})"
-
 
 class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps the steps that `n` divides."""
@@ -114,9 +116,6 @@ class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** The steps that `n` divides."""
         return {c.key: f"a multiple of {self.n}" for c in committed if c.step % self.n == 0}
-
-    def __repr__(self) -> str:
-        return f"EveryN({self.n})"
 
 
 class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
@@ -178,9 +177,6 @@ class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
             if not now_seconds - candidate.committed_at_seconds > self.seconds
         }
 
-    def __repr__(self) -> str:
-        return f"Newer({self.seconds!r})"
-
 
 class All(_RetentionPolicy, msgspec.Struct, frozen=True):
     """Keeps everything."""
@@ -188,9 +184,6 @@ class All(_RetentionPolicy, msgspec.Struct, frozen=True):
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Everything."""
         return {candidate.key: "everything is kept" for candidate in committed}
-
-    def __repr__(self) -> str:
-        return "All()"
 
 
 class Referrer(msgspec.Struct, Generic[Key], frozen=True):

@@ -1,9 +1,10 @@
-"""When to save. Pure."""
+"""When to save, and what a job that saves so is expected to lose. Pure."""
 
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -19,6 +20,9 @@ PROBE_STEPS: Final = 3
 
 UNMEASURED_BLOCKED_SECONDS: Final = 1.0
 """The cost of a save that `Auto` assumes when its first save has begun and none has been measured yet."""
+
+_SMALL: Final = 1e-4
+_LARGE: Final = 50.0
 
 Bound: TypeAlias = Literal["optimum", "overhead", "durable", "unmeasured"]
 
@@ -76,6 +80,7 @@ class _Deciding(SavePolicy, Protocol):
 
 class _SavePolicy:
     __slots__ = ()
+    __struct_fields__: ClassVar[tuple[str, ...]]
 
     def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
         """**Pure.** Whether to save at this moment, and why; never twice at the same step."""
@@ -88,6 +93,10 @@ class _SavePolicy:
 
     def __ror__(self: SavePolicy, other: SavePolicy) -> AnySave:
         return AnySave((other, self))
+
+    def __repr__(self) -> str:
+        # As it is written, where what is given has no name.
+        return f"{type(self).__name__}({', '.join(repr(getattr(self, name)) for name in self.__struct_fields__)})"
 
 
 class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
@@ -134,9 +143,6 @@ class Steps(_SavePolicy, msgspec.Struct, frozen=True):
             return SaveDecision(True, f"{multiple} steps are a multiple of {self.n}")
         return SaveDecision(False, f"the next multiple of {self.n} steps is {multiple + self.n}")
 
-    def __repr__(self) -> str:
-        return f"Steps({self.n})"
-
 
 class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when so many seconds have passed since the last save."""
@@ -151,9 +157,6 @@ class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
         passed = moment.seconds_since_last_save
         sentence = f"{passed:.3g} of {self.seconds:.6g} s have passed since the last save"
         return SaveDecision(passed >= self.seconds, sentence)
-
-    def __repr__(self) -> str:
-        return f"Seconds({self.seconds!r})"
 
 
 class ChosenInterval(msgspec.Struct, frozen=True):
@@ -259,3 +262,66 @@ def is_by_step(policy: SavePolicy) -> bool:
 
 def _has_saved(moment: SaveMoment) -> bool:
     return moment.saved_from_step > moment.first_step
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLosses:
+    """What a job loses, on average.
+
+    Attributes:
+        saving_share: The share of time for which saves hold training up.
+        failures_share: The share of time that failures undo, and that restores take.
+        per_failure_seconds: What one failure costs: the training since the last durable save, and the restore.
+    """
+
+    saving_share: float
+    failures_share: float
+    per_failure_seconds: float
+
+    @property
+    def lost_share(self) -> float:
+        """The share of time that does not advance training."""
+        return self.saving_share + self.failures_share
+
+
+def expect_losses(
+    interval_seconds: float,
+    *,
+    stall_seconds: float,
+    durable_seconds: float,
+    restore_seconds: float,
+    mtbf_seconds: float,
+) -> ExpectedLosses:
+    """**Pure.** What a job loses that saves at an interval, by Daly's complete model of failures that come at random.
+
+    His saves are durable when training goes on. Here a save may become durable later, and a failure before that falls
+    back to the save before; on average that costs as much time more for each failure, whatever the interval, just as a
+    longer restore would.
+
+    Args:
+        interval_seconds: How long training goes on between two saves; above 0.
+        stall_seconds: How long a save holds it up.
+        durable_seconds: From the call of a save until it is durable, at least the stall.
+        restore_seconds: How long a restore takes, and whatever else a restart needs.
+        mtbf_seconds: The mean time between failures; above 0.
+    """
+    period = interval_seconds + stall_seconds
+    delay = max(durable_seconds - stall_seconds, 0.0) + restore_seconds
+    ratio = period / mtbf_seconds
+    # The useful share is interval / (mtbf * exp(delay / mtbf) * (exp(ratio) - 1)), which would overflow.
+    growth = ratio if ratio > _LARGE else math.log(math.expm1(ratio))
+    useful = math.exp(math.log(interval_seconds / mtbf_seconds) - delay / mtbf_seconds - growth)
+    saving = stall_seconds / period
+    return ExpectedLosses(
+        saving_share=saving,
+        failures_share=max(1 - saving - useful, 0.0),
+        per_failure_seconds=_undone_seconds(period, mtbf_seconds) + delay,
+    )
+
+
+def _undone_seconds(period: float, mtbf_seconds: float) -> float:
+    """The mean age of a period in which a failure falls: half of it, or less where failures are frequent."""
+    ratio = period / mtbf_seconds
+    if ratio < _SMALL:
+        return period / 2 * (1 - ratio / 6)
+    return mtbf_seconds - (period / math.expm1(ratio) if ratio < _LARGE else 0.0)

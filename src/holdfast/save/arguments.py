@@ -15,7 +15,7 @@ import msgspec
 from holdfast.catalog import Catalog, read_catalog
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import ClosedError, StepExistsError, UsageError
+from holdfast.errors import StepExistsError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
@@ -96,27 +96,6 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
             text = f"sinks must be a list of functions, got {reprlib.repr(self.sinks)}"
             raise UsageError(text, hint="Such as sinks=[print].")
         msgspec.structs.force_setattr(self, "sinks", sinks)
-
-
-def check_usable(url: str, process: int, *, is_closed: bool) -> None:
-    """Whether a manager may be used now, by this process.
-
-    Args:
-        url: Where the run lies, for the error.
-        process: The process that made the manager.
-        is_closed: Whether it was closed.
-
-    Raises:
-        ClosedError: If it was closed.
-        UsageError: If it belongs to another process.
-    """
-    if is_closed:
-        raise ClosedError(f"the manager of {url} is closed", hint="Make a new one.")
-    if os.getpid() != process:
-        raise UsageError(
-            f"the manager of {url} belongs to process {process}, and this is a child of it",
-            hint="Save in the process that made the manager, or make one of its own in the child.",
-        )
 
 
 def check_step(step: int, name: str = "a step") -> int:
@@ -227,22 +206,6 @@ def check_liveness(seconds: object) -> None:
     check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """**Pure.** Options of `resumable` that were given what looks like an object to keep.
-
-    Raises:
-        UsageError: If there is one; it says how to keep an object of that name.
-    """
-    for name, value in options.items():
-        is_policy = hasattr(value, "decide_save") or hasattr(value, "choose_kept")
-        if not is_policy and _looks_kept(value):
-            raise UsageError(
-                f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
-                "object to keep",
-                hint=f"To keep an object of that name, write resumable(directory, Checkpoint({name}=..., ...)).",
-            )
-
-
 def check_kept_objects(objects: Mapping[str, object]) -> None:
     """**Pure.** Objects that were given in another form than the one that can be put back.
 
@@ -263,33 +226,41 @@ def check_kept_objects(objects: Mapping[str, object]) -> None:
             )
 
 
-def _looks_kept(value: object) -> bool:
-    if isinstance(value, type):
-        return False
-    is_array = bool(getattr(value, "shape", ()))
-    return is_array or isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
-
-
-def check_names(objects: Mapping[str, object], options: Sequence[str]) -> None:
+def check_names(objects: Mapping[str, object], options: Mapping[str, object]) -> None:
     """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
 
+    Args:
+        objects: What `resumable` was given to keep.
+        options: Its options, and what they were given.
+
     Raises:
-        UsageError: If one is too like an option's, or its value is one.
+        UsageError: If an option was given what looks like an object, or an object has a name too like an option's, or
+            is a policy.
     """
-    for name, value in objects.items():
-        is_policy = hasattr(value, "decide_save") or hasattr(value, "choose_kept")
-        if is_policy:
-            option = "save_every" if hasattr(value, "decide_save") else "keep"
-        else:
-            option = _find_meant(name, value, options)
-        if option:
-            what = ", and a policy is no object to keep" if is_policy else ""
+    hint = "To keep an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
+    for name, value in options.items():
+        has_state = isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
+        is_array = bool(getattr(value, "shape", ()))
+        is_kind = isinstance(value, type) or _find_policy_option(value)
+        if (has_state or is_array) and not is_kind:
             raise UsageError(
-                f"{name} is not an option of resumable{what}; did you mean {option}?",
-                hint=f"Write {option}=..."
-                if is_policy
-                else f"To keep an object of that name, write resumable(directory, Checkpoint({name}=..., ...)).",
+                f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
+                "object to keep",
+                hint=hint.format(name),
             )
+    for name, value in objects.items():
+        if option := _find_policy_option(value):
+            raise UsageError(
+                f"{name} is not an option of resumable, and a policy is no object to keep; did you mean {option}?",
+                hint=f"Write {option}=...",
+            )
+        if option := _find_meant(name, value, ("directory", *options)):
+            text = f"{name} is not an option of resumable; did you mean {option}?"
+            raise UsageError(text, hint=hint.format(name))
+
+
+def _find_policy_option(value: object) -> str:
+    return "save_every" if hasattr(value, "decide_save") else "keep" if hasattr(value, "choose_kept") else ""
 
 
 def _find_meant(name: str, value: object, options: Sequence[str]) -> str:

@@ -41,8 +41,7 @@ from holdfast.cli.survey import checkpoint_bytes
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
-from holdfast.policies.expectation import expect_losses
-from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
+from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound, expect_losses
 from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
