@@ -25,7 +25,7 @@ from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.local.streams import LocalWriter
 from holdfast.testing.faulty import FaultyStorage
 from spare_files import identity
-from test_storage_faults import needs_strace
+from test_storage_faults import STRACE, needs_strace
 from test_storage_spare import can_reuse, reader_of, small_disk
 
 DATA = "data-00000-of-00001.safetensors"
@@ -400,7 +400,7 @@ def test_death_at_any_call_leaves_a_whole_checkpoint(run: Path, tmp_path: Path, 
         shutil.copytree(tmp_path / "copy", run)
         where = f"{fault} at {call_name} {number}"
         options = ["-e", f"trace={call_name}", "-e", f"inject={call_name}:{fault}:when={number}"]
-        command = ["strace", "-f", "-qq", "-o", str(log), *options, sys.executable, "-B", "-c", KILLED, str(run)]
+        command = [*STRACE, "-qq", "-o", str(log), *options, sys.executable, "-B", "-c", KILLED, str(run)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if "INJECTED" not in log.read_text() and done.returncode == 0:
             break
