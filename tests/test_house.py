@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -305,13 +306,13 @@ def test_files_are_named_for_a_stage_or_a_thing() -> None:
 
 
 def test_names_of_tests_have_at_most_seventy_characters() -> None:
-    found = [
-        node.name
+    names = [
+        name
         for module in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(parse(module))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 70
+        for name in re.findall(r"^ *def (test_\w+)", module.read_text(), re.MULTILINE)
     ]
-    assert found == []
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 70] == []
 
 
 def test_no_text_speaks_of_where_it_was_made() -> None:
