@@ -212,7 +212,7 @@ def raw(array: Any) -> bytes:
     """The bytes that are stored for an array."""
     if isinstance(array, torch.Tensor):
         plain = array.detach().clone().resolve_conj().resolve_neg().contiguous()
-        return bytes(plain.reshape(-1).view(torch.uint8).tolist()) if plain.numel() else b""
+        return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
 
 
