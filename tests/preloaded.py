@@ -329,7 +329,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _leave_as_they_are(modules: dict[str, types.ModuleType]) -> None:
-    """What was registered first is called last: Python takes apart the modules that it finds, which takes long."""
+    """Called at the very end, as it is registered before all else: to take a framework's modules apart takes long."""
     for name in modules:
         sys.modules.pop(name, None)
     # For ever.
@@ -338,10 +338,11 @@ def _leave_as_they_are(modules: dict[str, types.ModuleType]) -> None:
 
 def _serve_and_run() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
+    kept: dict[str, types.ModuleType] = {}
+    atexit.register(_leave_as_they_are, kept)
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    kept = {name: module for name, module in sys.modules.items() if _is_foreign(name)}
-    atexit.register(_leave_as_they_are, kept)
+    kept.update((name, module) for name, module in sys.modules.items() if _is_foreign(name))
     gc.collect()
     # Its objects stay where they are: a fork that looked through them would copy them.
     gc.freeze()
