@@ -573,6 +573,8 @@ def test_training_without_counted_steps_shows_by_an_unkept_optimizer(tmp_path: P
 
 
 def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # What other tests have left is warned of as well.
+    caplog.clear()
     hf.resumable(tmp_path / "never", state=[0])
     gc.collect()
     assert [text.partition(": ")[2][:38] for text in caplog.messages] == ["the run was made and never entered, so"]
