@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from holdfast.catalog import exists, is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
@@ -18,7 +18,8 @@ from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.encoding import MAX_DEPTH, escape, path_part
-from holdfast.format.index import LeafRecord, StoredBox
+from holdfast.format.index import StoredBox
+from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.records import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.scalars import DECODERS, Malformed, Node, decode_numpy
@@ -54,45 +55,13 @@ class Heading:
         return checkpoint_bytes(self.manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
-    """One array: a leaf, or a box of one.
-
-    `source` is the directory of the step in which its file lies, if that is another one.
-    """
+class Array(NamedTuple):
+    """One array, a leaf or a box of one, with the name of its data file, and the directory of the step in which that
+    lies, if that is another one."""
 
     stored: StoredBox
     file: str
-    source: str = ""
-
-    @property
-    def record(self) -> LeafRecord:
-        """Its record."""
-        return self.stored.record
-
-    @property
-    def is_box(self) -> bool:
-        """Whether it is only a part of its leaf."""
-        return not self.stored.box.is_whole(self.stored.global_shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return self.record.end - self.record.begin
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One leaf, whoever has its boxes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes, once."""
-        return array_bytes(self.dtype, self.shape)
+    source: str
 
 
 def _read_heading(target: RunTarget) -> Heading | None:
@@ -159,13 +128,13 @@ class Contents:
             arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
         return [array for array in arrays if select is None or select(array.stored.leaf)]
 
-    def leaves(self) -> list[Leaf]:
-        """The leaves, in the order of the files in which each is first met."""
-        leaves: dict[str, Leaf] = {}
-        for array in self.arrays():
-            stored = array.stored
-            leaves.setdefault(stored.leaf, Leaf(stored.leaf, stored.dtype, stored.global_shape))
-        return list(leaves.values())
+    def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """For each leaf its type, its shape and its size, in the order of the files in which each is first met."""
+        leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for stored, _, _ in self.arrays():
+            dtype, shape = stored.dtype, stored.global_shape
+            leaves.setdefault(stored.leaf, (dtype, shape, array_bytes(dtype, shape)))
+        return leaves
 
     def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
         """The nodes that are asked for, by their path; all objects by default."""
@@ -174,8 +143,8 @@ class Contents:
     def sizes(self) -> dict[str, dict[str, int]]:
         """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
-        for leaf in self.leaves():
-            sizes.setdefault(leaf.name.partition("/")[0], {})[leaf.name] = leaf.size_bytes
+        for leaf, (_, _, size_bytes) in self.leaves().items():
+            sizes.setdefault(leaf.partition("/")[0], {})[leaf] = size_bytes
         return sizes
 
     def document(self, select: Callable[[str], bool] | None) -> dict[str, Any]:
@@ -212,18 +181,18 @@ class Contents:
             ],
             "leaves": [
                 {
-                    "name": array.stored.leaf,
-                    "dtype": array.record.dtype,
-                    "shape": list(array.record.shape),
-                    "global_shape": list(array.stored.global_shape),
-                    "offsets": list(array.stored.box.offsets),
-                    "size_bytes": array.size_bytes,
-                    "rank": array.stored.rank,
-                    "file": array.file,
-                    "source": array.source or None,
-                    "offset_bytes": array.record.begin,
+                    "name": stored.leaf,
+                    "dtype": stored.record.dtype,
+                    "shape": list(stored.record.shape),
+                    "global_shape": list(stored.global_shape),
+                    "offsets": list(stored.box.offsets),
+                    "size_bytes": stored.record.end - stored.record.begin,
+                    "rank": stored.rank,
+                    "file": file,
+                    "source": source or None,
+                    "offset_bytes": stored.record.begin,
                 }
-                for array in self.arrays(select)
+                for stored, file, source in self.arrays(select)
             ],
             "values": self.values(select),
         }

@@ -57,6 +57,10 @@ class Screen:
             self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
             self.width = self._console.width
 
+    def size(self, size_bytes: int, unit: str = " bytes") -> str:
+        """A size as a person reads it on a terminal; elsewhere all of its digits, and the unit."""
+        return size_text(size_bytes) if self.is_terminal else f"{size_bytes}{unit}"
+
     def say(self, *words: Words) -> None:
         """Writes one line."""
         if not self.is_terminal:

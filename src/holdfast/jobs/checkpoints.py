@@ -107,7 +107,7 @@ class MultiNodeCheckpointManager:
             strict: False to take from a checkpoint what fits, if the job's objects have changed since.
             background: True to begin the next epoch as soon as the state is copied. What comes of the save is known
                 when the next one begins, or at the end.
-            sinks: Functions that are told of each event.
+            sinks: Functions that get each event.
             timeout_seconds: The deadline of each wait.
             threads: How many threads write, and read, in each process.
 
@@ -155,7 +155,7 @@ class MultiNodeCheckpointManager:
 
         Raises:
             UsageError: If these are other nodes than before, and `take_over_nodes` was not asked for.
-            SaveFailedError: If the last save of the run before failed and nobody was told.
+            SaveFailedError: If the last save of the run before failed and that was not reported yet.
             StorageError: If the place fails.
         """
         if self.nodes and set(nodes) != set(self.nodes) and not self._take_over_nodes:
@@ -370,7 +370,7 @@ class MultiNodeCheckpointManager:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.
 
         Raises:
-            SaveFailedError: If a save failed and nobody was told.
+            SaveFailedError: If a save failed and that was not reported yet.
         """
         if self._store is not None:
             self._store.close()
@@ -471,11 +471,11 @@ class NodeCheckpointManager(MultiNodeCheckpointManager):
 def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -> None:
     """**Pure.** Makes sure that all workers begin a run alike: with the same epoch, or all anew."""
     if any(beginning != beginnings[0] for beginning in beginnings):
-        told = (
+        begun = (
             f"{node} {'anew' if anew else 'from the newest epoch' if epoch is None else f'from epoch {epoch}'}"
             for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
         )
         raise UsageError(
-            f"the workers do not begin alike: {', '.join(told)}",
+            f"the workers do not begin alike: {', '.join(begun)}",
             hint="Give resume_from_epoch and begin_anew alike on all workers.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Job:
         self._stop_group = TaskGroup("stop conditions")
         self._first_node_only: set[Task] = set()
         self._tokens: list[Token[Job | None]] = []
+        # Held while the job is run.
+        self.run_lock = threading.Lock()
         for condition in stop_conditions:
             self.add_stop_condition(condition)
 

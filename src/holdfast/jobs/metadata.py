@@ -65,7 +65,7 @@ class ManifestMetadataHandler:
         """Reads nothing yet.
 
         Args:
-            directory: Where the checkpoints lie; None to be told by `set_params`.
+            directory: Where the checkpoints lie; None to learn it from `set_params`.
         """
         self.reports: dict[str, list[NodeDurations]] = {}
         self._storage = open_storage(directory) if directory is not None else None

@@ -81,11 +81,6 @@ class _Epochs:
         """Nothing: the end of the process gives up what is in flight."""
 
 
-# Guards the runs that go on in this process.
-_lock = threading.Lock()
-_runs: dict[Job | Session, object] = {}
-
-
 class JobRunner:
     """Runs a job: init, then epoch after epoch, each saved for all nodes at once, then upload, download and exit.
 
@@ -118,7 +113,7 @@ class JobRunner:
             upload_task_group_builder: Makes the tasks that bring the last saved epoch elsewhere.
             failures_allowed: How many saves in a row may fail before the job ends. That the last one has failed is
                 raised in any case, when all else is done.
-            sinks: Functions that are told of the job's own events; the manager has its own.
+            sinks: Functions that get the job's own events; the manager has its own.
             preemption: How to hear, while the job runs, that it is to be taken away, and how to leave: "auto" for
                 signals and what fits the place where it runs, "off" for nothing, or a `TerminationConfig`. Without a
                 manager nothing is heard.
@@ -196,8 +191,8 @@ class JobRunner:
         """
         _check_session(session)
         with (
-            _running_alone(self._job, "the job is being run already", "Make a job of its own for each run."),
-            _running_alone(session, "the session is running a job already", "Make a session for each run."),
+            _running_alone(self._job.run_lock, "the job is being run already", "Make a job of its own for each run."),
+            _running_alone(session.run_lock, "the session is running a job already", "Make a session for each run."),
         ):
             self._check(session)
             self._result = JobResult()
@@ -445,7 +440,7 @@ class JobRunner:
             raise failure
 
     def _upload(self, session: Session) -> None:
-        """Uploads the last epoch that is saved. Whatever goes wrong is told of, and raised when all else is done."""
+        """Uploads the last epoch that is saved. What goes wrong is reported, and raised when all else is done."""
         if self._upload_builder is None or self._manager is None:
             return
         epoch = self._result.last_saved_epoch
@@ -478,20 +473,15 @@ def _check_session(session: object) -> None:
 
 
 @contextmanager
-def _running_alone(taken: Job | Session, trouble: str, hint: str) -> Iterator[None]:
+def _running_alone(run_lock: threading.Lock, trouble: str, hint: str) -> Iterator[None]:
     """Makes sure that a job, or a session, has one run at a time: tasks have one place for what they return, and nodes.
 
     Raises:
         UsageError: If it has one already.
     """
-    run = object()
+    if not run_lock.acquire(blocking=False):
+        raise UsageError(trouble, hint=hint)
     try:
-        with _lock:
-            stands = _runs.setdefault(taken, run)
-        if stands is not run:
-            raise UsageError(trouble, hint=hint)
         yield
     finally:
-        with _lock:
-            if _runs.get(taken) is run:
-                del _runs[taken]
+        run_lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -43,6 +44,8 @@ class Session(ABC):
         self._nodes = _check_nodes(nodes)
         self._closed = False
         self._stores: list[NodeStore] = []
+        # Held while a job is run in it.
+        self.run_lock = threading.Lock()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -171,7 +174,7 @@ class Session(ABC):
         """**Blocks.** Waits for saves in flight, and ends the session; its workspaces are gone. Harmless twice.
 
         Raises:
-            SaveFailedError: If a save failed and nobody was told.
+            SaveFailedError: If a save failed and that was not reported yet.
         """
         self._closed = True
         while self._stores:

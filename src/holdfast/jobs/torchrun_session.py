@@ -53,7 +53,7 @@ _INTERRUPT: Final = signal.SIGURG
 _GONE: Final = "died, or left, during the job's work"
 
 _ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
-"""What ends a run on all workers: they have told each other of it, or see the same checkpoints."""
+"""What ends a run on all workers: they have all learned of it, or see the same checkpoints."""
 
 
 class PeerFailedError(HoldfastError):
@@ -206,7 +206,7 @@ class _Gathering:
     def close(self, trouble: str = "") -> None:
         """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well.
 
-        Those who still wait for this worker are told of the trouble.
+        Workers that still wait for this one learn of the trouble.
         """
         if trouble:
             self._report((self._cluster.rank,), f"left the job: {trouble}")
@@ -478,7 +478,7 @@ class TorchrunSession(Session):
         except HoldfastError as error:
             if failure is None:
                 raise
-            failure.add_note(f"{type(error).__name__} when this was told to the others: {error.message}")
+            failure.add_note(f"{type(error).__name__} when this was reported to the others: {error.message}")
             raise failure from failure.__cause__
         return [msgspec.json.decode(record, type=_Part) for record in records], results, failure
 

@@ -35,7 +35,7 @@ class UploadTaskGroupBuilder:
             epoch: The last epoch that is saved for all nodes.
             checkpoint_manager: The manager that saved it, which knows where it lies.
         """
-        # Written by the user, in a class of their own; whoever forgets it is told so.
+        # A subclass has to define it.
         raise NotImplementedError("an UploadTaskGroupBuilder says in build() what is to be done")
 
 

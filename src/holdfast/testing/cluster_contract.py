@@ -38,7 +38,7 @@ class ClusterContract:
 
     @classmethod
     def store_host(cls) -> int | None:
-        """The number of the process that hosts the store; None if nobody can be killed for it."""
+        """The number of the process that hosts the store; None if none can be killed for it."""
         return None
 
     @pytest.fixture(scope="class")

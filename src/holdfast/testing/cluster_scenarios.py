@@ -149,7 +149,7 @@ def check_limits(cluster: Cluster) -> None:
 
 
 def check_waits(cluster: Cluster) -> None:
-    """A wait ends with its deadline or when the value comes, and holds up nobody else."""
+    """A wait ends with its deadline or when the value comes, and holds up no others."""
     begun_at = time.monotonic()
     _expect(DeadlineError, lambda: cluster.wait_get("never", SHORT_SECONDS))
     assert SHORT_SECONDS <= time.monotonic() - begun_at < PATIENCE_SECONDS
@@ -205,7 +205,7 @@ def check_gather(cluster: Cluster) -> None:
 
 
 def check_absent(cluster: Cluster) -> None:
-    """Who does not come is named, with its node, and whoever comes too late is told the same."""
+    """A worker that does not come is named, with its node, and one that comes too late gets the same error."""
     absent = cluster.world_size - 1
     if cluster.world_size == 1:
         return
@@ -279,7 +279,7 @@ def check_close(cluster: Cluster) -> None:
 
 
 def play_bereaved(cluster: Cluster) -> None:
-    """The last worker is killed by whoever plays this with us. The others miss it, and go on meeting without it."""
+    """The last worker is killed by the test. The others miss it, and go on meeting without it."""
     victim = cluster.world_size - 1
     # Where the system tells of the end of a process, no worker waits for its signs of life.
     heartbeat = Heartbeat(cluster, 0.1, 4 * PATIENCE_SECONDS if find_machine() else LOSS_SECONDS)
@@ -297,7 +297,7 @@ def play_bereaved(cluster: Cluster) -> None:
 
 
 def play_storeless(cluster: Cluster) -> None:
-    """The store's host is killed by whoever plays this with us. Every call says so within its deadline."""
+    """The store's host is killed by the test. Every call says so within its deadline."""
     heartbeat = Heartbeat(cluster, 0.1, LOSS_SECONDS)
     rendezvous(cluster, "all-live", PATIENCE_SECONDS)
     say({"ready": cluster.rank, "pid": os.getpid()})
@@ -313,7 +313,7 @@ def play_storeless(cluster: Cluster) -> None:
 
 
 def play_restarted(cluster: Cluster) -> None:
-    """The job is started a second time by whoever plays this with us. Nothing is there that the first has left."""
+    """The job is started a second time by the test. Nothing is there that the first has left."""
     say({"incarnation": cluster.incarnation})
     own = f"restarted/{cluster.rank}"
     rendezvous(cluster, "all-begin", PATIENCE_SECONDS)
@@ -339,11 +339,11 @@ def _await_count(cluster: Cluster, key: str, count: int) -> None:
 
 
 def _watch(heartbeat: Heartbeat, ranks: tuple[int, ...] | None) -> None:
-    """Looks until somebody is missing."""
+    """Looks until a worker is missing."""
     end_at = time.monotonic() + 2 * PATIENCE_SECONDS
     while time.monotonic() < end_at:
         heartbeat.check(ranks)
-        time.sleep(0.01)  # A heartbeat is asked; it calls nobody.
+        time.sleep(0.01)  # A heartbeat is asked; it makes no calls.
 
 
 def _expect(kind: type[HoldfastError], call: Callable[[], object]) -> HoldfastError:
@@ -376,4 +376,4 @@ ENDLESS: Final[dict[str, Callable[[Cluster], None]]] = {
     "storeless": play_storeless,
     "restarted": play_restarted,
 }
-"""Those that need somebody who kills a process, or starts the job again."""
+"""Those for which the test kills a process, or starts the job again."""

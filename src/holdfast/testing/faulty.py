@@ -192,7 +192,7 @@ class _Gate:
             call: What is recorded.
             do_all: Does it.
             do_half: Does a part of it; nothing if None.
-            do_all_but_reply: Does it when nobody will get the result; `do_all` if None.
+            do_all_but_reply: Does it when its result is lost; `do_all` if None.
         """
         with self._lock:
             if self.is_dead:

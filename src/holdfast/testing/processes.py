@@ -24,11 +24,11 @@ _SHOWN_CHARACTERS: Final = 4000
 
 
 _MARK: Final = "HOLDFAST_TESTING_WORKERS"
-"""A variable that all of them have, and whoever they start: a launcher's children are in no process group of ours."""
+"""A variable that all of them have, and what they start: a launcher's children have groups of their own."""
 
 
 class Workers:
-    """Some processes, each with its output in files. Leaving the `with` block kills whoever still runs, and theirs."""
+    """Some processes, each with its output in files. Leaving the `with` block kills what still runs, and theirs."""
 
     def __init__(self, directory: Path) -> None:
         """Starts none yet; their output goes into the directory."""
@@ -51,7 +51,7 @@ class Workers:
                     stdout=out,
                     stderr=err,
                     stdin=subprocess.DEVNULL,
-                    # A signal for all of them, a launcher's children too, is to reach nobody else.
+                    # A signal for all of them, a launcher's children too, is to reach no others.
                     start_new_session=True,
                 )
             )
@@ -71,7 +71,7 @@ class Workers:
                     return record[key]
             if ended or time.monotonic() > end_at:
                 raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
-            time.sleep(_LOOK_SECONDS)  # It prints into a file, which nobody can wait for.
+            time.sleep(_LOOK_SECONDS)  # It prints into a file, which cannot be waited for.
 
     def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
         """**Blocks.** Waits until a process has printed a line that begins so.

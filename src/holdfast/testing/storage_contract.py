@@ -147,7 +147,7 @@ class StorageContract:
         assert storage.list("") == []
 
     def test_set_aside(self, storage: Storage) -> None:
-        """A directory goes whole to where nobody looks, and its name is free."""
+        """A directory goes whole out of sight, and its name is free."""
         storage.make_directory("run/step")
         storage.write("run/step/file", b"old")
         aside = storage.set_aside("run/step")

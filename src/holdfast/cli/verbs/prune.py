@@ -61,7 +61,9 @@ def command(
         raise UsageError("--job-is-dead means nothing without --unfinished")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     if not (dry_run or yes or may_ask):
-        raise UsageError("nobody can be asked here", hint="Give --yes to remove, or --dry-run to see what would go.")
+        raise UsageError(
+            "there is no terminal to ask on", hint="Give --yes to remove, or --dry-run to see what would go."
+        )
     plan = plan_removals(survey, wishes)
     check_removable(target.storage, plan, survey.catalog)
     screen = None if as_json else Screen(sys.stdout)
@@ -118,7 +120,7 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
     rows: list[list[Words]] = [
         [
             one.directory,
-            size_text(one.size_bytes) if screen.is_terminal else str(one.size_bytes),
+            screen.size(one.size_bytes, unit=""),
             (one.state.value.replace("_", " "), FAINT) if screen.is_terminal else one.state.value,
         ]
         for one in plan.remove
@@ -193,7 +195,7 @@ class Wishes:
         unfinished: What unfinished saves have left, what is set aside already, and the spare.
         lost: All steps that have lost their manifests.
         job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
-            unfinished saves are nobody's, and the spare.
+            unfinished saves belong to no job, and the spare.
         steps: Single checkpoints, each a step or the name of its directory.
     """
 
@@ -341,28 +343,15 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
         StorageError: If a job has begun there, or what is to go stands elsewhere now, or is needed; or if the place
             fails.
     """
-    now = read_catalog(storage)
-    moved = any(_place_in(now, one) is not one.state for one in plan.remove)
+    now = survey_run(storage)
+    states = {one.directory: one.state for one in now.found}
+    moved = any(states.get(one.directory) is not one.state for one in plan.remove)
     needed = _find_needed(storage, plan)
-    if moved or any(one.name in needed for one in plan.remove) or now.generation != before.generation:
+    if moved or any(one.name in needed for one in plan.remove) or now.catalog.generation != before.generation:
         raise StorageError(
             f"{storage.url} has changed since it was looked at; nothing was removed",
             hint="A job is at work there. Look again, and decide anew.",
         )
-
-
-def _place_in(catalog: Catalog, one: Found) -> State | None:
-    if one.state is State.SPARE:
-        return State.SPARE if catalog.spare_bytes is not None else None
-    if one.name is None:
-        return State.SET_ASIDE if one.directory in catalog.trash else None
-    if one.name in catalog.living:
-        return State.LIVING
-    if one.name in catalog.committed:
-        return State.OFF_LINE
-    if one.state is State.LOST and one.name in (*catalog.lost, *catalog.unfinished):
-        return State.LOST
-    return State.UNFINISHED if one.name in catalog.unfinished else None
 
 
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:

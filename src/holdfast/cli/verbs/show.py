@@ -25,7 +25,6 @@ from holdfast.cli.screen import (
     iso_text,
     local_time_text,
     shortened,
-    size_text,
     write_json,
 )
 from holdfast.cli.survey import State
@@ -112,9 +111,9 @@ class ContentsPage:
             "committed": committed,
             "generation": f"{manifest.generation}{attempt}",
             "workers": str(manifest.world_size),
-            "size": self._exact_size(heading.size_bytes),
+            "size": self._screen.size(heading.size_bytes),
             "refers to": ", ".join(
-                f"{reference.name.directory} for {self._exact_size(reference.size_bytes)}"
+                f"{reference.name.directory} for {self._screen.size(reference.size_bytes)}"
                 for reference in manifest.references
             ),
             "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
@@ -130,13 +129,13 @@ class ContentsPage:
         """Where the bytes are: the objects as a tree, and the largest leaves."""
         self._screen.say()
         self._show_tree(contents, depth)
-        leaves = sorted(contents.leaves(), key=lambda leaf: -leaf.size_bytes)
+        leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
         if len(leaves) > 1:
             self._screen.say()
             title = "largest leaf" if len(leaves) <= _LARGEST else f"largest of {len(leaves)} leaves"
             rows = [
-                [leaf.name, leaf.dtype, _list_text(leaf.shape), self._size(leaf.size_bytes)]
-                for leaf in leaves[:_LARGEST]
+                [name, dtype, _list_text(shape), self._size(size_bytes)]
+                for name, (dtype, shape, size_bytes) in leaves[:_LARGEST]
             ]
             self._table([title, "dtype", "shape", "size"], rows)
 
@@ -184,13 +183,13 @@ class ContentsPage:
         self._table(["object", "leaves", "size", "share", "other values"], rows)
 
     def _array_row(self, array: Array) -> list[Words]:
-        record, stored = array.record, array.stored
-        part = f" of {_list_text(stored.global_shape)} at {_list_text(stored.box.offsets)}" if array.is_box else ""
+        record, stored = array.stored.record, array.stored
+        part = f" of {_list_text(stored.global_shape)} at {_list_text(stored.box.offsets)}"
         return [
             stored.leaf,
             record.dtype,
-            _list_text(record.shape) + part,
-            self._size(array.size_bytes),
+            _list_text(record.shape) + ("" if stored.box.is_whole(stored.global_shape) else part),
+            self._size(record.end - record.begin),
             str(record.begin),
             (join(array.source, array.file), FAINT),
         ]
@@ -202,11 +201,8 @@ class ContentsPage:
         figures = {shown[title] for title in titles if title in ("leaves", "size", "share", "offset")}
         self._screen.table(list(shown.values()), rows, figures=figures)
 
-    def _exact_size(self, size_bytes: int) -> str:
-        return self._size(size_bytes) + ("" if self._screen.is_terminal else " bytes")
-
     def _size(self, size_bytes: int) -> str:
-        return size_text(size_bytes) if self._screen.is_terminal else str(size_bytes)
+        return self._screen.size(size_bytes, unit="")
 
 
 def _list_text(numbers: Sequence[int]) -> str:

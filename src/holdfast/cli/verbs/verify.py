@@ -247,11 +247,10 @@ class VerifyReport:
         """One checkpoint: a line, and one more for each place that is damaged."""
         symbol, style = _STYLES[verdict.outcome]
         step = f"step {verdict.name.step}" if verdict.name else "step ?"
-        size = size_text(verdict.read_bytes) if screen.is_terminal else f"{verdict.read_bytes} bytes"
         screen.say(
             (f"{symbol if screen.has_symbols else ''}{verdict.outcome.value:<8}", style),
             f"  {step}  ",
-            (f"{verdict.directory or self.target.location}  {size} read", FAINT),
+            (f"{verdict.directory or self.target.location}  {screen.size(verdict.read_bytes)} read", FAINT),
         )
         if verdict.outcome is CheckOutcome.REMOVED:
             return
