@@ -97,7 +97,7 @@ class Screen:
             titles: What stands above each column.
             rows: The cells of each row.
             figures: The titles of the columns that are aligned to the right.
-            indent: How many spaces stand before each line.
+            indent: How many spaces stand before each row.
         """
         if not self.is_terminal:
             lines = [*([titles] if any(titles) else []), *rows]
@@ -111,17 +111,17 @@ class Screen:
                     ),
                 )
             return
-        from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
+        margin = " " * indent
         table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=any(titles), header_style=FAINT)
         for title in titles:
             justify: Any = "right" if title in figures else "left"
             table.add_column(Text(legible(title)), justify=justify, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text.assemble(_legible(cell)) for cell in row))
-        self._console.print(Padding(table, (0, 0, 0, indent), expand=False))
+        for first, *others in rows:
+            table.add_row(Text.assemble(margin, _legible(first)), *(Text.assemble(_legible(cell)) for cell in others))
+        self._console.print(table)
 
 
 def terminal_width(words: Words) -> int:
