@@ -204,8 +204,7 @@ ELASTIC = Path(__file__).with_name("elastic.py")
 RESTARTED = """
 import json, os, sys
 from holdfast.cluster import open_cluster
-from holdfast.cluster.barrier import gather, rendezvous
-from holdfast.testing.cluster_scenarios import say
+from holdfast.testing.cluster_scenarios import gather, rendezvous, say
 
 cluster = open_cluster("auto", 60)
 # It is of this start, whatever the one before has left in the store, which is the same.
@@ -241,8 +240,7 @@ def test_each_restart_by_torchrun_is_an_incarnation_of_its_own(tmp_path: Path) -
 AROUND_A_GROUP = """
 import os, torch, torch.distributed as dist
 from holdfast.cluster import open_cluster
-from holdfast.cluster.barrier import rendezvous
-from holdfast.testing.cluster_scenarios import say
+from holdfast.testing.cluster_scenarios import rendezvous, say
 
 before = open_cluster("auto", 60)
 dist.init_process_group("gloo")

@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 
 from command_line import run_python
-from holdfast.cluster.barrier import gather, rendezvous
 from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
@@ -31,6 +30,7 @@ from holdfast.cluster.polling import (
 )
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, UsageError
+from holdfast.testing.cluster_scenarios import gather, rendezvous
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 
 PATIENCE_SECONDS = 30.0

@@ -12,7 +12,6 @@ import pytest
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
-from holdfast.cluster.barrier import rendezvous
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
@@ -31,6 +30,7 @@ from holdfast.save.joint.replicas import (
 )
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
+from holdfast.testing.cluster_scenarios import rendezvous
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 from holdfast.testing.processes import Workers, python
 

@@ -42,31 +42,6 @@ class _Outcome(msgspec.Struct, frozen=True):
     are_dead: bool = False
 
 
-def gather(
-    cluster: Cluster, name: str, record: bytes, timeout_seconds: float, *, check: Check | None = None
-) -> list[bytes]:
-    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `gather_decide_broadcast`.
-
-    All get all: where there are very many workers, `gather_decide_broadcast` takes less of the store.
-
-    Raises:
-        AbsentError: If workers did not come in time; it names them.
-        ClusterError: If the store does not answer.
-    """
-    answer = gather_decide_broadcast(cluster, name, record, msgspec.msgpack.encode, timeout_seconds, check=check)
-    return msgspec.msgpack.decode(answer, type=list[bytes])
-
-
-def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
-    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `gather_decide_broadcast`.
-
-    Raises:
-        AbsentError: If workers did not come in time; it names them.
-        ClusterError: If the store does not answer.
-    """
-    gather_decide_broadcast(cluster, name, b"", lambda records: b"", timeout_seconds)
-
-
 def gather_decide_broadcast(
     cluster: Cluster,
     name: str,
@@ -188,7 +163,7 @@ class _Meeting:
             cluster.set(self._key(f"answer/{number}"), answer[start : start + MAX_VALUE_BYTES])
         outcome = self._decide(_Outcome(pieces=len(starts)))
         if outcome.absent:
-            # Somebody's time had run out before the last one came.
+            # A worker's time had run out before the last one came.
             self._raise_absent(outcome)
         with suppress(HoldfastError):
             # It has been decided: what comes now is no part of it.
@@ -244,7 +219,7 @@ class _Meeting:
         return value
 
     def _has_not_brought(self, rank: int) -> bool:
-        # What the leader brings stands there until it has answered, and is of no use without the answer.
+        # What the leader brings is kept until it has answered, and is of no use without the answer.
         return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
 
     def _give_up(self, error: DeadlineError, rank: int) -> _Outcome:
@@ -274,7 +249,7 @@ class _Meeting:
         return f"{self._name}/{key}"
 
 
-def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str, *, hint: str = "") -> AbsentError:
+def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str) -> AbsentError:
     """The error that names workers, where they run, and as the end of a sentence, `what` they have not done."""
     # Of very many it is enough to know where some were.
     nodes = tuple(cluster.node_of(rank) if place < _NAMED_NODES else "" for place, rank in enumerate(ranks))
@@ -284,5 +259,5 @@ def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str, *, hi
         f"{name_ranks(ranks)} of {cluster.world_size}{on} {what}",
         ranks=ranks,
         nodes=nodes,
-        hint=hint or "Look whether these processes still run, and what they have written last.",
+        hint="Look whether these processes still run, and what they have written last.",
     )

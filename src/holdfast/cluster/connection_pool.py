@@ -143,7 +143,7 @@ class ConnectionPool:
                     task.result = task.work(connection)
                 except BaseException as error:  # noqa: BLE001  Whatever it is, the caller gets it.
                     task.error = error
-                    # Nobody knows in what state an error leaves a connection.
+                    # It is not known in what state an error leaves a connection.
                     connection = None
                 # Before the caller goes on, so that one thread by itself needs one connection.
                 with self._lock:

@@ -24,7 +24,7 @@ from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
 INTERVAL_SECONDS: Final = 1.0
 
 _GOODBYE: Final = -(1 << 30)
-"""Added to a worker's count when it leaves; nobody counts so far that the sum is not negative."""
+"""Added to a worker's count when it leaves; no worker counts so far that the sum is not negative."""
 
 _DIED: Final = -(1 << 29)
 """Added by another worker, if the process has ended without a goodbye; the sum is not less than this then."""

@@ -120,18 +120,18 @@ class StoreMailbox:
         changed, self.changed = self.changed, Latch()
         changed.open()
 
-    def wait(self, holds: Callable[[], bool], end_at: float | None) -> bool:
+    def wait(self, holds: Callable[[], bool], end_at: float) -> bool:
         """**Blocks.** Waits until something holds, or the store cannot be reached, or the time is over.
 
         Args:
             holds: Looked at whenever there is something new.
-            end_at: When the time is over, by the monotonic clock; None if it never is.
+            end_at: When the time is over, by the monotonic clock.
         """
         while True:
             changed = self.changed
             if holds():
                 return True
-            if self.trouble or (end_at is not None and time.monotonic() >= end_at):
+            if self.trouble or time.monotonic() >= end_at:
                 return False
             changed.wait(NEWS.longest_seconds)
 

@@ -106,7 +106,7 @@ class Joining:
                 missing = [other for other in range(self._world_size) if self._nonce_of(other) is None]
                 raise self._absent(missing or [rank])
             self._check_nonce()
-            # What an earlier start of another size has left stands there already, so that looking again is in place.
+            # What an earlier start of another size has left is there already, so that it has to look again.
             if self._wait(self._key("join", rank), JOINING_TURNS.shortest_seconds) is not None:
                 # The value is there, but not from a worker of this start yet; a store does not tell of a second one.
                 time.sleep(STALE_JOIN_SECONDS)

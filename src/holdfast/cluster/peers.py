@@ -32,7 +32,7 @@ _WARN_SECONDS: Final = 60.0
 """After how long it is worth a word that something is still waited for."""
 
 _TEXT_CHARACTERS: Final = 4000
-"""How much of an error is told: enough for people, and no more than a store holds."""
+"""How much of an error is sent: enough for people, and no more than a store holds."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
@@ -342,7 +342,7 @@ class Peers:
             PeerError: If one has left, and has said why.
             ClusterError: If the store does not answer.
         """
-        # Who missed a meeting comes to it late, is told so, and then is in step again.
+        # A worker that missed a meeting comes to it late, hears so, and then is in step again.
         self._meetings += 1
         name = self.key("meeting", self._meetings)
         check = self.failures.check
@@ -413,7 +413,7 @@ class Peers:
             # Otherwise one more look: the worker may have done what it was to do, and then gone.
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forgets keys that nobody needs any more, if the store can be reached."""
+        """Forgets keys that are not needed any more, if the store can be reached."""
         with suppress(HoldfastError):
             for key in keys:
                 self.cluster.delete(key)
@@ -426,7 +426,7 @@ class Peers:
         wait_read(self.cluster, lambda: self.failures.lost)
 
     def leave(self) -> None:
-        """Says goodbye without waiting: whoever waits for this worker waits no longer."""
+        """Says goodbye without waiting: those who wait for this worker wait no longer."""
         self.failures.close(waits=False)
 
     def close(self, *, after_others_seconds: float = 0.0) -> None:

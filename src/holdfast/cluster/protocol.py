@@ -66,7 +66,7 @@ class Cluster(Protocol):
         """**Thread-safe.** Lets a key hold a value, unless it holds one.
 
         Returns:
-            What stands there now: this value, or the one that was there before.
+            What the key holds now: this value, or the one that was there before.
         """
         ...
 
@@ -91,7 +91,7 @@ class Cluster(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """**Thread-safe.** Forgets a value or a counter; harmless if there is none. Nobody may be waiting for it."""
+        """**Thread-safe.** Forgets a value or a counter; harmless if there is none. No worker may be waiting for it."""
         ...
 
     def close(self) -> None:
@@ -132,11 +132,7 @@ Connect: TypeAlias = Callable[[float], EngineStore]
 
 
 def check_key(key: str) -> str:
-    """**Pure.** The key, if it is one.
-
-    Raises:
-        UsageError: If it is not.
-    """
+    """**Pure.** The key, if it is one; else raises `UsageError`."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise UsageError(
             f"{key!r} is no key of a cluster's store",
@@ -148,11 +144,7 @@ def check_key(key: str) -> str:
 
 
 def check_value(key: str, value: bytes) -> bytes:
-    """**Pure.** The value, if the store can hold it.
-
-    Raises:
-        UsageError: If it cannot.
-    """
+    """**Pure.** The value, if the store can hold it; else raises `UsageError`."""
     if not isinstance(value, bytes):
         raise UsageError(f"{key}: a value is bytes, not {type(value).__name__}")
     if len(value) > MAX_VALUE_BYTES:
@@ -164,11 +156,7 @@ def check_value(key: str, value: bytes) -> bytes:
 
 
 def check_amount(key: str, amount: int) -> int:
-    """**Pure.** The amount, if it is a number that every store can add.
-
-    Raises:
-        UsageError: If it is not.
-    """
+    """**Pure.** The amount, if every store can add it; else raises `UsageError`."""
     if not isinstance(amount, int) or isinstance(amount, bool) or not -MAX_COUNT < amount < MAX_COUNT:
         raise UsageError(f"{key}: {amount!r} is no whole number of less than {MAX_COUNT}")
     return amount

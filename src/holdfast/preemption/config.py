@@ -41,7 +41,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             nothing counts as saved.
         sources: Where to listen: "auto" for signals and what fits the place where the job runs, or a list of sources
             of `holdfast.preemption`.
-        exit_code: What to exit with when all is saved; whoever started the job should start it again then.
+        exit_code: What to exit with when all is saved; what started the job should start it again then.
     """
 
     termination_watcher_fn: Callable[[], object] | None = None

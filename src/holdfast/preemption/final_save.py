@@ -62,7 +62,7 @@ class Saves(Protocol):
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Waits until no save is in flight, and raises failures that were not told of."""
+        """Waits until no save is in flight, and raises failures that were not raised yet."""
         ...
 
     def latest_step(self) -> int | None:
@@ -148,7 +148,7 @@ class FinalSave:
                     self.tried.append(saved)
                 self.wait_committed(saved, end_at)
             except PeerError:
-                raise  # The training thread was interrupted: nobody can save any more.
+                raise  # The training thread was interrupted: no worker can save any more.
             except DeadlineError as late:
                 return late.message
             except HoldfastError as failure:
@@ -352,7 +352,7 @@ class FinalSave:
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:
-        """Waits for a save in flight. Its failure was told of as an event, and must not keep the last save back."""
+        """Waits for a save in flight. Its failure was an event, and must not keep the last save back."""
         try:
             self._manager.wait(_until(end_at))
         except SaveFailedError:
@@ -379,7 +379,7 @@ class FinalSave:
 
 
 def end_by(error: BaseException) -> NoReturn:
-    """**Blocks.** Ends the process from any thread as an error does that nobody catches; nothing is unwound."""
+    """**Blocks.** Ends the process from any thread as an error does that is not caught; nothing is unwound."""
     if not isinstance(error, SystemExit):
         say("".join(traceback.format_exception(error)).rstrip())
         end_process(1)

@@ -15,7 +15,7 @@ MARGIN_SECONDS: Final = 2.0
 """What is kept free before the end, for the process to go."""
 
 _PATIENCE_SECONDS: Final = 10.0
-"""After which it is told that the loop has not come to the end of its step, where no time is known."""
+"""After which a warning says that the loop has not come to the end of its step, where no time is known."""
 
 _STEP_FACTOR: Final = 1.25
 _SAVE_FACTOR: Final = 1.5

@@ -6,7 +6,6 @@ A guard hears notices and saves; when all workers save, and when they leave, is 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,14 +120,20 @@ class Guard:
         self._ends = False
         self._is_sharing_outcome = False  # Whether all are about to leave together, and the result is not known yet.
         self._safe_step = 0  # At which step nothing could be lost.
-        # Guards what the training thread is paused in, so that it does not go on while that is being saved.
-        self._lock = threading.Lock()
         self._pause: PausedState | None = None
         # Whether the training thread cannot go on before something is done in its stead.
         self._is_awaited = False
         self._closed = False
         self._ended: Latch | None = None
-        self._ownership: GuardOwnership | None = None
+        self._ownership = GuardOwnership(
+            manager,
+            listens=self.inbox.listens and not yields,
+            is_paused=lambda: self._pause is not None,
+            give_up_pause=self._give_up_pause,
+            forget=lambda: self._forget(self.inbox.count),
+        )
+        # Guards what the training thread is paused in, so that it does not go on while that is being saved.
+        self._lock = self._ownership.shared.lock
 
     def open(self) -> None:
         """Begins to listen; waits for nothing.
@@ -137,13 +142,7 @@ class Guard:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
         """
         try:
-            self._ownership = GuardOwnership(
-                self._manager,
-                listens=self.inbox.listens and not self._yields,
-                is_paused=lambda: self._pause is not None,
-                give_up_pause=self._give_up_pause,
-                forget=lambda: self._forget(self.inbox.count),
-            )
+            self._ownership.enter()
             self._lock = self._ownership.shared.lock
             with self._lock:
                 self.is_beside_training = self._ownership.is_beside_training
@@ -164,8 +163,7 @@ class Guard:
         if not self._closed:
             with self._lock:
                 self._closed = True
-            if self._ownership is not None:
-                self._ownership.leave()
+            self._ownership.leave()
             self.inbox.close(lambda: self._ended is None or self._ended.wait(_END_SECONDS))
         self._consensus.close()
 
@@ -208,8 +206,7 @@ class Guard:
         self._consensus.pause(step or 0, begins=self._pause is None)
         with self._lock:
             self._pause = PausedState(step, mark, saved, is_anew=saved is not None and step == self.provisional)
-            if self._ownership is not None:
-                self._ownership.take()
+            self._ownership.take()
         if self._is_alert():
             self.inbox.ring()
 
@@ -272,8 +269,7 @@ class Guard:
         Returns:
             An error to be raised in its stead: that of another worker from which this one results.
         """
-        has_left = self.leaving or (self._ownership is not None and self._ownership.shared.has_left)
-        if has_left or os.getpid() != self._process:
+        if self.leaving or self._ownership.shared.has_left or os.getpid() != self._process:
             return None
         report = self._failures.report(error)
         if report is None:
@@ -464,7 +460,7 @@ class Guard:
         try:
             self._final_save.leave(step, reason, error, held_seconds, by_hand=by_hand)
         except BaseException as leaving:
-            if self._final_save.has_left and self._ownership is not None:
+            if self._final_save.has_left:
                 self._ownership.shared.has_left = True
             is_heard = self._consensus.is_outcome_known and not self._consensus.is_cut_short
             if error and not is_heard and self._failures.error is None:
@@ -476,22 +472,21 @@ class Guard:
             raise
         self.leaving = False
         self._forget(count)
-        if self._ownership is not None:
-            self._ownership.settle_all()
+        self._ownership.settle_all()
 
     def _forget(self, count: int) -> None:
         self._progress.forget_early()
         self.inbox.forget(count)
 
     def _measure(self, step: int) -> None:
-        if self._ownership is not None and not self._ownership.is_owner:
+        if not self._ownership.is_owner:
             with self._lock:
                 self._ownership.take()
         self._progress.measure(step)
 
     def _is_outranked(self) -> bool:
         """Whether another guard deals with what was heard: then it is forgotten here."""
-        if not self._yields or self._ownership is None or not self._ownership.is_outranked:
+        if not self._yields or not self._ownership.is_outranked:
             return False
         self._forget(self.inbox.count)
         return True
@@ -518,7 +513,7 @@ class Guard:
         if self._failures.error is not None:
             self._failures.escalate()
         elif not self.leaving:
-            if self._consensus.has_peers and self._ownership is not None and self._ownership.is_owner:
+            if self._consensus.has_peers and self._ownership.is_owner:
                 self._propose(is_paused=self._pause is not None)
             self._act_in_pause()
             self._tell_if_late()
@@ -575,7 +570,7 @@ class Guard:
     def _tell_if_late(self) -> None:
         """Says once that a step does not end: what it is doing cannot be saved."""
         is_paused = self._pause is not None and not self._pause.changed
-        if is_paused or self._ownership is None or not self._ownership.is_owner:
+        if is_paused or not self._ownership.is_owner:
             return
         if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand().left_seconds):
             self._manager.emit(Warned(text=text, step=self._progress.step))

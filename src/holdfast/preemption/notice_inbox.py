@@ -32,10 +32,10 @@ _STAND_IN_SECONDS: Final = 0.3
 """How long Python may take to run a signal's handler before the signal is heard without it."""
 
 _LOOK_SECONDS: Final = 0.1
-"""What a look at that counts for at the most: the whole process may have stood still."""
+"""How often to look at that."""
 
 _TELLING_SECONDS: Final = 2.0
-"""How long to wait for whoever tells of notices already."""
+"""How long to wait for another thread that makes events of them."""
 
 _WAIT_SECONDS: Final = 2.0
 """How long a run may take to be made after a signal, other workers included. Then the job leaves without it."""
@@ -72,10 +72,10 @@ class NoticeInbox:
         self._takes_more = True
         self._told = 0
         self._telling = threading.Lock()
-        # What the signals say for which Python has run no handler yet, and for how long it has not. To take one out of
-        # the list is one step: the handler does so, or the thread that hears the signal in its stead.
+        # What the signals say for which Python has run no handler yet, and since when. To take one out of the list is
+        # one step: the handler does so, or the thread that hears the signal in its stead.
         self._unhandled: list[Notice] = []
-        self._unhandled_seconds = 0.0
+        self._unhandled_at = 0.0
         # What was heard in the stead of handlers that are still to run.
         self._heard_ahead: list[Notice] = []
 
@@ -167,7 +167,7 @@ class NoticeInbox:
         self._poller.note_leaving()
 
     def ring(self) -> None:
-        """**Thread-safe.** Wakes whoever listens."""
+        """**Thread-safe.** Wakes the thread that listens."""
         self._bell.ring()
 
     def listen(self, timeout_seconds: float) -> None:
@@ -175,19 +175,13 @@ class NoticeInbox:
 
         Hears signals while the main thread is in foreign code, where Python runs no handler.
         """
-        is_waiting = bool(self._unhandled)
-        looked_at = time.monotonic()
-        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if is_waiting else timeout_seconds):
+        for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if self._unhandled else timeout_seconds):
             if number == ANSWERED:
                 self._unhandled.clear()
-                self._unhandled_seconds = 0.0
             else:
+                self._unhandled_at = self._unhandled_at if self._unhandled else time.monotonic()
                 self._unhandled += self._foretell(number)
-        # It counts from when a look has found it so.
-        self._unhandled_seconds += min(time.monotonic() - looked_at, _LOOK_SECONDS) if is_waiting else 0.0
-        if not self._unhandled:
-            self._unhandled_seconds = 0.0
-        elif self._unhandled_seconds >= _STAND_IN_SECONDS:
+        if self._unhandled and time.monotonic() - self._unhandled_at >= _STAND_IN_SECONDS:
             self._stand_in()
         self.tell()
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from holdfast.errors import UsageError
 
 
+@dataclass(eq=False)
 class SharedOwnership:
     """What the guards of one manager share.
 
     Attributes:
         lock: Guards what the training thread is paused in, for all of them.
-        owner: Whose guard acts beside the training thread.
+        owner: The one that acts beside the training thread.
         has_left: Whether one of them ends the program: what comes out of the block of another one is its exit.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.owner: GuardOwnership | None = None
-        self.has_left = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    owner: GuardOwnership | None = None
+    has_left: bool = False
 
 
 class GuardOwnership:
@@ -40,33 +41,37 @@ class GuardOwnership:
         give_up_pause: Callable[[], object],
         forget: Callable[[], object],
     ) -> None:
-        """One more guard begins its work in this thread.
+        """Concerns no other guard before `enter`.
 
         Args:
-            manager: Whose loop it guards.
-            listens: Whether it can hear anything but Ctrl-C.
-            is_paused: Whether its loop takes no steps.
+            manager: Whose loop is guarded.
+            listens: Whether anything but Ctrl-C can be heard.
+            is_paused: Whether the loop takes no steps.
             give_up_pause: Called with the lock held when another guard of that manager takes over.
             forget: Called when another one has dealt with what was heard.
+        """
+        self.shared = SharedOwnership()
+        self._guards: list[GuardOwnership] = []
+        self._manager = manager
+        self._listens = listens
+        self._is_paused = is_paused
+        self._give_up_pause = give_up_pause
+        self._forget = forget
+
+    def enter(self) -> None:
+        """The guard begins its work in this thread.
 
         Raises:
             UsageError: If it listens, and so does one for another manager.
         """
-        self._manager = manager
-        self._listens = listens
-        self._process = os.getpid()
-        self._is_paused = is_paused
-        self._give_up_pause = give_up_pause
-        self._forget = forget
-        self._guards = _thread.guards
-        self.shared = SharedOwnership()
+        self._guards, self._process = _thread.guards, os.getpid()
         for other in self._guards:
             # Those of a process from which this one was forked are its own.
             if other._process != os.getpid():
                 continue
-            if other._manager is manager:
+            if other._manager is self._manager:
                 self.shared = other.shared
-            elif listens and other._listens:
+            elif self._listens and other._listens:
                 raise UsageError(
                     "another run or handler listens for notices in this thread already: the first of both to leave "
                     "would end the process, and what the other one keeps would not be saved",

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.cluster.barrier import gather, rendezvous
+import msgspec
+
+from holdfast.cluster.barrier import gather_decide_broadcast
 from holdfast.cluster.failure_detector import Heartbeat, find_machine
 from holdfast.cluster.protocol import MAX_COUNT, MAX_KEY_BYTES, MAX_VALUE_BYTES, Cluster
 from holdfast.errors import AbsentError, ClosedError, ClusterError, DeadlineError, HoldfastError, UsageError
@@ -29,6 +31,17 @@ LOSS_SECONDS: Final = 3.0
 """After how long a worker that was killed is lost."""
 
 BAD_KEYS: Final = ("", "/", "/a", "a/", "a//b", "a b", "ä", "a\n", "x" * (MAX_KEY_BYTES + 1))
+
+
+def gather(cluster: Cluster, name: str, record: bytes, timeout_seconds: float) -> list[bytes]:
+    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `gather_decide_broadcast`."""
+    answer = gather_decide_broadcast(cluster, name, record, msgspec.msgpack.encode, timeout_seconds)
+    return msgspec.msgpack.decode(answer, type=list[bytes])
+
+
+def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
+    """**Collective.** **Blocks.** Waits until all workers have come to this meeting; see `gather_decide_broadcast`."""
+    gather_decide_broadcast(cluster, name, b"", lambda records: b"", timeout_seconds)
 
 
 def play(cluster: Cluster, scenario: str) -> None:

@@ -31,7 +31,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def tells_of_collective(error: PeerError) -> bool:
-    """**Pure.** Whether it is what a collective has raised on another worker, where nobody found out who is missing."""
+    """**Pure.** Whether it is what a collective has raised on another worker, and does not say which one is missing."""
     is_such = error.kind == RuntimeError.__name__ or error.kind.startswith("Dist")
     return is_such and _WORDS.search(error.text) is not None
 
@@ -68,7 +68,7 @@ def find_loss(error: BaseException) -> str:
 
 def name_dead(error: ClusterError | None) -> str:
     """**Pure.** What the error says, if that is that a worker is dead; else empty."""
-    # Another worker may have told of it before this one could see it.
+    # Another worker may have reported it before this one could see it.
     is_dead = isinstance(error, PeerError) and error.kind == AbsentError.__name__ and error.text.startswith("has ")
     return error.message if is_dead and error is not None else ""
 

@@ -161,7 +161,7 @@ class PeerFailures:
 
         first = self._peers.mailbox.ask(write) or end
         if first.step != step:
-            raise self._peers.failures.make_error(_fail_early(first, step))
+            raise self._peers.failures.make_error(_describe_end(first, step))
 
     # What the coordinator asks, in the mailbox's thread.
 
@@ -181,7 +181,7 @@ class PeerFailures:
         if is_new and self._end is None:
             self._end = self._records.read(TrainingEnd, "end")
         if self._end is not None and self._end.step < self.certain:
-            self._err(_fail_early(self._end, self.certain))
+            self._err(_describe_end(self._end, self.certain))
         elif self._end is not None:
             self._look_for_vain_wait(self._end)
         self._look_for_explanation()
@@ -295,7 +295,7 @@ class PeerFailures:
             self._records.count(1, "failure-heard")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
-        """Whether this worker is in a collective of the step amid which another one has left its loop.
+        """Whether this worker is in a collective of the step in which another one has left its loop.
 
         The counts alone do not say so: where workers send to each other, those in the middle count more.
         """
@@ -304,7 +304,7 @@ class PeerFailures:
             return
         if self._is_holding:
             # A collective has raised here, and that worker was not in it.
-            self._err(_fail_absent(end))
+            self._err(_describe_end(end))
             return
         places = find_library_call(self._training_thread)
         if places is None or (begun, places) != self._call:
@@ -312,7 +312,7 @@ class PeerFailures:
             return
         self._waits_since = self._waits_since or time.monotonic()
         if time.monotonic() - self._waits_since >= _VAIN_SECONDS:
-            self._err(_fail_absent(end), self._waits_since)
+            self._err(_describe_end(end), self._waits_since)
 
     def _look_for_explanation(self) -> None:
         """Reads the failure left by a worker that died before it began."""
@@ -350,11 +350,10 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def _fail_early(end: TrainingEnd, step: int) -> Failure:
-    text = f"its training has ended after step {end.step}, that of another worker has come to step {step}"
-    return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)
-
-
-def _fail_absent(end: TrainingEnd) -> Failure:
-    text = f"its training has ended after step {end.step}, without a collective in which another worker is"
+def _describe_end(end: TrainingEnd, step: int | None = None) -> Failure:
+    """The failure of a worker that has ended too early for another one, which is at `step` or in a collective."""
+    what = "without a collective in which another worker is"
+    if step is not None:
+        what = f"that of another worker has come to step {step}"
+    text = f"its training has ended after step {end.step}, {what}"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)

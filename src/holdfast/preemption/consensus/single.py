@@ -162,7 +162,7 @@ class SingleConsensus:
         """Begins to speak with the others; waits for nothing.
 
         Args:
-            hear: Told of notices that other workers have heard.
+            hear: Takes notices that other workers have heard.
             wake: Called when there is something new.
             find_left: Gives the time until this process must be gone; None if that is not known.
         """

@@ -1,18 +1,18 @@
 """How the workers of a job agree on the step at which all of them stop. Pure: no I/O, no clock, no thread.
 
-Workers may be at different steps, and a step in progress may need all of them to end. So nobody can say "stop now".
+Workers may be at different steps, and a step in progress may need all of them to end. So no worker can say "stop now".
 Instead:
 
-1. Somebody *calls*: all are to save, or to save and leave.
+1. A worker *calls*: all are to save, or to save and leave.
 2. Each worker that hears the call *pledges*: it ends the step in progress and begins none beyond it. The pledge is
    made beside the training thread, so it does not wait for that step.
 3. When all pledges are there, the largest one is the *stop step*. Each worker trains up to it, which each still can,
-   since nobody has passed it, and saves there.
+   since none has passed it, and saves there.
 
 A call, a pledge and a stop step stand in a store that the workers share, where what was written first stays. A worker
 that does not pledge, since it is dead, is *fenced*: its pledge is written for it, as absent, so that a worker that was
-only slow finds that it was left out and does not go on. So everybody who looks at the pledges sees the same ones and
-finds the same stop step, and it does not matter who is the one that looks: the leader is the lowest rank that lives.
+only slow finds that it was left out and does not go on. So all that look at the pledges see the same ones and
+find the same stop step, and it does not matter which one looks: the leader is the lowest rank that lives.
 
 Rounds follow each other: a save within the grace period is one, leaving is the next.
 """
@@ -59,7 +59,7 @@ ABSENT = Pledge(None)
 
 @dataclass(frozen=True, slots=True)
 class StopCall:
-    """To be written, unless a call of that round stands there: what is wanted."""
+    """Write this call create-only."""
 
     round: int
     wanted: Wanted
@@ -67,7 +67,7 @@ class StopCall:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """To be written, unless a pledge of that worker stands there; what stands there is to be heard."""
+    """Write this pledge create-only, then hear the one that is stored."""
 
     round: int
     rank: int
@@ -76,7 +76,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """To be written, unless a stop step of that round stands there; what stands there is to be heard."""
+    """Write this stop step create-only, then hear the one that is stored."""
 
     round: int
     step: int
@@ -96,7 +96,7 @@ class StopStepAgreement:
         round: The number of the round that is under way, or comes next.
         begun: How many steps this worker has begun, those that are complete included.
         finished: Whether it will begin no more, since its training has ended.
-        wished: What this worker wants and nobody has called for yet.
+        wished: What this worker wants and no call asks for yet.
         called: What was called for in this round; None before a call.
         pledge: This worker's pledge of this round, once made.
         pledges: The pledges that were seen, by rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -19,41 +20,29 @@ _ACTION_PATH: Final = "/latest/meta-data/spot/instance-action"
 _REBALANCE_PATH: Final = "/latest/meta-data/events/recommendations/rebalance"
 _TOKEN_LASTS_SECONDS: Final = 21600
 _NOTICE_SECONDS: Final = 120.0
-"""How long before its end a spot instance is told."""
+"""How long before its end a spot instance has its notice."""
 
 _TOKEN: Final = re.compile(r"[!-~]{1,1024}")
 """What can be sent as a header. What else a proxy may say in the service's place is no token."""
 
-_LONGEST_REST_LOOKS: Final = 8
+_LONGEST_PAUSE_LOOKS: Final = 8
 
 
+@dataclass(eq=False)
 class _Question:
-    """One of the things that are asked for. When it fails and another does not, it rests, ever longer.
+    """One of the things that are asked for. When it fails and another does not, it is left out, ever longer.
 
     Attributes:
         ask: Asks.
         is_told: Whether it was told that this one fails while another does not.
+        pause_looks: How many looks leave it out when it fails next.
+        left_looks: How many still do.
     """
 
-    def __init__(self, ask: Callable[[], Iterable[Notice]]) -> None:
-        self.ask = ask
-        self.is_told = False
-        self._rest_looks = 1
-        self._left_looks = 0
-
-    def takes_turn(self) -> bool:
-        """Whether it is asked in this look; one that rests comes a look nearer to its next turn."""
-        if self._left_looks == 0:
-            return True
-        self._left_looks -= 1
-        return False
-
-    def rest(self) -> None:
-        self._left_looks = self._rest_looks
-        self._rest_looks = min(2 * self._rest_looks, _LONGEST_REST_LOOKS)
-
-    def note_answer(self) -> None:
-        self._rest_looks = 1
+    ask: Callable[[], Iterable[Notice]]
+    is_told: bool = False
+    pause_looks: int = 1
+    left_looks: int = 0
 
 
 class AWS(MetadataSource):
@@ -91,7 +80,7 @@ class AWS(MetadataSource):
 
         Nor does what has been heard wait for the other one's answer. One that goes on failing alone is asked ever more
         seldom, and raises once, in a look that has nothing to say. There is always one that does not rest, so a server
-        that fails altogether is the business of whoever looks.
+        that fails altogether is the caller's business.
 
         Raises:
             OSError: If the server fails.
@@ -100,7 +89,10 @@ class AWS(MetadataSource):
         failures: dict[_Question, Exception] = {}
         is_answered = False
         for question in self._questions:
-            if fresh or not question.takes_turn():
+            if fresh:
+                break
+            if question.left_looks:
+                question.left_looks -= 1
                 continue
             try:
                 fresh = [notice for notice in question.ask() if notice.text not in self._told]
@@ -108,13 +100,14 @@ class AWS(MetadataSource):
                 failures[question] = error
             else:
                 is_answered = True
-                question.note_answer()
+                question.pause_looks = 1
         self._told.update(notice.text for notice in fresh)
         try:
             if failures and not is_answered:
                 raise next(iter(failures.values()))
             for question in failures:
-                question.rest()
+                question.left_looks = question.pause_looks
+                question.pause_looks = min(2 * question.pause_looks, _LONGEST_PAUSE_LOOKS)
                 if not (fresh or question.is_told):
                     question.is_told = True
                     raise failures[question]
@@ -135,7 +128,7 @@ class AWS(MetadataSource):
     def _action(self, record: dict[str, Any]) -> Notice:
         action = record.get("action")
         if not isinstance(action, str):
-            raise OSError(f"{self._server.url(_ACTION_PATH)} names no action: {str(record)[:200]}")
+            raise OSError(f"{self._url(_ACTION_PATH)} names no action: {str(record)[:200]}")
         if action == "hibernate":
             return Notice(source=self.name, text="this spot instance is hibernated", demand=Demand.SAVE)
         text = f"this spot instance is to {action} at {record.get('time')}"
@@ -151,7 +144,7 @@ class AWS(MetadataSource):
                 # The token has run out, or is another instance's: this machine was restored from an image.
                 self._token = ""
                 answer = self._ask(path)
-            return None if answer.status == 404 else parse_record(self._server.url(path), answer)
+            return None if answer.status == 404 else parse_record(self._url(path), answer)
         except BaseException:
             self._token = ""  # The fault may be the token's, and another one costs little.
             raise
@@ -159,12 +152,12 @@ class AWS(MetadataSource):
     def _ask(self, path: str) -> Answer:
         if not self._token:
             lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_LASTS_SECONDS)}
-            answer = self._server.ask(_TOKEN_PATH, lasts, method="PUT", body="")
+            answer = self._request(_TOKEN_PATH, lasts, method="PUT", body="")
             token = answer.body.strip()
             if answer.status != 200 or not _TOKEN.fullmatch(token):
-                raise unexpected(self._server.url(_TOKEN_PATH), answer)
+                raise unexpected(self._url(_TOKEN_PATH), answer)
             self._token = token
-        return self._server.ask(path, {"X-aws-ec2-metadata-token": self._token})
+        return self._request(path, {"X-aws-ec2-metadata-token": self._token})
 
 
 def _left_seconds(time_text: object) -> float:

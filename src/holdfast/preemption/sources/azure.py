@@ -81,7 +81,7 @@ class Azure(MetadataSource):
         self._acknowledge = acknowledge
         self._is_on = False
         self._is_warned = False
-        # What was told of, as `_shown` has it, and the events in it that end this machine.
+        # What was reported, as `_shown` has it, and the events in it that end this machine.
         self._told: set[tuple[str, ...]] = set()
         self._ending: set[str] = set()
 
@@ -95,8 +95,8 @@ class Azure(MetadataSource):
         """
         machine = self._machine = self._machine or self._ask_name()
         limit_seconds = None if self._is_on else _FIRST_ANSWER_SECONDS
-        answer = self._server.ask(_EVENTS_PATH, _HEADERS, timeout_seconds=limit_seconds)
-        url = self._server.url(_EVENTS_PATH)
+        answer = self._request(_EVENTS_PATH, _HEADERS, timeout_seconds=limit_seconds)
+        url = self._url(_EVENTS_PATH)
         events = parse_record(url, answer).get("Events")
         if not isinstance(events, list):
             raise unexpected(url, answer)
@@ -126,17 +126,17 @@ class Azure(MetadataSource):
         """
         if self._acknowledge and self._ending:
             body = json.dumps({"StartRequests": [{"EventId": event} for event in sorted(self._ending)]})
-            answer = self._server.ask(
+            answer = self._request(
                 _EVENTS_PATH, {**_HEADERS, "Content-Type": "application/json"}, method="POST", body=body
             )
             if answer.status != 200:
-                raise unexpected(self._server.url(_EVENTS_PATH), answer)
+                raise unexpected(self._url(_EVENTS_PATH), answer)
 
     def _ask_name(self) -> str:
-        answer = self._server.ask(_NAME_PATH, _HEADERS)
+        answer = self._request(_NAME_PATH, _HEADERS)
         name = answer.body.strip()
         if answer.status != 200 or not _NAME.fullmatch(name):
-            raise unexpected(self._server.url(_NAME_PATH), answer)
+            raise unexpected(self._url(_NAME_PATH), answer)
         return name
 
     def _notice(self, event: _Event) -> Notice:
@@ -149,7 +149,7 @@ class Azure(MetadataSource):
 
 
 def _shown(event: _Event) -> tuple[str, ...]:
-    """What tells an event from one that has been told of: one that ends this machine may begin early, or be moved."""
+    """What tells an event from one that was reported: one that ends this machine may begin early, or be moved."""
     if event.event_type not in _ENDING:
         return event.event_id, event.event_type
     return event.event_id, event.event_type, str(event.event_status), str(event.not_before)

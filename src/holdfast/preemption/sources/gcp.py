@@ -41,7 +41,7 @@ class GCP(MetadataSource):
             attribute: `preempted` or `maintenance-event`.
             base_url: The metadata server.
             left_seconds: The time from the notice until the machine is gone; None for 30 s of a preemption, and 60 s
-                before maintenance. Machines with GPUs are told of maintenance an hour before: 3600 then.
+                before maintenance. Machines with GPUs hear of maintenance an hour before: 3600 then.
             wait_seconds: How long one request waits for a change.
             timeout_seconds: How long one request may take beyond that.
 
@@ -59,7 +59,6 @@ class GCP(MetadataSource):
             usual_seconds if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
         )
         self._wait_seconds = wait_seconds
-        self._timeout_seconds = timeout_seconds
         self._etag: str | None = None
         self._value = ""
 
@@ -78,12 +77,12 @@ class GCP(MetadataSource):
             path += f"?wait_for_change=true&timeout_sec={max(round(self._wait_seconds), 1)}&last_etag={last_etag}"
             limit_seconds += self._wait_seconds
         asked_at = time.monotonic()
-        answer = self._server.ask(path, _HEADERS, timeout_seconds=limit_seconds)
+        answer = self._request(path, _HEADERS, timeout_seconds=limit_seconds)
         if answer.status != 200:
-            raise unexpected(self._server.url(path), answer)
+            raise unexpected(self._url(path), answer)
         if answer.headers.get("metadata-flavor") != "Google":
             raise OSError(
-                f"{unexpected(self._server.url(path), answer)}, without the header 'Metadata-Flavor: Google': "
+                f"{unexpected(self._url(path), answer)}, without the header 'Metadata-Flavor: Google': "
                 "it is not Google's metadata server that answers, but a proxy, say"
             )
         waited_seconds = time.monotonic() - asked_at

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
+from holdfast.preemption.sources.protocol import Hear, PolledSource
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -30,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def unexpected(url: str, answer: Answer) -> OSError:
-    """**Pure.** What to raise when the server says what it should not; whoever looked tries again later."""
+    """**Pure.** What to raise when the server says what it should not; it is asked again later."""
     return OSError(f"{url} answered {answer.status}: {answer.body[:200]!r}")
 
 
@@ -79,8 +80,8 @@ class _Line(socket.socket):
         self.settimeout(left_seconds)
 
 
-class MetadataServer:
-    """One server, asked by one thread at a time; another may close it. Proxies of the environment are not used."""
+class MetadataSource(PolledSource):
+    """A source that asks one server, in one thread at a time; another may close it. It uses no proxy."""
 
     def __init__(self, base_url: str, timeout_seconds: float) -> None:
         """Takes note of the place; nothing is sent.
@@ -90,8 +91,9 @@ class MetadataServer:
             timeout_seconds: How long one request may take, up to the last byte of its answer.
 
         Raises:
-            UsageError: If that is no such place.
+            UsageError: If that is no such place, or no time.
         """
+        check_seconds("timeout_seconds", timeout_seconds)
         parts = urlsplit(base_url)
         try:
             port = parts.port or 80
@@ -108,7 +110,7 @@ class MetadataServer:
         self._line: _Line | None = None
         self._is_closed = False
 
-    def ask(
+    def _request(
         self,
         path: str,
         headers: Mapping[str, str],
@@ -136,9 +138,9 @@ class MetadataServer:
                 self._refuse_closed()  # What was cut off then may look whole.
                 return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
         except TimeoutError:
-            raise TimeoutError(f"{self.url(path)} has not answered in full within {limit_seconds:g} s") from None
+            raise TimeoutError(f"{self._url(path)} has not answered in full within {limit_seconds:g} s") from None
         except HTTPException as error:
-            raise OSError(f"{self.url(path)}: {type(error).__name__}: {error}") from error
+            raise OSError(f"{self._url(path)}: {type(error).__name__}: {error}") from error
         finally:
             with self._lock:
                 line, self._line = self._line, None
@@ -146,17 +148,16 @@ class MetadataServer:
             if line is not None:
                 line.close()
 
-    def url(self, path: str) -> str:
-        """The whole URL of a path, for people."""
+    def _url(self, path: str) -> str:
         return f"http://{self._host}:{self._port}{self._base}{path}"
 
-    def open(self) -> None:
-        """Lets it be asked again after `close`."""
+    def open(self, hear: Hear) -> None:
+        """Nothing is asked before the first look."""
         with self._lock:
             self._is_closed = False
 
     def close(self) -> None:
-        """**Thread-safe.** Ends a request under way, which fails then."""
+        """Ends a request under way, which fails then."""
         with self._lock:
             self._is_closed = True
             if self._line is not None:
@@ -193,22 +194,3 @@ class MetadataServer:
         with self._lock:
             if self._is_closed:
                 raise OSError("the source is closed")
-
-
-class MetadataSource:
-    """What sources have in common that ask such a server."""
-
-    def __init__(self, base_url: str, timeout_seconds: float) -> None:
-        check_seconds("timeout_seconds", timeout_seconds)
-        self._server = MetadataServer(base_url, timeout_seconds)
-
-    def open(self, hear: object) -> None:
-        """Nothing is asked before the first look."""
-        self._server.open()
-
-    def note_leaving(self) -> None:
-        """There is nobody to be told."""
-
-    def close(self) -> None:
-        """Ends a request under way."""
-        self._server.close()

@@ -121,7 +121,7 @@ class PolledSource:
         """Nothing is done before the first look."""
 
     def note_leaving(self) -> None:
-        """There is nobody to be told."""
+        """No one needs to know."""
 
     def close(self) -> None:
         """There is nothing to be ended."""

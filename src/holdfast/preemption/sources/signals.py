@@ -42,7 +42,7 @@ class Signals:
 
         Args:
             numbers: Which; none for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
-            left_seconds: After `SIGTERM`, when the process is killed; None if nobody knows.
+            left_seconds: After `SIGTERM`, when the process is killed; None if that is not known.
 
         Raises:
             UsageError: If a number is that of no signal, or of one that cannot be handled.
@@ -99,7 +99,7 @@ class Signals:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody listens to it in this process."""
+        """Whether it is in use in this process."""
         return self._hear is not None and os.getpid() == self._process
 
     def is_at_work(self, number: int) -> bool:
@@ -119,7 +119,7 @@ class Signals:
         return False
 
     def foretell(self, number: int, hear: Hear) -> Notice | None:
-        """**Thread-safe.** What `hear` is told when Python runs the handler of that signal; None if nothing."""
+        """**Thread-safe.** The notice that `hear` gets when Python runs the handler of that signal; None if nothing."""
         if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
             return None
         return self._make_notice(number)
@@ -129,7 +129,7 @@ class Signals:
         return ()
 
     def note_leaving(self) -> None:
-        """There is nobody to be told."""
+        """No one needs to know."""
 
     def absorb(self, spared: Collection[int] = ()) -> None:
         """From now on signals have no effect, until the process has ended: it is on its way out.
@@ -146,7 +146,7 @@ class Signals:
             atexit.register(self._ignore)
 
     def close(self) -> None:
-        """Puts the handlers from before back, where nobody else has put one in place since."""
+        """Puts the handlers from before back, unless another one was set since."""
         self._hear = None
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return

@@ -21,7 +21,7 @@ class Wakeup:
     Python runs the handler of a signal when its main thread is back in Python code, which a long kernel or a blocked
     collective may delay for minutes. The number of the signal is written to a file descriptor at once.
 
-    There may be several, and others who use that descriptor. Each passes on what rings to whoever was there before it,
+    There may be several, and others who use that descriptor. Each passes on what rings to the one before it,
     and they may be closed in any order.
     """
 
@@ -67,7 +67,7 @@ class Wakeup:
         return rung
 
     def close(self) -> None:
-        """Puts back what was there before, and is still there. Nobody may listen any more."""
+        """Puts back what was there before, and is still there. No thread may listen any more."""
         if self._let_go():
             self._ear.close()
             self._bell.close()
@@ -78,7 +78,7 @@ class Wakeup:
         try:
             self._bell.send(rung)
         except OSError:
-            return  # Full, so that it wakes in any case; or closed, so that nobody listens.
+            return  # Full, so that it wakes in any case; or closed, so that no thread listens.
 
     def _find_before(self) -> Wakeup | _Stranger | None:
         """Whose turn it is after this one, of those that are still there."""
@@ -89,7 +89,7 @@ class Wakeup:
         return older[-1] if older else None
 
     def _let_go(self) -> bool:
-        """Lets signals ring here no more; False if somebody may put this one back, so that it has to stay open."""
+        """Lets signals ring here no more; False if other code may put this one back, so that it has to stay open."""
         if self not in _ringing:
             return True
         newer = _ringing[_ringing.index(self) + 1 :]
@@ -110,7 +110,7 @@ class Wakeup:
 
 
 class _Stranger(NamedTuple):
-    """A descriptor of somebody else's, by what tells it from a later one of the same number."""
+    """A descriptor of other code, by what tells it from a later one of the same number."""
 
     descriptor: int
     device: int
@@ -146,7 +146,7 @@ def _descriptors() -> set[int]:
 # Those that signals ring, the newest last: they ring that one, and it passes them on.
 _ringing: list[Wakeup] = []
 
-# Nobody listens to them. Somebody else has taken their place, and may put them back.
+# No thread listens to them. Other code has taken their place, and may put them back.
 _left_open: list[Wakeup] = []
 
 
