@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from holdfast.cluster.polling import ONE_KEY, Backoff, poll
@@ -107,9 +106,9 @@ class ConnectionPool:
         Raises:
             ClusterError, ClosedError: As `call`.
         """
-        work = partial(_try_get, key)
         end_at = time.monotonic() + timeout_seconds
-        return poll(lambda: self.call(work, ANSWER_SECONDS, what), backoff, end_at, begun_at)
+        look = lambda: self.call(lambda store: store.try_get(key), ANSWER_SECONDS, what)  # noqa: E731
+        return poll(look, backoff, end_at, begun_at)
 
     def close(self) -> None:
         """Ends the threads; one that hangs is left behind. Harmless twice."""
@@ -165,10 +164,6 @@ class _Task:
 
 
 _Inbox: TypeAlias = "queue.SimpleQueue[_Task | None]"
-
-
-def _try_get(key: str, store: EngineStore) -> bytes | None:
-    return store.try_get(key)
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,27 +32,22 @@ __all__ = [
     "Watcher",
 ]
 
-_HOMES: Final = {
-    "AWS": "sources.aws",
-    "Azure": "sources.azure",
-    "Demand": "sources.protocol",
-    "FileAppears": "sources.user",
-    "GCP": "sources.gcp",
-    "Hear": "sources.protocol",
-    "Kubernetes": "sources.signals",
-    "Notice": "sources.protocol",
-    "NoticeSource": "sources.protocol",
-    "PolledSource": "sources.protocol",
-    "Signals": "sources.signals",
-    "Slurm": "sources.slurm",
-    "Watcher": "sources.user",
+_SOURCES: Final = {
+    "aws": ("AWS",),
+    "azure": ("Azure",),
+    "gcp": ("GCP",),
+    "protocol": ("Demand", "Hear", "Notice", "NoticeSource", "PolledSource"),
+    "signals": ("Kubernetes", "Signals"),
+    "slurm": ("Slurm",),
+    "user": ("FileAppears", "Watcher"),
 }
 """Imported when asked for: most programs need none of them, or few."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"holdfast.preemption.{_HOMES[name]}"), name)
+    for module, names in _SOURCES.items():
+        if name in names:
+            return getattr(import_module(f"holdfast.preemption.sources.{module}"), name)
     raise AttributeError(f"module 'holdfast.preemption' has no attribute {name!r}")
 
 

@@ -32,6 +32,9 @@ class Signals:
     One that is ignored when it is opened (`nohup`, a shell's background job) stays ignored. In a forked child, such as
     a loader's worker, `SIGTERM` has the effect that it would have without holdfast, and the others have none: the
     child serves until this process lets it go.
+
+    Attributes:
+        foreign: Those that it does not hear, since they had a handler that was not set by Python.
     """
 
     name = "signal"
@@ -60,7 +63,7 @@ class Signals:
         self._process = 0
         self._absorbed: frozenset[int] = frozenset()
         self._absorbed_until = 0.0
-        self._foreign: tuple[signal.Signals, ...] = ()
+        self.foreign: tuple[signal.Signals, ...] = ()
 
     def open(self, hear: Hear) -> None:
         """Puts its handlers in place.
@@ -90,12 +93,7 @@ class Signals:
             elif before is not signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._handle)
-        self._foreign = tuple(foreign)
-
-    @property
-    def foreign(self) -> tuple[signal.Signals, ...]:
-        """Those that it does not hear, since they had a handler that was not set by Python."""
-        return self._foreign
+        self.foreign = tuple(foreign)
 
     @property
     def is_open(self) -> bool:
