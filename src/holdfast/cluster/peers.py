@@ -122,18 +122,21 @@ class FailureFeed:
     PREFIX/heartbeat/RANK         signs of life
     PREFIX/left/RANK              why a worker has left
     PREFIX/left/0/read            how many have read why the leader has, as the store may be gone soon after it
+
+    Attributes:
+        leader_failure: Why the leader has left, if it has said so: known here though the store may have gone with it.
     """
 
     def __init__(self, cluster: Cluster, prefix: str, liveness_seconds: float) -> None:
         self._cluster = cluster
-        self._prefix = prefix
+        self._records = Namespace(cluster, prefix)
         self._is_explained = False
-        self._leader_failure: Failure | None = None
+        self.leader_failure: Failure | None = None
         self._leader_node = ""
         # Guards that this worker is counted once among those that have read that.
         self._lock = threading.Lock()
         self._is_counted = False
-        self._read_key = f"{prefix}/left/{LEADER}/read"
+        self._read_key = self._records.key("left", LEADER, "read")
         self._heartbeat = Heartbeat(
             cluster,
             heartbeat_seconds(liveness_seconds, cluster.world_size),
@@ -156,11 +159,6 @@ class FailureFeed:
     def gone(self) -> frozenset[int]:
         """The workers that have said goodbye, whether or not they have said why."""
         return frozenset(self._heartbeat.gone)
-
-    @property
-    def leader_failure(self) -> Failure | None:
-        """Why the leader has left, if it has said so: known without the store, which may have gone with it."""
-        return self._leader_failure
 
     def check(self, ranks: Collection[int] | None = None) -> None:
         """As `Heartbeat.check`."""
@@ -191,10 +189,10 @@ class FailureFeed:
             ClusterError: If the store does not answer.
         """
         for rank in ranks:
-            if rank == LEADER and self._leader_failure is not None:
-                return self._leader_failure
-            if (value := self._cluster.try_get(f"{self._prefix}/left/{rank}")) is not None:
-                return msgspec.json.decode(value, type=Failure)
+            if rank == LEADER and self.leader_failure is not None:
+                return self.leader_failure
+            if (failure := self._records.read(Failure, "left", rank)) is not None:
+                return failure
         return None
 
     def describe_loss(self, rank: int) -> Failure:
@@ -215,7 +213,7 @@ class FailureFeed:
 
     def make_error(self, failure: Failure) -> PeerError:
         """The error that this worker raises because of another's failure."""
-        node = self._leader_node if failure is self._leader_failure else self._cluster.node_of(failure.rank)
+        node = self._leader_node if failure is self.leader_failure else self._cluster.node_of(failure.rank)
         who = f"rank {failure.rank} on {node}" if node else f"rank {failure.rank}"
         is_sentence = failure.kind == _ABSENT and failure.text.startswith("has ")
         return PeerError(
@@ -232,18 +230,15 @@ class FailureFeed:
         self._is_explained = True
         rank = self._cluster.rank
         with suppress(HoldfastError):
-            self._cluster.set(f"{self._prefix}/left/{rank}", msgspec.json.encode(self.describe(error)))
+            self._records.post(self.describe(error), "left", rank)
             if rank != LEADER:
                 # Nor does the leader wait for it, if it leaves as well.
                 self._count_read()
 
     def close(self, *, waits: bool = True) -> None:
-        """**Blocks** for a moment. Says goodbye, and ends the thread; harmless twice.
+        """**Blocks** for a moment, if it `waits`. Says goodbye, and ends the thread; harmless twice.
 
         The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
-
-        Args:
-            waits: False to return at once. It is to be closed once more then.
         """
         if not waits:
             self._heartbeat.leave()
@@ -255,10 +250,10 @@ class FailureFeed:
 
     def _hear_of_leader(self) -> None:
         """The leader has left; in the heartbeat's thread."""
-        if self._leader_failure is None:
+        if self.leader_failure is None:
             self._leader_node = self._cluster.node_of(LEADER)
-            self._leader_failure = self.find_explanation((LEADER,))
-        if self._leader_failure is not None:
+            self.leader_failure = self.find_explanation((LEADER,))
+        if self.leader_failure is not None:
             self._count_read()
 
     def _count_read(self) -> None:
@@ -279,6 +274,8 @@ class Peers:
         mailbox: The thread that writes and looks for threads which must not wait.
         liveness_seconds: How long a worker may not be heard of before it is taken for dead.
         timeout_seconds: The deadline of each wait for workers that live.
+        is_leader: True for the worker that decides.
+        find_left_seconds: Gives how much longer any wait may last, whatever its deadline; None if that is not known.
     """
 
     def __init__(
@@ -288,9 +285,10 @@ class Peers:
         self.cluster = cluster
         self.rank = cluster.rank
         self.world_size = cluster.world_size
+        self.is_leader = cluster.rank == LEADER
         self.timeout_seconds = timeout_seconds
         self._warn: Callable[[str], object] = lambda text: None
-        self._find_left: Callable[[], float | None] = lambda: None
+        self.find_left_seconds: Callable[[], float | None] = lambda: None
         self.liveness_seconds = liveness_seconds
         key = (cluster.incarnation, cluster.rank, name)
         number = _numbers[key] = _numbers.get(key, 0) + 1
@@ -299,11 +297,6 @@ class Peers:
         self._namespaces: dict[str, int] = {}
         self.failures = FailureFeed(cluster, self._scope, liveness_seconds)
         self.mailbox = StoreMailbox(cluster.world_size)
-
-    @property
-    def is_leader(self) -> bool:
-        """True for the worker that decides."""
-        return self.rank == LEADER
 
     def key(self, *parts: object) -> str:
         """A key of these alone."""
@@ -320,11 +313,7 @@ class Peers:
 
     def set_end_of_job(self, find_left: Callable[[], float | None]) -> None:
         """Lets no wait outlast the time of the job: `find_left` gives the seconds that are left, or None."""
-        self._find_left = find_left
-
-    def find_left_seconds(self) -> float | None:
-        """How much longer any wait may last, whatever its deadline; None if that is not known."""
-        return self._find_left()
+        self.find_left_seconds = find_left
 
     def gather_decide_broadcast(
         self,
@@ -432,8 +421,7 @@ class Peers:
     def close(self, *, after_others_seconds: float = 0.0) -> None:
         """**Blocks** for a moment. Writes what was posted, says goodbye, and ends the threads; harmless twice.
 
-        Args:
-            after_others_seconds: How long the leader waits until all others have left: it may host the store.
+        The leader waits so long until all others have left: it may host the store.
         """
         self.mailbox.close()
         if self.is_leader:
@@ -447,7 +435,7 @@ class Peers:
         if time.monotonic() >= end_at:
             return f"did not {what} within {self.timeout_seconds:g} s"
         is_asked = waited_seconds >= LEAST_SECONDS and not outlasts_job
-        left_seconds = self._find_left() if is_asked else None
+        left_seconds = self.find_left_seconds() if is_asked else None
         if left_seconds is not None and left_seconds <= 0:
             return f"did not {what} in the time that was left to the job"
         return ""

@@ -39,19 +39,6 @@ class PausedState(msgspec.Struct):
         """The state is saved anew if a save of that step was made and does not count."""
         self.is_anew |= self.saved is not None and self.step == provisional
 
-    def find_change(self) -> str:
-        """**Blocks** as long as a look at all arrays takes. What keeps the state from being saved, noted in `changed`.
-
-        An empty string if nothing does, or it is saved already.
-        """
-        if self.mark is None or self._is_safe():
-            return ""
-        changed = self.mark.changed
-        if changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
-        return self.changed
-
     def save(self) -> str:
         """**Blocks** while the state is copied, unless it is saved already.
 
@@ -60,7 +47,10 @@ class PausedState(msgspec.Struct):
         if self.mark is None or self.step is None or self._is_safe():
             return ""
         try:
-            if self.find_change():
+            if changed := self.mark.changed:
+                more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+                self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
+            if self.changed:
                 return self.changed
             self.saved = self.mark.save(self.step, replace=self.saved is not None and self.saved.stands)
         except StepExistsError:
