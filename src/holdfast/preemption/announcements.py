@@ -31,11 +31,6 @@ class Announced(Protocol):
     checkpoint: Checkpoint
     save_every: SavePolicy | None
 
-    @property
-    def url(self) -> str:
-        """Where the run lies."""
-        ...
-
     def steps(self) -> tuple[int, ...]:
         """The steps that are committed on the living line."""
         ...

@@ -180,7 +180,8 @@ class NoticeInbox:
                 self._unhandled.clear()
             else:
                 self._unhandled_at = self._unhandled_at if self._unhandled else time.monotonic()
-                self._unhandled += self._foretell(number)
+                told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
+                self._unhandled += [notice for notice in told if notice is not None]
         if self._unhandled and time.monotonic() - self._unhandled_at >= _STAND_IN_SECONDS:
             self._stand_in()
         self.tell()
@@ -223,11 +224,6 @@ class NoticeInbox:
             if not (_take(self._unhandled, notice) and self.hear(notice)):
                 _take(self._heard_ahead, notice)
 
-    def _foretell(self, number: int) -> list[Notice]:
-        """What the handlers of that signal are going to say."""
-        told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
-        return [notice for notice in told if notice is not None]
-
 
 class EarlyNotices:
     """For `with`: keeps signals that would kill the process while others wait for it, and hands them over.
@@ -261,7 +257,8 @@ class EarlyNotices:
         if self._heard and isinstance(error, Exception):
             # As when all workers are taken away at once, and each finds the others gone. An error that lasts comes
             # again at the next start.
-            self._leave(error)
+            found = f"{type(error).__name__}: {error}"
+            self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
 
     def hand_over(self, hear: Hear) -> None:
         """Listens no more, and tells what it has heard."""
@@ -297,10 +294,6 @@ class EarlyNotices:
             if handled:
                 self._is_late = True
                 signal.pthread_kill(threading.main_thread().ident or 0, handled[0])
-
-    def _leave(self, error: Exception) -> None:
-        found = f"{type(error).__name__}: {error}"
-        self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
 
     def _end(self, text: str, error: Exception | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
