@@ -19,7 +19,6 @@ from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWho
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.encoding import MAX_DEPTH, escape, path_part
 from holdfast.format.index import StoredBox
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
 from holdfast.format.records import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from holdfast.format.scalars import DECODERS, Malformed, Node, decode_numpy
