@@ -61,6 +61,9 @@ URGENT_NEWS: Final = Backoff(0.002, 0.05)
 PLANS: Final = Backoff(0.5, 0.5)
 TASKS: Final = Backoff(0.5, 0.5)
 
+SAVE_POSITIONS_SECONDS: Final = 0.5
+"""How often a worker that waits for a save's records looks whether others have gone on; at most with each look."""
+
 IN_MEMORY: Final = Backoff(0.001, 0.05)
 """One worker alone: its store lies in its own memory."""
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from holdfast.concurrency import Latch
-from holdfast.format.dtypes import QuantizerRecord
-from holdfast.format.index import BoxRecord, ElsewhereRecord, Layout
+from holdfast.format.layout import Layout
+from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
-from holdfast.format.records import ALONE, Reference, Worker, WorkerRecord
-from holdfast.format.shapes import StridesRecord
-from holdfast.state.leaves import Replica, Skeleton
+from holdfast.state.leaves import Captured
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -145,32 +143,14 @@ class Snapshot(msgspec.Struct, frozen=True):
     Attributes:
         layout: Where each array lies.
         image: The data file's bytes, padded with zeros to whole blocks.
-        objects: For each named object, its state with references in place of arrays.
-        boxes: What those arrays are that are no whole leaves.
-        elsewhere: The leaves of which other workers write a part, or all.
-        worker: Whose state it is.
-        replicas: The boxes that other workers hold too.
-        digests: For each of these, what tells its values from others; nothing if they are not to be compared.
-        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
-        own: The names of the objects that are this worker's own.
-        strides: The leaves that did not lie in row-major order.
-        quantizers: Those of leaves that are quantized.
+        state: What was captured, without the arrays and what is known of each.
         copied: Up to where the image is complete.
     """
 
     layout: Layout
     image: memoryview
-    objects: dict[str, Skeleton]
-    boxes: tuple[BoxRecord, ...] = ()
-    elsewhere: tuple[ElsewhereRecord, ...] = ()
-    worker: Worker = ALONE
-    replicas: tuple[Replica, ...] = ()
-    digests: tuple[str, ...] = ()
-    loose: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()
-    strides: tuple[StridesRecord, ...] = ()
-    quantizers: tuple[QuantizerRecord, ...] = ()
-    copied: CopyProgress = msgspec.field(default_factory=CopyProgress)
+    state: Captured
+    copied: CopyProgress
 
 
 class Receipts(msgspec.Struct, frozen=True):

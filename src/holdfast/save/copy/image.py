@@ -47,22 +47,13 @@ class Stager:
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
         moves = plan.moves
-        if moves is None or not moves.fits(captured, base):
+        if moves is None or (moves.base, moves.held, moves.addresses) != (base, captured.held, captured.addresses):
             moves = plan.moves = _plan_moves(plan, captured, base)
-        snapshot = Snapshot(
-            layout,
-            image,
-            captured.objects,
-            captured.boxes,
-            captured.elsewhere,
-            captured.worker,
-            captured.replicas,
-            captured.digests,
-            captured.loose,
-            captured.own,
-            captured.strides,
-            captured.quantizers,
+        # The columns go with the save; the rest is needed as long as what was written is spoken of.
+        state = msgspec.structs.replace(
+            captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held=frozenset(), compared=()
         )
+        snapshot = Snapshot(layout, image, state, CopyProgress())
         staging = Staging(snapshot, captured, [copy.run for copy in moves.now], [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
@@ -125,7 +116,8 @@ class Staging:
 
     def take_digests(self, digests: tuple[str, ...]) -> None:
         """Notes what tells the values that are compared from others; the arrays are not needed for that any more."""
-        self.snapshot = msgspec.structs.replace(self.snapshot, digests=digests)
+        state = msgspec.structs.replace(self.snapshot.state, digests=digests)
+        self.snapshot = msgspec.structs.replace(self.snapshot, state=state)
         self.captured = msgspec.structs.replace(self.captured, compared=())
 
     def copies_now(self) -> list[Job]:
@@ -256,9 +248,6 @@ class _Moves:
     later: list[Copy] = field(default_factory=list)
     others_now: list[int] = field(default_factory=list)
     others_later: list[int] = field(default_factory=list)
-
-    def fits(self, captured: Captured, base: int) -> bool:
-        return self.base == base and self.held == captured.held and self.addresses == captured.addresses
 
 
 def _plan_moves(plan: _LayoutPlan, captured: Captured, base: int) -> _Moves:

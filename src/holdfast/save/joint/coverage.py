@@ -48,20 +48,21 @@ _VALUES_HINT: Final = (
 
 def digest_shards(snapshot: Snapshot) -> str:
     """**Pure.** Which boxes a worker has of its loose leaves, whatever their values; empty if it has no such leaves."""
-    if not snapshot.loose:
+    state = snapshot.state
+    if not state.loose:
         return ""
-    parts = {part.name: part for part in snapshot.boxes}
+    parts = {part.name: part for part in state.boxes}
     shards = []
     for place in snapshot.layout.places:
         part = parts.get(place.name)
         leaf = place.name if part is None else part.leaf or part.name
-        if leaf in snapshot.loose:
+        if leaf in state.loose:
             shape = place.shape if part is None else part.global_shape
             box = whole_box(shape) if part is None else Box(part.offsets, place.shape)
             shards.append((leaf, place.dtype, shape, box.offsets, box.shape))
     # What it writes nothing of counts as well: the index says what it is.
-    others = [(leaf.name, leaf.dtype, leaf.shape) for leaf in snapshot.elsewhere if leaf.name in snapshot.loose]
-    return digest(msgspec.msgpack.encode((sorted(snapshot.loose), sorted(shards), others)))
+    others = [(leaf.name, leaf.dtype, leaf.shape) for leaf in state.elsewhere if leaf.name in state.loose]
+    return digest(msgspec.msgpack.encode((sorted(state.loose), sorted(shards), others)))
 
 
 class Coverage:
@@ -145,8 +146,8 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
 
 def make_roster(snapshot: Snapshot) -> Roster:
     """**Pure.** Which objects the worker of a snapshot has."""
-    full = {name for name, skeleton in snapshot.objects.items() if _has_array(skeleton)}
-    bare = sorted(map(make_sendable, snapshot.objects.keys() - full - snapshot.own))
+    full = {name for name, skeleton in snapshot.state.objects.items() if _has_array(skeleton)}
+    bare = sorted(map(make_sendable, snapshot.state.objects.keys() - full - snapshot.state.own))
     told = [
         name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
     ]

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers
+from holdfast.cluster.polling import SAVE_POSITIONS_SECONDS
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.records import Reference, WorkerRecord
@@ -179,9 +180,6 @@ WELL: Final = EndRecord()
 
 _T = TypeVar("_T")
 
-_LOOK_SECONDS: Final = 0.5
-"""How often to look whether a worker has gone on without this one."""
-
 
 class _CommittedError(Exception):
     """The others have committed the save, and wait for this worker no more."""
@@ -194,7 +192,8 @@ class CommitProtocol:
     leader's, that the save is to be committed, comes when it has the parts of all; then no failure can come any more
     but the leader's own, which is the *result*.
 
-    Each method raises `ClusterError` if the store does not answer.
+    Each method raises `ClusterError` if the store does not answer. One that waits or agrees raises `PeerError` if
+    another worker has failed, is gone, or is late, and `LeftOutError` if one cannot take part.
 
     Attributes:
         place: Which save it is.
@@ -233,12 +232,7 @@ class CommitProtocol:
         self._put("name", record)
 
     def wait_name(self) -> NameRecord:
-        """**Blocks.** Where to write.
-
-        Raises:
-            PeerError: If another worker has failed, or the leader is gone or has not come in time.
-            LeftOutError: If a worker cannot take part.
-        """
+        """**Blocks.** Where to write, as the leader says."""
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
     def hand_in(self, record: PartRecord, holding: Holding) -> None:
@@ -247,8 +241,6 @@ class CommitProtocol:
         Meanwhile it answers the leader's question what it holds together with others.
 
         Raises:
-            PeerError: If another worker has failed, or the leader is gone or has not committed in time.
-            LeftOutError: If a worker cannot take part.
             FencedError: If another job has taken over.
         """
         part = f"part/{self._peers.rank}"
@@ -266,12 +258,7 @@ class CommitProtocol:
                 self._peers.delete([self._key(part)])
 
     def collect_parts(self) -> list[PartRecord]:
-        """**Blocks.** What all workers but the leader have made to last, in order of rank.
-
-        Raises:
-            PeerError: If a worker has failed, is gone before it has done its part, or has not done it in time.
-            LeftOutError: If a worker cannot take part.
-        """
+        """**Blocks.** What all workers but the leader have made to last, in order of rank."""
         parts: dict[int, PartRecord] = {}
         others = range(1, self._peers.world_size)
         begun_at = time.monotonic()
@@ -291,12 +278,7 @@ class CommitProtocol:
         return [parts[rank] for rank in others]
 
     def agree(self) -> None:
-        """The leader says that the step is to be committed: from here on nobody else can end the save.
-
-        Raises:
-            PeerError: If a worker has given up before.
-            LeftOutError: If a worker cannot take part.
-        """
+        """The leader says that the step is to be committed: from here on no other worker can end the save."""
         self._raise_unless_well(self._decide(WELL))
 
     def tell_committed(self) -> None:
@@ -405,7 +387,7 @@ class CommitProtocol:
         def watch() -> Collection[int]:
             nonlocal look_at
             if time.monotonic() >= look_at:
-                look_at = time.monotonic() + _LOOK_SECONDS
+                look_at = time.monotonic() + SAVE_POSITIONS_SECONDS
                 for rank in doers:
                     self._check_way(rank, awaited)
             return ranks() if ranks is not None else doers

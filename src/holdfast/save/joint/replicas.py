@@ -173,9 +173,9 @@ class Holding:
 def make_holding(snapshot: Snapshot, last: Holding) -> Holding:
     """What the worker of a snapshot holds together with others: as a rule the same as at the save before."""
     has_values = any(group.values for group in last.groups)
-    if not snapshot.digests and not has_values and snapshot.replicas == last.replicas:
+    if not snapshot.state.digests and not has_values and snapshot.state.replicas == last.replicas:
         return last
-    return Holding(snapshot.replicas, snapshot.digests)
+    return Holding(snapshot.state.replicas, snapshot.state.digests)
 
 
 class _Piece(NamedTuple):

@@ -7,7 +7,7 @@ others learn from it where to write, and how it went. All of this is behind trai
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Literal
@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.catalog import check_fence
 from holdfast.cluster.peers import Failure, make_sendable
+from holdfast.cluster.polling import SOME_KEYS, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
@@ -47,16 +48,11 @@ from holdfast.state.data.position import PositionRecord, find_apart, list_positi
 from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 
-_LONGEST_PAUSE_SECONDS: Final = 0.5
-
 _COURTESY_SECONDS: Final = 1.0
 """How long to wait for the others where somebody will not come, or training is held up at its next save by that."""
 
 _MOST_TOLD: Final = 100
 """So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
-
-
-_ALIKE_HINT: Final = "Give the managers of all workers the same arguments."
 
 
 class _Ending(msgspec.Struct):
@@ -162,9 +158,9 @@ class JointRunWriter(CheckpointWriter):
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
         """**Blocks.** Makes the files that this worker writes, and notes what the others hear of them."""
         self._holding = make_holding(snapshot, self._holding)
-        self._is_compared = bool(snapshot.digests)
+        self._is_compared = bool(snapshot.state.digests)
         self._shards = digest_shards(snapshot)
-        self._positions = list_positions(snapshot.objects)
+        self._positions = list_positions(snapshot.state.objects)
         self._roster = make_roster(snapshot)
         return self._own.open_files(snapshot, name, metrics)
 
@@ -173,50 +169,42 @@ class JointRunWriter(CheckpointWriter):
     ) -> None:
         """**Blocks.** Commits what all have written: the leader publishes, the others wait until it has.
 
-        A crash of the leader after the publication leaves a whole checkpoint that nobody has spoken of.
+        A crash of the leader after the publication leaves a whole checkpoint of which none has heard.
         """
         protocol, holding = self._get_protocol(), self._holding
+        own = PartRecord(
+            receipts.workers[0],
+            receipts.references,
+            receipts.features,
+            holding.groups,
+            self._shards,
+            receipts.values,
+            self._check_replicas,
+            self._positions,
+            self._roster,
+        )
         if not self._peers.is_leader:
-            own = receipts.workers[0]
-            part = PartRecord(
-                own,
-                receipts.references,
-                receipts.features,
-                holding.groups,
-                self._shards,
-                receipts.values,
-                self._check_replicas,
-                self._positions,
-                self._roster,
-            )
-            protocol.hand_in(part, holding)
+            protocol.hand_in(own, holding)
             self._own.note_committed()
             self._note_compared()
             return
-        parts = protocol.collect_parts()
-        self._check_alike(parts)
-        self._check_objects([self._roster, *(part.roster for part in parts)])
-        divergences = protocol.inquiry.compare([holding.groups, *(part.groups for part in parts)], holding)
+        parts = [own, *protocol.collect_parts()]
+        self._check_parts(parts)
+        divergences = protocol.inquiry.compare([part.groups for part in parts], holding)
         if not self._has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
-            raise self._peers.failures.make_error(Failure.of(refused[0], UsageError.__name__, refused[1], VALUES_HINT))
-        together = _put_together([receipts, *map(_receipts_of, parts)])
+            raise self._make_error(*refused, VALUES_HINT)
+        together = _put_together(parts)
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
             check_fence(self._storage, name.generation)
             raise self._peers.failures.make_error(unseen)
-        shards = [self._shards, *(part.shards for part in parts)]
-        self._coverage.check(self._storage, name, shards, [receipts.values, *(part.values for part in parts)])
+        self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
         # Who has given up by now has said so, and who has not will wait for the result.
         protocol.agree()
         self._own.commit(together, name, metrics, metadata)
         protocol.tell_committed()
-        self._tell_apart(name, [self._positions, *(part.positions for part in parts)])
-        if self._check_replicas == "first":
-            if text := tell_apart(divergences, holding.replicas):
-                self._emit(Warned(step=name.step, text=text))
-        else:
-            self._tell_divergences(name, divergences)
+        self._warn(name, find_apart([part.positions for part in parts]), divergences)
         self._note_compared()
 
     def check_standing(self) -> None:
@@ -273,17 +261,17 @@ class JointRunWriter(CheckpointWriter):
         newest = _Ending(protocol, set(others), self._debris)
         self._endings.append(newest)
         begun_at = time.monotonic()
-        pause_seconds = 0.001
+
+        def look() -> bool | None:
+            # Each worker has a key of its own, and one may die instead of writing it.
+            # Who has missed the plan for a save will not come to it.
+            # Training that has come to another save since may wait for the end of this one.
+            is_brief = protocol.was_missed or self._participant.saves > protocol.count
+            is_late = is_brief and time.monotonic() >= begun_at + _COURTESY_SECONDS
+            return True if is_late or not self._look_at(newest) else None
+
         with suppress(HoldfastError):
-            while self._look_at(newest):
-                # Who has missed the plan for a save will not come to it.
-                # Training that has come to another save since may wait for the end of this one.
-                is_brief = protocol.was_missed or self._participant.saves > protocol.count
-                if time.monotonic() >= begun_at + (_COURTESY_SECONDS if is_brief else ANSWER_SECONDS):
-                    break
-                # Each worker has a key of its own, and one may die instead of writing it.
-                time.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            poll(look, SOME_KEYS, begun_at + ANSWER_SECONDS)
             for earlier in self._endings[:-1]:
                 self._look_at(earlier)
         ended = [ending for ending in self._endings if not ending.ranks]
@@ -306,38 +294,35 @@ class JointRunWriter(CheckpointWriter):
         self._has_compared = self._has_compared or self._is_compared
         self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
 
-    def _check_alike(self, parts: Iterable[PartRecord]) -> None:
-        """Makes sure that all workers, or none, compare what they hold: with few of them nothing is found."""
-        for rank, part in enumerate(parts, start=1):
+    def _check_parts(self, parts: Sequence[PartRecord]) -> None:
+        """Makes sure that all workers compare what they hold, or none, and that none lacks what those like it have."""
+        for rank, part in enumerate(parts):
             if part.check_replicas != self._check_replicas:
-                text = (
-                    f"it was given check_replicas={part.check_replicas!r}, "
-                    f"and rank 0 check_replicas={self._check_replicas!r}"
-                )
-                raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _ALIKE_HINT))
-
-    def _check_objects(self, rosters: Sequence[Roster]) -> None:
-        """Makes sure that none of the workers lacks an object that those like it have."""
-        unlike = find_unlike(rosters)
+                own, theirs = self._check_replicas, part.check_replicas
+                text = f"it was given check_replicas={theirs!r}, and rank 0 check_replicas={own!r}"
+                raise self._make_error(rank, text, "Give the managers of all workers the same arguments.")
+        unlike = find_unlike([part.roster for part in parts])
         if unlike is not None:
-            rank, text = unlike
-            raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, OBJECTS_HINT))
+            raise self._make_error(*unlike, OBJECTS_HINT)
 
-    def _tell_apart(self, name: StepName, positions: list[list[PositionRecord]]) -> None:
-        """Warns once if workers part in the data that they divide. The same number of them can still go on from it."""
-        text = find_apart(positions)
-        if text and not self._are_apart:
+    def _make_error(self, rank: int, text: str, hint: str) -> PeerError:
+        return self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, hint))
+
+    def _warn(self, name: StepName, apart: str, divergences: Sequence[Divergence]) -> None:
+        """Tells of workers that part in the data that they divide, once, and of values that differ."""
+        # The same number of workers can still go on from it.
+        warnings = [apart] if apart and not self._are_apart else []
+        self._are_apart = bool(apart)
+        if self._check_replicas == "first":
+            warnings.append(tell_apart(divergences, self._holding.replicas))
+        else:
+            for leaf, ranks, _ in divergences[:_MOST_TOLD]:
+                self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
+            if (more := len(divergences) - _MOST_TOLD) > 0:
+                text = f"step {name.step}: {more} tensors more differ between workers that hold them alike"
+                self._emit(Warned(text=text))
+        for text in filter(None, warnings):
             self._emit(Warned(step=name.step, text=text))
-        self._are_apart = bool(text)
-
-    def _tell_divergences(self, name: StepName, divergences: Sequence[Divergence]) -> None:
-        for leaf, ranks, _ in divergences[:_MOST_TOLD]:
-            self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
-        if len(divergences) > _MOST_TOLD:
-            more = len(divergences) - _MOST_TOLD
-            self._emit(
-                Warned(text=f"step {name.step}: {more} tensors more differ between workers that hold them alike")
-            )
 
     def _look_at(self, ending: _Ending) -> bool:
         """Whether some may still be at a save."""
@@ -346,13 +331,8 @@ class JointRunWriter(CheckpointWriter):
         return bool(ending.ranks)
 
 
-def _receipts_of(part: PartRecord) -> Receipts:
-    return Receipts((part.worker,), part.references, part.features)
-
-
-def _put_together(each: Iterable[Receipts]) -> Receipts:
+def _put_together(parts: Sequence[PartRecord]) -> Receipts:
     """What all workers have written, in order of rank, as the receipts of one step."""
-    parts = list(each)
     sums: dict[StepName, tuple[int, int]] = {}
     for part in parts:
         for reference in part.references:
@@ -362,5 +342,5 @@ def _put_together(each: Iterable[Receipts]) -> Receipts:
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(sums.items())
     )
-    workers = tuple(worker for part in parts for worker in part.workers)
-    return Receipts(workers, references, tuple({feature for part in parts for feature in part.features}))
+    features = {feature for part in parts for feature in part.features}
+    return Receipts(tuple(part.worker for part in parts), references, tuple(features))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -50,24 +51,21 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
     Raises:
         StorageError: If it is not seen; it names this worker (`who`).
     """
-    url = make_sendable(storage.url)
-    is_elsewhere = url != leader_url
 
     def look() -> str:
-        try:
-            seen = storage.read(START_NAME, len(token))
-        except (StorageError, DamageError) as error:
-            return error.message
+        seen = storage.read(START_NAME, len(token))
         return "" if seen.decode(errors="replace") == token else f"{START_NAME} is that of another job"
 
-    problem = look_again(look, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
-    if not problem:
-        return
-    if is_elsewhere:
-        text = f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: what rank 0 writes"
-        raise StorageError(f"{text} does not appear there ({problem})", path=START_NAME, hint=ELSEWHERE_HINT)
-    text = f"{storage.url}: {who} does not see what rank 0 writes there: {problem}"
-    raise StorageError(text, path=START_NAME, hint=_HINT)
+    _check_seen(
+        storage,
+        START_NAME,
+        leader_url,
+        look,
+        timeout_seconds,
+        f"{who} does not see what rank 0 writes there",
+        f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: "
+        "what rank 0 writes does not appear there",
+    )
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:
@@ -81,25 +79,50 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
     Raises:
         StorageError: As `check_token`.
     """
-
-    path, url = generation_path(told.generation), make_sendable(storage.url)
-    is_elsewhere = url != told.url
+    path = generation_path(told.generation)
 
     def look() -> str:
-        try:
-            seen = read_opening_digest(storage, told.generation)
-        except StorageError as error:
-            return error.message
-        return "" if seen == told.opening else f"{path} is that of another run"
+        is_same = read_opening_digest(storage, told.generation) == told.opening
+        return "" if is_same else f"{path} is that of another run"
 
-    problem = look_again(look, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
-    if not problem:
-        return
     unseen = f"does not see generation {told.generation}, which rank 0 has opened"
-    if is_elsewhere:
-        text = f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there ({problem})"
-        raise StorageError(text, path=path, hint=ELSEWHERE_HINT)
-    raise StorageError(f"{storage.url}: {who} {unseen}: {problem}", path=path, hint=_HINT)
+    _check_seen(
+        storage,
+        path,
+        told.url,
+        look,
+        timeout_seconds,
+        f"{who} {unseen}",
+        f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there",
+    )
+
+
+def _check_seen(
+    storage: Storage,
+    path: str,
+    leader_url: str,
+    look: Callable[[], str],
+    timeout_seconds: float,
+    unseen: str,
+    unseen_elsewhere: str,
+) -> None:
+    """**Blocks.** Looks again and again what is wrong with a file; raises that in the end.
+
+    The last two are what to say where this worker was given the same path as the leader, and where another.
+    """
+    is_elsewhere = make_sendable(storage.url) != leader_url
+
+    def find_problem() -> str:
+        try:
+            return look()
+        except (StorageError, DamageError) as error:
+            return error.message
+
+    problem = look_again(find_problem, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
+    if problem and is_elsewhere:
+        raise StorageError(f"{unseen_elsewhere} ({problem})", path=path, hint=ELSEWHERE_HINT)
+    if problem:
+        raise StorageError(f"{storage.url}: {unseen}: {problem}", path=path, hint=_HINT)
 
 
 def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:

@@ -156,12 +156,12 @@ class Incremental:
         """
         places = snapshot.layout.places
         spans = dict(zip((place.name for place in places), take_digests(snapshot, pool), strict=True))
-        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.worker))
+        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.state.worker))
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         layout, segments = _plan_file(snapshot, name, kept)
         self._storage.make_directory(name.directory)
-        worker = snapshot.worker
+        worker = snapshot.state.worker
         path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
         writer = self._storage.open_writer(path, layout.size_bytes)
         try:
@@ -172,7 +172,7 @@ class Incremental:
         index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
         sources, referred = make_references(kept)
         index = msgspec.structs.replace(index, sources=sources, referred=referred)
-        receipts = write_index(index, self._storage, snapshot.loose)
+        receipts = write_index(index, self._storage, snapshot.state.loose)
         self._written = msgspec.structs.replace(index, objects={})
         return receipts
 

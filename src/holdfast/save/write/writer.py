@@ -37,7 +37,7 @@ class WholeStepFiles:
         """**Blocks.** Makes the step's directory, and the file."""
         self._snapshot, self._storage, self._name = snapshot, storage, name
         storage.make_directory(name.directory)
-        worker = snapshot.worker
+        worker = snapshot.state.worker
         data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
         self._writer = storage.open_writer(data_path, snapshot.layout.size_bytes)
         # For each array, in the order of the file, the digests of its spans.
@@ -56,7 +56,7 @@ class WholeStepFiles:
         self._writer.abandon()
         leaves = ("".join(spans) for spans in self._digests)
         index = make_index(self._snapshot, self._snapshot.layout, self._name, leaves)
-        return write_index(index, self._storage, self._snapshot.loose)
+        return write_index(index, self._storage, self._snapshot.state.loose)
 
     def abandon(self) -> None:
         """See `StepFiles`."""
@@ -79,16 +79,14 @@ def write_index(index: Index, storage: Storage, loose: Collection[str] = ()) -> 
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
     )
-    values = digest_loose(index, loose)
+    values = digest_loose(index, loose) if loose else ""
     return Receipts(
         (WorkerRecord(len(data), digest(data), index.data_bytes),), references, list_features(index), values
     )
 
 
 def digest_loose(index: Index, loose: Collection[str]) -> str:
-    """**Pure.** What lies in the boxes of loose leaves; empty if there are none."""
-    if not loose:
-        return ""
+    """**Pure.** What lies in the boxes of loose leaves."""
     values = [
         (stored.leaf, stored.box.offsets, stored.record.spans)
         for stored in index.stored_boxes()
@@ -170,8 +168,8 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
-        rank=snapshot.worker.rank,
-        world_size=snapshot.worker.world_size,
+        rank=snapshot.state.worker.rank,
+        world_size=snapshot.state.worker.world_size,
         data_bytes=layout.size_bytes,
         header_bytes=len(layout.header),
         header_digest=digest(layout.header),
@@ -180,11 +178,11 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
             LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, digests)
             for place, digests in zip(layout.places, spans, strict=True)
         ),
-        objects=snapshot.objects,
-        boxes=snapshot.boxes,
-        elsewhere=snapshot.elsewhere,
-        strides=snapshot.strides,
-        quantizers=snapshot.quantizers,
+        objects=snapshot.state.objects,
+        boxes=snapshot.state.boxes,
+        elsewhere=snapshot.state.elsewhere,
+        strides=snapshot.state.strides,
+        quantizers=snapshot.state.quantizers,
     )
 
 
