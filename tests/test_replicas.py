@@ -18,13 +18,13 @@ from holdfast.events import Diverged
 from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.copy.image import HostBuffer, Stager
-from holdfast.save.joint.coverage import Roster, find_holders, find_unlike, make_roster
+from holdfast.save.joint.coverage import ObjectSetDigest, digest_objects, find_holders, find_unlike
 from holdfast.save.joint.replicas import (
     Detail,
+    Disagreement,
     Divergence,
-    Group,
-    Suspect,
-    find_suspects,
+    ReplicaDigest,
+    find_disagreements,
     name_difference,
     name_divergences,
 )
@@ -410,33 +410,33 @@ def test_very_many_leaves_differ(tmp_path: Path) -> None:
     run_workers(2, work)
 
 
-def group(values: str = "", *, size: int = 3, names: str = "n") -> Group:
-    return Group("h", size, 2, names, values)
+def group(values: str = "", *, size: int = 3, names: str = "n") -> ReplicaDigest:
+    return ReplicaDigest("h", size, 2, names, values)
 
 
 def test_who_is_suspected() -> None:
-    assert find_suspects([[group("v")], [group("v")], [group("v")]]) == []
+    assert find_disagreements([[group("v")], [group("v")], [group("v")]]) == []
     # One that does not compare.
-    assert find_suspects([[group("v")], [group("v")], [group()]]) == []
-    assert find_suspects([[group("v")], [group("w")], [group("v")]]) == [Suspect("h", ((0, 2), (1,)), True)]
-    assert find_suspects([[group()], [group(names="m")], [group()]]) == [Suspect("h", ((0, 2), (1,)), False)]
-    assert find_suspects([[group()], [], [group()]]) == [Suspect("h", ((0, 2),), False)]
+    assert find_disagreements([[group("v")], [group("v")], [group()]]) == []
+    assert find_disagreements([[group("v")], [group("w")], [group("v")]]) == [Disagreement("h", ((0, 2), (1,)), True)]
+    assert find_disagreements([[group()], [group(names="m")], [group()]]) == [Disagreement("h", ((0, 2), (1,)), False)]
+    assert find_disagreements([[group()], [], [group()]]) == [Disagreement("h", ((0, 2),), False)]
 
 
 def test_what_is_not_known_is_not_named() -> None:
-    suspect = Suspect("h", ((0, 2), (1,)), False)
+    disagreement = Disagreement("h", ((0, 2), (1,)), False)
     held = Detail((0, 1, 2), {"x": [("F32 [3]", "a")]})
-    assert name_difference(suspect, {}) == (1, "its leaves are not those of the others")
-    assert name_difference(suspect, {0: held}) == (1, "its leaves are not those of ranks 0 and 2")
-    assert name_divergences(suspect, {0: held}) == []
+    assert name_difference(disagreement, {}) == (1, "its leaves are not those of the others")
+    assert name_difference(disagreement, {0: held}) == (1, "its leaves are not those of ranks 0 and 2")
+    assert name_divergences(disagreement, {0: held}) == []
     other = Detail((0, 1, 2), {"x": [("F32 [3]", "b")]})
-    assert name_divergences(suspect, {0: held, 1: other}) == [Divergence("x", ((0, 2), (1,)))]
+    assert name_divergences(disagreement, {0: held, 1: other}) == [Divergence("x", ((0, 2), (1,)))]
 
 
 def test_others_that_differ_alike_are_named_too() -> None:
     held, none = Detail(tuple(range(5)), {"x": [("F32 [3]", "")]}), Detail(tuple(range(5)), {})
-    suspect = Suspect("h", ((0, 1, 2), (3, 4)), False)
-    assert name_difference(suspect, {0: held, 3: none}) == (
+    disagreement = Disagreement("h", ((0, 1, 2), (3, 4)), False)
+    assert name_difference(disagreement, {0: held, 3: none}) == (
         3,
         "it lacks x (F32 [3]), which ranks 0, 1 and 2 hold; the same goes for rank 4",
     )
@@ -609,10 +609,10 @@ def test_per_worker_values_of_one_worker_allow_other_numbers_of_workers(tmp_path
 
 
 def test_very_many_objects_are_told_of_in_few_words() -> None:
-    def snap(count: int, *others: str) -> Roster:
+    def snap(count: int, *others: str) -> ObjectSetDigest:
         names = [f"{'n' * 300}{number:05d}" for number in range(count)]
         captured = capture_objects(dict.fromkeys([*names, *others], 0), worker=Worker(0, 2))
-        return make_roster(Stager(HostBuffer()).stage(captured, 1).snapshot)
+        return digest_objects(Stager(HostBuffer()).stage(captured, 1).snapshot)
 
     many = snap(5000)
     assert len(msgspec.json.encode(many)) < 20_000

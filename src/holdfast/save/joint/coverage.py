@@ -132,7 +132,7 @@ OBJECTS_HINT: Final = (
 )
 
 
-class Roster(msgspec.Struct, frozen=True, array_like=True):
+class ObjectSetDigest(msgspec.Struct, frozen=True, array_like=True):
     """Which objects one worker has.
 
     Attributes:
@@ -144,7 +144,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     bare: tuple[str, ...] = ()
 
 
-def make_roster(snapshot: Snapshot) -> Roster:
+def digest_objects(snapshot: Snapshot) -> ObjectSetDigest:
     """**Pure.** Which objects the worker of a snapshot has."""
     full = {name for name, skeleton in snapshot.state.objects.items() if _has_array(skeleton)}
     bare = sorted(map(make_sendable, snapshot.state.objects.keys() - full - snapshot.state.own))
@@ -153,7 +153,7 @@ def make_roster(snapshot: Snapshot) -> Roster:
     ]
     if len(told) > _MOST_NAMES:
         told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
-    return Roster(_digest(sorted(map(make_sendable, full))), tuple(told))
+    return ObjectSetDigest(_digest(sorted(map(make_sendable, full))), tuple(told))
 
 
 def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
@@ -178,11 +178,11 @@ def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]
     return {name: tuple(sorted(ranks)) for name, ranks in holders.items() if len(ranks) < len(named)}
 
 
-def find_unlike(rosters: Sequence[Roster]) -> tuple[int, str] | None:
+def find_unlike(object_sets: Sequence[ObjectSetDigest]) -> tuple[int, str] | None:
     """**Pure.** A worker whose objects are not those of the others, and what there is to say of it, or None."""
     stages: dict[str, dict[tuple[str, ...], list[int]]] = {}
-    for rank, roster in enumerate(rosters):
-        stages.setdefault(roster.stage, {}).setdefault(roster.bare, []).append(rank)
+    for rank, object_set in enumerate(object_sets):
+        stages.setdefault(object_set.stage, {}).setdefault(object_set.bare, []).append(rank)
     for ranks_by_names in stages.values():
         sides = sorted(ranks_by_names.items(), key=lambda side: (-len(side[1]), side[1]))
         (usual, most), (other, few) = sides[0], sides[-1]

@@ -31,8 +31,8 @@ from holdfast.cluster.polling import SAVE_POSITIONS_SECONDS
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.records import Reference, WorkerRecord
-from holdfast.save.joint.coverage import Roster
-from holdfast.save.joint.replicas import Group, Holding, Inquiry
+from holdfast.save.joint.coverage import ObjectSetDigest
+from holdfast.save.joint.replicas import HeldReplicas, ReplicaDigest, ReplicaQuery
 from holdfast.save.records import LeftOutError
 from holdfast.state.data.position import PositionRecord
 
@@ -144,18 +144,18 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         values: What it says of their values.
         check_replicas: At which saves it is to compare what workers hold alike.
         positions: How far it has got in its data.
-        roster: Which objects it has.
+        object_set: Which objects it has.
     """
 
     worker: WorkerRecord
     references: tuple[Reference, ...]
     features: tuple[str, ...]
-    groups: list[Group]
+    groups: list[ReplicaDigest]
     shards: str = ""
     values: str = ""
     check_replicas: bool | Literal["first"] = "first"
     positions: list[PositionRecord] = []
-    roster: Roster = Roster()
+    object_set: ObjectSetDigest = ObjectSetDigest()
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,7 +199,7 @@ class CommitProtocol:
         place: Which save it is.
         count: The how manieth of this worker's saves.
         was_missed: True once the leader has found that another worker had heard of it too late.
-        inquiry: What the leader asks where workers do not hold the same.
+        query: What the leader asks where workers do not hold the same.
     """
 
     def __init__(self, peers: Peers, position: WorkerProgress, watched: str = "") -> None:
@@ -216,7 +216,7 @@ class CommitProtocol:
         self.place = position.place
         self.count = position.count
         self.was_missed = False
-        self.inquiry = Inquiry(peers, self._key)
+        self.query = ReplicaQuery(peers, self._key)
         # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
         self._is_over = False
         self._has_handed_in = False
@@ -235,7 +235,7 @@ class CommitProtocol:
         """**Blocks.** Where to write, as the leader says."""
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
-    def hand_in(self, record: PartRecord, holding: Holding) -> None:
+    def hand_in(self, record: PartRecord, holding: HeldReplicas) -> None:
         """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
 
         Meanwhile it answers the leader's question what it holds together with others.
@@ -333,7 +333,7 @@ class CommitProtocol:
             with suppress(HoldfastError):
                 self._announce(replace(self._position, has_ended=True, was_committed=self._is_committed))
         with suppress(HoldfastError):
-            self.inquiry.forget()
+            self.query.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
         keys += [self._key(f"{name}/{rank}") for name in ("part", "left") for rank in range(self._peers.world_size)]
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
@@ -368,7 +368,7 @@ class CommitProtocol:
         what: str,
         ranks: Callable[[], Collection[int]] | None = None,
         begun_at: float | None = None,
-        holding: Holding | None = None,
+        holding: HeldReplicas | None = None,
     ) -> _T:
         """What is said under a name, unless the save ends otherwise before.
 
@@ -392,13 +392,13 @@ class CommitProtocol:
                     self._check_way(rank, awaited)
             return ranks() if ranks is not None else doers
 
-        own, verdict, question = self._key(name), self._key("verdict"), self.inquiry.question
+        own, verdict, question = self._key(name), self._key("verdict"), self.query.question
         # When there is a verdict, all else does not matter any more. The result comes behind it.
         awaited = [verdict, own if holding is None else question, *([self._watched] if self._watched else [])]
         try:
             key, value = self._peers.wait_any(awaited, watch, what, begun_at)
             if key == question and holding is not None:
-                self.inquiry.answer(value, holding)
+                self.query.answer(value, holding)
                 awaited = [verdict]
                 key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         except PeerError as error:

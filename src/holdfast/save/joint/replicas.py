@@ -35,7 +35,7 @@ _DIGEST_CHARACTERS: Final = 16
 
 _NAMED_LEAVES: Final = 3
 
-MOST_CAMPS: Final = 16
+MOST_SIDES: Final = 16
 """So many different sides are looked at. Where more workers differ, they have nothing in common."""
 
 _PIECE_BYTES: Final = 8 << 20
@@ -55,7 +55,7 @@ VALUES_HINT: Final = (
 )
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):
     """What one worker holds together with certain others.
 
     Attributes:
@@ -75,18 +75,18 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     may_differ: bool = False
 
 
-class Suspect(NamedTuple):
+class Disagreement(NamedTuple):
     """Workers that should all hold the same, and do not.
 
     Attributes:
         holders: The digest of their ranks.
-        camps: Those of them that agree together; the most first. Who has nothing of it is in none.
+        sides: Those of them that agree together; the most first. Who has nothing of it is in none.
         are_named_alike: True if only values differ.
         may_differ: Whether these may.
     """
 
     holders: str
-    camps: tuple[tuple[int, ...], ...]
+    sides: tuple[tuple[int, ...], ...]
     are_named_alike: bool
     may_differ: bool = False
 
@@ -121,7 +121,7 @@ class Divergence(NamedTuple):
     may_differ: bool = False
 
 
-class Holding:
+class HeldReplicas:
     """What one worker holds together with others.
 
     Attributes:
@@ -170,12 +170,12 @@ class Holding:
         }
 
 
-def make_holding(snapshot: Snapshot, last: Holding) -> Holding:
+def sum_up_replicas(snapshot: Snapshot, last: HeldReplicas) -> HeldReplicas:
     """What the worker of a snapshot holds together with others: as a rule the same as at the save before."""
     has_values = any(group.values for group in last.groups)
     if not snapshot.state.digests and not has_values and snapshot.state.replicas == last.replicas:
         return last
-    return Holding(snapshot.state.replicas, snapshot.state.digests)
+    return HeldReplicas(snapshot.state.replicas, snapshot.state.digests)
 
 
 class _Piece(NamedTuple):
@@ -236,46 +236,46 @@ def _cut(captured: Captured) -> Iterator[_Piece]:
             begin += size_bytes
 
 
-def find_suspects(groups: Sequence[Sequence[Group]]) -> list[Suspect]:
+def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagreement]:
     """**Pure.** The groups of workers that do not agree, by what each worker says, in order of rank."""
-    said: dict[str, dict[int, Group]] = {}
+    said: dict[str, dict[int, ReplicaDigest]] = {}
     for rank, own in enumerate(groups):
         for group in own:
             said.setdefault(group.holders, {})[rank] = group
-    suspects = []
+    disagreements = []
     for holders, by_rank in said.items():
         names = {(group.boxes, group.names) for group in by_rank.values()}
         are_named_alike = len(names) == 1 and all(group.size == len(by_rank) for group in by_rank.values())
         # Who was not told to compare values has none to show.
         values = {group.values for group in by_rank.values() if group.values}
         if not are_named_alike or len(values) > 1:
-            camps: dict[Group, list[int]] = {}
+            sides: dict[ReplicaDigest, list[int]] = {}
             for rank, group in by_rank.items():
-                camps.setdefault(group, []).append(rank)
+                sides.setdefault(group, []).append(rank)
             may_differ = all(group.may_differ for group in by_rank.values())
-            suspects.append(Suspect(holders, _order(camps.values()), are_named_alike, may_differ))
-    return suspects
+            disagreements.append(Disagreement(holders, _order(sides.values()), are_named_alike, may_differ))
+    return disagreements
 
 
-def name_difference(suspect: Suspect, details: Mapping[int, Detail]) -> tuple[int, str]:
+def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -> tuple[int, str]:
     """**Pure.** Whose leaves differ from those of the others, and in what.
 
-    `details` are those of the first worker of a camp, of some camps.
+    `details` are those of the first worker of a side, of some sides.
 
     Returns:
         A worker that has something else than most, and what there is to say of it.
     """
-    sides = [(camp, details[camp[0]]) for camp in suspect.camps if camp[0] in details]
+    sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     if not sides:
-        return suspect.camps[-1][0], "its leaves are not those of the others"
+        return disagreement.sides[-1][0], "its leaves are not those of the others"
     holders = set(sides[0][1].holders)
-    without = tuple(sorted(holders.difference(*suspect.camps)))
+    without = tuple(sorted(holders.difference(*disagreement.sides)))
     if without:
         sides.append((without, Detail((), {})))
     sides.sort(key=lambda side: (-len(side[0]), side[0]))
     (most, usual), (few, other) = sides[0], sides[-1]
     if len(sides) == 1:
-        return suspect.camps[-1][0], f"its leaves are not those of {name_ranks(most)}"
+        return disagreement.sides[-1][0], f"its leaves are not those of {name_ranks(most)}"
     differing = [
         leaf
         for leaf in [*usual.boxes, *(leaf for leaf in other.boxes if leaf not in usual.boxes)]
@@ -287,18 +287,18 @@ def name_difference(suspect: Suspect, details: Mapping[int, Detail]) -> tuple[in
     return few[0], f"{'; '.join(told[:_NAMED_LEAVES])}{more}{also}"
 
 
-def name_divergences(suspect: Suspect, details: Mapping[int, Detail]) -> list[Divergence]:
+def name_divergences(disagreement: Disagreement, details: Mapping[int, Detail]) -> list[Divergence]:
     """**Pure.** The leaves whose values differ; see `name_difference`."""
-    sides = [(camp, details[camp[0]]) for camp in suspect.camps if camp[0] in details]
+    sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     found = []
     for leaf in sides[0][1].boxes if sides else ():
         values: dict[tuple[str, ...], list[int]] = {}
-        for camp, detail in sides:
+        for side, detail in sides:
             found_there = tuple(value for _, value in detail.boxes.get(leaf, ()))
             if all(found_there):
-                values.setdefault(found_there, []).extend(camp)
+                values.setdefault(found_there, []).extend(side)
         if len(values) > 1:
-            found.append(Divergence(leaf, _order(values.values()), suspect.may_differ))
+            found.append(Divergence(leaf, _order(values.values()), disagreement.may_differ))
     return found
 
 
@@ -359,8 +359,8 @@ def _find_tolerated(divergences: Sequence[Divergence], replicas: Sequence[Replic
     }
 
 
-def _order(camps: Collection[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted((tuple(sorted(camp)) for camp in camps), key=lambda camp: (-len(camp), camp)))
+def _order(sides: Collection[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted((tuple(sorted(side)) for side in sides), key=lambda side: (-len(side), side)))
 
 
 def _tell(leaf: str, usual: Sequence[str], other: Sequence[str], most: str) -> str:
@@ -381,13 +381,13 @@ def _describe(spec: ArraySpec, box: Box) -> str:
     return whole if box.is_whole(spec.shape) else f"{box} of {whole}"
 
 
-def _sum_up(holders: str, detail: Detail, may_differ: bool) -> Group:
+def _sum_up(holders: str, detail: Detail, may_differ: bool) -> ReplicaDigest:
     ordered = sorted(detail.boxes.items())
     names = "\n".join(f"{leaf}\t{kind}" for leaf, boxes in ordered for kind, _ in boxes)
     values = "".join(value for _, boxes in ordered for _, value in boxes)
     count = sum(len(boxes) for _, boxes in ordered)
     told = _digest(values) if values else ""
-    return Group(holders, len(detail.holders), count, _digest(names), told, may_differ)
+    return ReplicaDigest(holders, len(detail.holders), count, _digest(names), told, may_differ)
 
 
 def _digest(words: str) -> str:
@@ -405,7 +405,7 @@ class _ReplicaQuestion(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[str, ...]
 
 
-class Inquiry:
+class ReplicaQuery:
     """What is asked and answered in one save. Not thread-safe.
 
     question                  the leader's: whom it asks about what
@@ -421,7 +421,7 @@ class Inquiry:
         self._asked: tuple[int, ...] = ()
         self.question = key("question")
 
-    def compare(self, groups: Sequence[Sequence[Group]], own: Holding) -> list[Divergence]:
+    def compare(self, groups: Sequence[Sequence[ReplicaDigest]], own: HeldReplicas) -> list[Divergence]:
         """**Blocks** where something differs. The leader makes sure that workers hold what they should hold alike.
 
         Args:
@@ -434,12 +434,12 @@ class Inquiry:
         Raises:
             PeerError: If workers do not hold the same leaves; it names one of them.
         """
-        suspects = find_suspects(groups)
-        if not suspects:
+        disagreements = find_disagreements(groups)
+        if not disagreements:
             return []
-        named = tuple(suspect.holders for suspect in suspects)
+        named = tuple(one.holders for one in disagreements)
         # Those that agree would say the same.
-        asked = sorted({camp[0] for suspect in suspects for camp in suspect.camps[:MOST_CAMPS]} - {self._peers.rank})
+        asked = sorted({side[0] for one in disagreements for side in one.sides[:MOST_SIDES]} - {self._peers.rank})
         self._asked = tuple(asked)
         self._peers.cluster.set(self.question, msgspec.msgpack.encode(_ReplicaQuestion(self._asked, named)))
         end_at = time.monotonic() + ANSWER_SECONDS
@@ -449,15 +449,15 @@ class Inquiry:
             with suppress(DeadlineError):
                 details[rank] = self._wait_details(rank, end_at)
         found: list[Divergence] = []
-        for suspect in suspects:
-            held = {rank: detail[suspect.holders] for rank, detail in details.items() if suspect.holders in detail}
-            if not suspect.are_named_alike:
-                rank, text = name_difference(suspect, held)
+        for one in disagreements:
+            held = {rank: detail[one.holders] for rank, detail in details.items() if one.holders in detail}
+            if not one.are_named_alike:
+                rank, text = name_difference(one, held)
                 raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, LEAVES_HINT))
-            found += name_divergences(suspect, held)
+            found += name_divergences(one, held)
         return found
 
-    def answer(self, question: bytes, own: Holding) -> None:
+    def answer(self, question: bytes, own: HeldReplicas) -> None:
         """Says what this worker holds, if it is asked."""
         asked = msgspec.msgpack.decode(question, type=_ReplicaQuestion)
         if self._peers.rank not in asked.ranks:

@@ -30,16 +30,23 @@ from holdfast.save.commit.run_writer import (
     make_debris_warning,
 )
 from holdfast.save.copy.image import Staging
-from holdfast.save.joint.coverage import OBJECTS_HINT, Coverage, Roster, digest_shards, find_unlike, make_roster
+from holdfast.save.joint.coverage import (
+    OBJECTS_HINT,
+    Coverage,
+    ObjectSetDigest,
+    digest_objects,
+    digest_shards,
+    find_unlike,
+)
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, check_verdict
 from holdfast.save.joint.replicas import (
     VALUES_HINT,
     Divergence,
-    Holding,
+    HeldReplicas,
     digest_values,
     find_refused,
-    make_holding,
+    sum_up_replicas,
     tell_apart,
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
@@ -100,10 +107,10 @@ class JointRunWriter(CheckpointWriter):
         self._has_compared = False
         self.compares = bool(check_replicas)
         self._protocol: CommitProtocol | None = None
-        self._holding = Holding((), ())
+        self._holding = HeldReplicas((), ())
         self._shards = ""
         self._positions: list[PositionRecord] = []
-        self._roster = Roster()
+        self._object_set = ObjectSetDigest()
         self._are_apart = False
         self._coverage = Coverage()
         self._name: StepName | None = None
@@ -157,11 +164,11 @@ class JointRunWriter(CheckpointWriter):
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
         """**Blocks.** Makes the files that this worker writes, and notes what the others hear of them."""
-        self._holding = make_holding(snapshot, self._holding)
+        self._holding = sum_up_replicas(snapshot, self._holding)
         self._is_compared = bool(snapshot.state.digests)
         self._shards = digest_shards(snapshot)
         self._positions = list_positions(snapshot.state.objects)
-        self._roster = make_roster(snapshot)
+        self._object_set = digest_objects(snapshot)
         return self._own.open_files(snapshot, name, metrics)
 
     def commit(
@@ -181,7 +188,7 @@ class JointRunWriter(CheckpointWriter):
             receipts.values,
             self._check_replicas,
             self._positions,
-            self._roster,
+            self._object_set,
         )
         if not self._peers.is_leader:
             protocol.hand_in(own, holding)
@@ -190,7 +197,7 @@ class JointRunWriter(CheckpointWriter):
             return
         parts = [own, *protocol.collect_parts()]
         self._check_parts(parts)
-        divergences = protocol.inquiry.compare([part.groups for part in parts], holding)
+        divergences = protocol.query.compare([part.groups for part in parts], holding)
         if not self._has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
             raise self._make_error(*refused, VALUES_HINT)
         together = _put_together(parts)
@@ -301,7 +308,7 @@ class JointRunWriter(CheckpointWriter):
                 own, theirs = self._check_replicas, part.check_replicas
                 text = f"it was given check_replicas={theirs!r}, and rank 0 check_replicas={own!r}"
                 raise self._make_error(rank, text, "Give the managers of all workers the same arguments.")
-        unlike = find_unlike([part.roster for part in parts])
+        unlike = find_unlike([part.object_set for part in parts])
         if unlike is not None:
             raise self._make_error(*unlike, OBJECTS_HINT)
 
