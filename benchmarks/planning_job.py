@@ -141,9 +141,9 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     """
     storage = LocalStorage(directory)
     store = OneStore(workers)
-    company = JointParticipant(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
-    peers = company.peers
-    joint = JointRunWriter(RunWriter(storage, All(), reuse_space=False), storage, company, lambda event: None)
+    participant = JointParticipant(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
+    peers = participant.peers
+    joint = JointRunWriter(RunWriter(storage, All(), reuse_space=False), storage, participant, lambda event: None)
     pool = WorkerPool(1, "planning")
     reading = workers // 2
     found: dict[str, list[float]] = {}
@@ -186,7 +186,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         }.items():
             found.setdefault(key, []).append(value)
     pool.close()
-    company.close()
+    participant.close()
     return {key: median(values) for key, values in found.items()}
 
 

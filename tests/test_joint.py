@@ -382,9 +382,9 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
             super().write(path, data)
             if "index-00000" in path:
                 part_is_there.wait(PATIENCE_SECONDS)
-                company = leaders[0].company
-                assert company is not None
-                wait_until(lambda: 1 in company.peers.failures.lost)
+                participant = leaders[0].participant
+                assert participant is not None
+                wait_until(lambda: 1 in participant.peers.failures.lost)
 
     engine = MemoryEngine()
 

@@ -27,9 +27,9 @@ from holdfast.save import arguments
 from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
-from holdfast.save.joint.setup import open_company, try_plan_save
+from holdfast.save.joint.setup import open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.prepare import Readiness, open_audience
+from holdfast.save.prepare import Readiness, open_event_sinks
 from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
@@ -52,7 +52,7 @@ class CheckpointManager:
         save_every: When `save_if_due` saves; None for never.
         timeout_seconds: The deadline of every wait that names none of its own.
         restored: The newest restore of all that is kept; None before one.
-        worker, company: Which worker of how many this one is, and how it speaks with the others; None if it is alone.
+        worker, participant: Which worker of how many this is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
     """
@@ -124,15 +124,17 @@ class CheckpointManager:
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
-        catalog, self.company = open_company(cluster, partial(arguments.look_into, self._storage), **deadlines)
+        catalog, self.participant = open_participant(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
-        self.worker = ALONE if self.company is None else self.company.worker
-        if self.company is not None:
-            self.company.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
+        self.worker = ALONE if self.participant is None else self.participant.worker
+        if self.participant is not None:
+            self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
-        self.emit = open_audience(self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader)
-        self._reports = PendingFailures(failures_allowed)
-        self._saver = saver = Saver(self._storage, options, self.emit, self._reports, checkpoint.objects, self.company)
+        self.emit = open_event_sinks(self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader)
+        self._failures = PendingFailures(failures_allowed)
+        self._saver = saver = Saver(
+            self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
+        )
         self._kept_epoch = KeptEpoch(checkpoint.objects)
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
@@ -144,7 +146,7 @@ class CheckpointManager:
         self.check_ready: Callable[[], None] = Readiness(
             self._storage,
             lambda: saver.check_capture(all_objects(checkpoint)),
-            make_agreement(None if self.company is None else self.company.peers, self.url).run,
+            make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
             is_leader=self.worker.is_leader,
             failures_allowed=failures_allowed,
             emit=self.emit,
@@ -228,7 +230,7 @@ class CheckpointManager:
         step, metrics = arguments.check_step(step), check_metrics(metrics)
         if self.save_every is None:
             return None
-        reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.company)
+        reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.participant)
         if reason is None or step in self._living:
             return None
         return self._save(step, metrics, metadata, reason=reason)
@@ -280,8 +282,8 @@ class CheckpointManager:
             emit=self.emit,
             keeping=Keeping(script, self.checkpoint.objects, list_kept(keep_current)),
             worker=self.worker,
-            named=frozenset() if self.company is None else frozenset().union(*self.company.named),
-            agreement=make_agreement(None if self.company is None else self.company.peers, self.url),
+            named=frozenset() if self.participant is None else frozenset().union(*self.participant.named),
+            agreement=make_agreement(None if self.participant is None else self.participant.peers, self.url),
         )
         if restoration is None:
             self._saver.start_from(0)
@@ -311,7 +313,7 @@ class CheckpointManager:
         """
         self._saver.check_reentry()
         self._settle(timeout_seconds)
-        raise_newest(self._reports.take(last=False), None)
+        raise_newest(self._failures.take(last=False), None)
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** The steps that are committed on the living line, oldest first."""
@@ -337,22 +339,22 @@ class CheckpointManager:
         self._saver.check_reentry()
         while self.closing:
             self.closing.pop()()
-        self._settle(timeout_seconds, self._reports.wait_closed)
+        self._settle(timeout_seconds, self._failures.wait_closed)
         self._closed = True
         if has_ended_well:
             self._saver.engine.tidy()
         self._saver.close(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
-        if self.company is not None:
-            self.company.close()
-        raise_newest(self._reports.take(last=True), None)
+        if self.participant is not None:
+            self.participant.close()
+        raise_newest(self._failures.take(last=True), None)
 
     def abandon(self) -> None:
         """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
         self._closed, self._in_flight = True, None
         self._saver.abandon()
-        self._reports.abandon()
-        if self.company is not None:
-            self.company.leave()
+        self._failures.abandon()
+        if self.participant is not None:
+            self.participant.leave()
 
     def __repr__(self) -> str:
         own, busy = self._saver.engine.newest, self._in_flight
@@ -375,7 +377,7 @@ class CheckpointManager:
         objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
         if has_trained and (text := self._kept_epoch.look_at_end(objects, assigned)):
             self.emit(Warned(text=text))
-        self._reports.close_behind(error, partial(self._close, None, has_ended_well=error is None))
+        self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
     def _save(
         self,
@@ -394,15 +396,15 @@ class CheckpointManager:
             clean_metrics, clean_metadata = check_notes(metrics, metadata)
             step, progress = arguments.check_step(step), SaveProgress()
             protocol = try_cancel = None
-            if self.company is not None:
-                protocol = self.company.begin(step)
-                try_cancel = partial(self.company.try_cancel, protocol)
+            if self.participant is not None:
+                protocol = self.participant.begin(step)
+                try_cancel = partial(self.participant.try_cancel, protocol)
             handle = SaveHandle(
                 step,
                 self.url,
                 progress,
                 self.timeout_seconds,
-                self._reports.mark_told,
+                self._failures.mark_told,
                 self.worker,
                 replaces=replace,
                 barrier=self._saver.barrier,
@@ -414,8 +416,8 @@ class CheckpointManager:
             try:
                 return self._begin(request, captured)
             except BaseException as error:
-                if self.company is not None and protocol is not None and not request.goes_on:
-                    self.company.tell(protocol, error)
+                if self.participant is not None and protocol is not None and not request.goes_on:
+                    self.participant.tell(protocol, error)
                     # The others take this step for tried; what is due next must be the same here.
                     self._pace.saved(step)
                 raise
@@ -433,7 +435,7 @@ class CheckpointManager:
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
         if text := self._kept_epoch.look(self.checkpoint.objects):
             self._saver.engine.emit_soon(Warned(text=text, step=step))
-        untold = self._reports.take(last=False)
+        untold = self._failures.take(last=False)
         try:
             self._in_flight = request
             self._saver.save(request, captured)
@@ -442,7 +444,7 @@ class CheckpointManager:
         except BaseException:
             # Also Ctrl-C ends up here: a save that was confirmed goes on, and what was to be told is not lost.
             request.drop()
-            self._reports.put_back(untold)
+            self._failures.put_back(untold)
             # The storage may hold up what was written of it; the next save waits for that.
             if not request.goes_on and request.progress.ended.wait(_PARTING_SECONDS):
                 self._in_flight = None
@@ -456,8 +458,8 @@ class CheckpointManager:
         request.progress.leave_out(step, reason)
         request.progress.ended.open()
         self._saver.engine.emit_soon(Skipped(step=step, reason=reason))
-        if self.company is not None and request.protocol is not None:
-            self.company.leave_out(request.protocol, reason)
+        if self.participant is not None and request.protocol is not None:
+            self.participant.leave_out(request.protocol, reason)
             self._pace.saved(step)
 
     def _check_usable(self) -> None:

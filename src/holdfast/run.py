@@ -299,7 +299,7 @@ class Run:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
         step = self._loop.count_done()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
-        if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.company is not None):
+        if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
             self._loop.watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
@@ -387,7 +387,7 @@ class Run:
             step = self._count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
-            if self.manager.company is not None:
+            if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
             if (last := self._count.find(step)) is not None:

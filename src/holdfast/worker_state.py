@@ -139,8 +139,8 @@ class WorkerTrainingState:
             is_empty = begin_anew or not (catalog.living or find_lost(self._storage, catalog))
         except BaseException as error:
             if self._loop is not None:
-                if self._loop.manager.company is not None:
-                    self._loop.manager.company.fail(error)
+                if self._loop.manager.participant is not None:
+                    self._loop.manager.participant.fail(error)
                 self._loop.manager.close()
                 self._loop.guard.close()
             self._together.close()
@@ -228,7 +228,7 @@ class WorkerTrainingState:
         is_last = self._steps_per_epoch is not None and batch + 1 >= self._steps_per_epoch
         is_due = isinstance(self._save_freq, int) and (batch + 1) % self._save_freq == 0 and not is_last
         loop = self._open()
-        with self._saving(rests=is_last or loop.manager.company is not None):
+        with self._saving(rests=is_last or loop.manager.participant is not None):
             if is_due:
                 return self._begin(backup, metrics)
             loop.count.done += 1
@@ -252,7 +252,7 @@ class WorkerTrainingState:
         """
         loop = self._open()
         manager = loop.manager
-        peers = None if manager.company is None else manager.company.peers
+        peers = None if manager.participant is None else manager.participant.peers
         # The others are told if one refuses: they would wait for it in the restore.
         check = partial(check_newest, self._storage) if self._unseen else lambda: None
         damage = make_agreement(peers, self._storage.url).run(check)

@@ -59,7 +59,7 @@ class _Epochs:
     """The epochs of a job, as a guard asks for them."""
 
     worker = ALONE
-    company: JointParticipant | None = None
+    participant: JointParticipant | None = None
     save_seconds: float | None = None
 
     def __init__(self, manager: MultiNodeCheckpointManager, emit: Sink) -> None:

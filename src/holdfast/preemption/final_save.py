@@ -39,7 +39,7 @@ class Saves(Protocol):
     """What this package asks of a manager."""
 
     worker: Worker
-    company: JointParticipant | None
+    participant: JointParticipant | None
     timeout_seconds: float
 
     @property
@@ -114,8 +114,8 @@ class FinalSave:
 
         Returns the save, if it has not failed and can be waited for.
         """
-        company, save_fn = self._manager.company, self._config.save_fn
-        come_to = 0 if company is None else company.saves
+        participant, save_fn = self._manager.participant, self._config.save_fn
+        come_to = 0 if participant is None else participant.saves
         try:
             saved = self._keep(step) if save_fn is None else save_fn(*self.arguments, **self.options)
         except PeerError:
@@ -123,9 +123,9 @@ class FinalSave:
         except (Exception, SystemExit) as error:  # noqa: BLE001  It may be the user's function that raises.
             text = f"the save after a notice failed: {type(error).__name__}: {error}"
             self._manager.emit(Warned(text=text, step=step))
-            if company is not None and company.saves == come_to:
+            if participant is not None and participant.saves == come_to:
                 # What the others save waits for a part of this worker, and has to end before their next one.
-                company.tell(company.begin(step), error)
+                participant.tell(participant.begin(step), error)
             return None
         return saved if isinstance(saved, SaveHandle) else None
 

@@ -54,7 +54,7 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
     Raises:
         UsageError: If `manager` or `config` is none.
     """
-    if isinstance(manager, type) or not (hasattr(manager, "company") and hasattr(manager, "checkpoint")):
+    if isinstance(manager, type) or not (hasattr(manager, "participant") and hasattr(manager, "checkpoint")):
         raise UsageError(
             f"{manager!r} is no manager", hint="Give a CheckpointManager(directory, Checkpoint(model=model, ...))."
         )
@@ -63,12 +63,12 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
             f"termination_config={config!r}",
             hint="It is a TerminationConfig, or None; sources of notices go into its sources=[...].",
         )
-    if manager.company is None:
+    if manager.participant is None:
         return Guard(manager, config, keep, SingleConsensus())
     # Most programs have one worker, and do without what several need.
     from holdfast.preemption.consensus.coordinator import StopCoordinator
 
-    return Guard(manager, config, keep, StopCoordinator(manager.company.peers, manager.emit, manager.url))
+    return Guard(manager, config, keep, StopCoordinator(manager.participant.peers, manager.emit, manager.url))
 
 
 class Guard:

@@ -118,9 +118,9 @@ def estimate_bytes(objects: Mapping[str, object]) -> int:
     return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)
 
 
-def open_audience(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
+def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
     """The log, the sinks, and on a local disk the run's own journal; they also hear what the storage warns of."""
     journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
-    audience = Fanout([LoggingSink(), *journal, *sinks])
-    pass_on_warnings(storage, lambda text: audience(Warned(text=text)))
-    return audience
+    fanout = Fanout([LoggingSink(), *journal, *sinks])
+    pass_on_warnings(storage, lambda text: fanout(Warned(text=text)))
+    return fanout

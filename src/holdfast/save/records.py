@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from holdfast.concurrency import Latch
-from holdfast.format.layout import Layout
-from holdfast.format.manifest import Reference, WorkerRecord
 from holdfast.format.names import StepName
 from holdfast.state.leaves import Captured
 

@@ -43,9 +43,9 @@ class Saver:
         storage: Storage,
         options: SaveOptions,
         emit: Sink,
-        reports: PendingFailures,
+        failures: PendingFailures,
         objects: Mapping[str, object],
-        company: JointParticipant | None = None,
+        participant: JointParticipant | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -53,18 +53,18 @@ class Saver:
             storage: Where the run lies.
             options: How to save.
             emit: Told of what happens.
-            reports: Keeps the failures.
+            failures: Keeps the failures.
             objects: The objects to save, by name; more may be added later.
-            company: The other workers, or None.
+            participant: The other workers, or None.
         """
-        self._writer, self._recycler = make_writer(storage, options, company, emit)
-        self._worker = ALONE if company is None else company.worker
+        self._writer, self._recycler = make_writer(storage, options, participant, emit)
+        self._worker = ALONE if participant is None else participant.worker
         self._url = storage.url
         self.caller: int | None = None
         self._request: SaveRequest | None = None
-        self.engine = Engine(self._writer, self._worker, storage.url, options, reports, emit, self.check_reentry)
+        self.engine = Engine(self._writer, self._worker, storage.url, options, failures, emit, self.check_reentry)
         self.barrier = self.engine.barrier
-        self._holders: Mapping[str, Sequence[int]] = {} if company is None else company.holders
+        self._holders: Mapping[str, Sequence[int]] = {} if participant is None else participant.holders
         self._emit = emit
         self._buffer = HostBuffer()
         self._stager = Stager(self._buffer)

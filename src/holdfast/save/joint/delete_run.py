@@ -26,7 +26,7 @@ class JointDelete:
     """
 
     def __init__(self, choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> None:
-        """**Collective.** **Blocks.** Waits for the others, if there are any; as `open_company`."""
+        """**Collective.** **Blocks.** Waits for the others, if there are any; as `open_participant`."""
         self.cluster: Cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
         self._is_own = self.cluster is not choice
         self._peers: Peers | None = None

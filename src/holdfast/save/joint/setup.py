@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Seen = TypeVar("Seen")
 
 
-def open_company(
+def open_participant(
     choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
 ) -> tuple[Seen, JointParticipant | None]:
     """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
@@ -57,12 +57,12 @@ def open_company(
     if cluster.world_size > 1:
         from holdfast.save.joint.participant import JointParticipant
 
-        company = JointParticipant(
+        participant = JointParticipant(
             cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds
         )
         if problem is None:
-            return seen, company
-        company.fail(problem)
+            return seen, participant
+        participant.fail(problem)
     elif is_own:
         cluster.close()
     if problem is not None:
@@ -70,25 +70,25 @@ def open_company(
     return seen, None
 
 
-def try_plan_save(policy: SavePolicy, moment: SaveMoment, company: JointParticipant | None) -> str | None:
+def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointParticipant | None) -> str | None:
     """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
-    if company is not None and not is_by_step(policy):
-        return company.try_plan(policy, moment)
+    if participant is not None and not is_by_step(policy):
+        return participant.try_plan(policy, moment)
     decision = policy.decide_save(moment)
     return decision.reason if decision.save else None
 
 
 def make_writer(
-    storage: Storage, options: SaveOptions, company: JointParticipant | None, emit: Sink
+    storage: Storage, options: SaveOptions, participant: JointParticipant | None, emit: Sink
 ) -> tuple[CheckpointWriter, FileRecycler]:
     """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it recycles."""
     # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
-    reuse_space = options.reuse_space and company is None
+    reuse_space = options.reuse_space and participant is None
     writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)
-    if company is None:
+    if participant is None:
         return writer, writer.recycler
     from holdfast.save.joint.run_writer import JointRunWriter
 
-    company.peers.set_warner(lambda text: emit(Warned(text=text)))
-    joint = JointRunWriter(writer, storage, company, emit, check_replicas=options.check_replicas)
+    participant.peers.set_warner(lambda text: emit(Warned(text=text)))
+    joint = JointRunWriter(writer, storage, participant, emit, check_replicas=options.check_replicas)
     return joint, writer.recycler
