@@ -29,8 +29,8 @@ from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
 from holdfast.save.joint.setup import open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.prepare import Readiness, open_event_sinks
-from holdfast.save.records import Origin
+from holdfast.save.prepare import make_readiness_check, open_event_sinks
+from holdfast.save.records import Origin, SaveOptions
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
@@ -143,7 +143,7 @@ class CheckpointManager:
         # Called when this is closed, unless by an error: saves that a loop has still to make.
         self.closing: list[Callable[[], object]] = []
         self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
-        self.check_ready: Callable[[], None] = Readiness(
+        self.check_ready: Callable[[], None] = make_readiness_check(
             self._storage,
             lambda: saver.check_capture(all_objects(checkpoint)),
             make_agreement(None if self.participant is None else self.participant.peers, self.url).run,

@@ -15,63 +15,49 @@ from holdfast.state.registry import adapter_of, may_change_when_read
 from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 
-class Readiness:
-    """**Collective.** **Blocks.** Checks, at its first call, that the objects and the directory can be saved.
+def make_readiness_check(
+    storage: Storage,
+    capture: Callable[[], object],
+    agree: Callable[[Callable[[], None]], DamageError | None],
+    *,
+    is_leader: bool,
+    failures_allowed: int,
+    emit: Sink,
+) -> Callable[[], None]:
+    """What checks, at its first call, that the objects and the directory can be saved.
 
-    A job calls it once it has restored, so that a mistake shows before training begins and not at the first save.
+    A job calls it once it has restored, so that a mistake shows before training begins and not at the first save. It is
+    **collective**, **blocks**, and raises `UnsupportedValueError` for an object that cannot be stored, `StorageError`
+    where nothing can be written, and `PeerError` if the check has failed on another worker.
+
+    Args:
+        storage: The run.
+        capture: Raises if the state of an object cannot be stored.
+        agree: Runs the check; raises on all workers what it raises on one of them.
+        is_leader: Whether this worker checks the directory.
+        failures_allowed: How many saves in a row may fail.
+        emit: Told of the warning.
     """
+    is_checked = False
 
-    def __init__(
-        self,
-        storage: Storage,
-        capture: Callable[[], object],
-        agree: Callable[[Callable[[], None]], DamageError | None],
-        *,
-        is_leader: bool,
-        failures_allowed: int,
-        emit: Sink,
-    ) -> None:
-        """Checks nothing yet.
-
-        Args:
-            storage: The run.
-            capture: Raises if the state of an object cannot be stored.
-            agree: Runs the check; raises on all workers what it raises on one of them.
-            is_leader: Whether this worker checks the directory.
-            failures_allowed: How many saves in a row may fail.
-            emit: Told of the warning.
-        """
-        self._storage = storage
-        self._capture = capture
-        self._agree = agree
-        self._is_leader = is_leader
-        self._failures_allowed = failures_allowed
-        self._emit = emit
-        self._is_checked = False
-
-    def __call__(self) -> None:
-        """Checks, unless that was done before.
-
-        Raises:
-            UnsupportedValueError: If an object has state that cannot be stored.
-            StorageError: If the directory cannot be made, or nothing can be written into it.
-            PeerError: If the check has failed on another worker.
-        """
-        if not self._is_checked:
-            self._agree(self._check)
-            self._is_checked = True
-
-    def _check(self) -> None:
-        self._capture()
-        if not self._is_leader:
-            return
+    def check() -> None:
+        capture()
         try:
-            check_writable(self._storage)
+            if is_leader:
+                check_writable(storage)
         except StorageFullError as error:
-            if not self._failures_allowed:
+            if not failures_allowed:
                 raise
             # There may be room by the time that something is saved.
-            self._emit(Warned(text=error.message))
+            emit(Warned(text=error.message))
+
+    def check_once() -> None:
+        nonlocal is_checked
+        if not is_checked:
+            agree(check)
+            is_checked = True
+
+    return check_once
 
 
 def check_writable(storage: Storage) -> None:
