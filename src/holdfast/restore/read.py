@@ -60,6 +60,35 @@ _LARGE_BYTES: Final = 2 << 20
 """From here on an array gets pages of its own, which may be huge ones."""
 
 
+class GatheredArrays:
+    """**Thread-safe.** Arrays that are gathered in host memory, and filled from there when their last byte has come."""
+
+    def __init__(self) -> None:
+        # Guards the two below: what is being gathered, and how much of each has yet to come.
+        self._lock = threading.Lock()
+        self._memory: dict[int, memoryview] = {}
+        self._left_bytes: dict[int, int] = {}
+
+    def view(self, key: int, size_bytes: int) -> memoryview:
+        """The memory that stands for an array until `receive` has had all of it."""
+        with self._lock:
+            data = self._memory.get(key)
+            if data is None:
+                data = memoryview(bytearray(size_bytes)) if size_bytes < _LARGE_BYTES else take_pages(size_bytes)
+                self._memory[key], self._left_bytes[key] = data, size_bytes
+            return data
+
+    def receive(self, key: int, size_bytes: int, target: Target) -> None:
+        """Takes note of what has come, and fills the array if that was the last."""
+        with self._lock:
+            self._left_bytes[key] -= size_bytes
+            if self._left_bytes[key]:
+                return
+            del self._left_bytes[key]
+            data = self._memory.pop(key)
+        target.backend.copy_in(target.array, data)
+
+
 class Destinations:
     """The memory of each span that is read.
 
@@ -81,10 +110,7 @@ class Destinations:
         # For each leaf that is read in place, the memory of its array.
         self._extents: list[Extent | None] = [None] * len(index.leaves)
         self._has_others = False
-        # Guards the two fields below: what is being gathered, and how much of each has yet to come.
-        self._lock = threading.Lock()
-        self._gathered: dict[int, memoryview] = {}
-        self._left_bytes: dict[int, int] = {}
+        self._gathered = GatheredArrays()
         lenders: dict[ArrayBackend, tuple[list[int], list[Any]]] = {}
         numbers: list[int] = []
         begins: list[int] = []
@@ -127,7 +153,9 @@ class Destinations:
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
             extent = extents[number]
             if extent is None:
-                parts.append(self._gather(number, begin, end))
+                leaf = leaves[number]
+                data = self._gathered.view(number, leaf.end - leaf.begin)
+                parts.append(data[begin - leaf.begin : end - leaf.begin])
             else:
                 shift = extent[0] - leaves[number].begin
                 parts.append(memory_between(begin + shift, end + shift, extent))
@@ -139,24 +167,7 @@ class Destinations:
             return
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
             if self._extents[number] is None:
-                with self._lock:
-                    self._left_bytes[number] -= end - begin
-                    if self._left_bytes[number]:
-                        continue
-                    data = self._gathered.pop(number)
-                    del self._left_bytes[number]
-                target = self._targets[self._leaves[number].name]
-                target.backend.copy_in(target.array, data)
-
-    def _gather(self, number: int, begin: int, end: int) -> memoryview:
-        leaf = self._leaves[number]
-        with self._lock:
-            data = self._gathered.get(number)
-            if data is None:
-                size_bytes = self._left_bytes[number] = leaf.end - leaf.begin
-                data = memoryview(bytearray(size_bytes)) if size_bytes < _LARGE_BYTES else take_pages(size_bytes)
-                self._gathered[number] = data
-        return data[begin - leaf.begin : end - leaf.begin]
+                self._gathered.receive(number, end - begin, self._targets[self._leaves[number].name])
 
 
 def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:

@@ -6,7 +6,6 @@ others, and of others the spans that hold something of what is wanted.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -18,12 +17,12 @@ from holdfast.format.index import Index, LeafRecord
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.shapes import Box, byte_ranges, intersect, shift, split_range
 from holdfast.restore.files import Part, list_parts, open_part
-from holdfast.restore.read import PIECE_BYTES, ScratchParts, find_damages, read_pieces, read_targets
+from holdfast.restore.read import PIECE_BYTES, GatheredArrays, ScratchParts, find_damages, read_pieces, read_targets
 from holdfast.restore.records import OpenedStep, Parts, Piece
 from holdfast.restore.reshard_plan import Assignment, Order, Share
 from holdfast.restore.verify import read_rank
 from holdfast.state.leaves import ArraySpec, Target
-from holdfast.storage.buffers import Extent, memory_between, take_pages
+from holdfast.storage.buffers import Extent, memory_between
 from holdfast.storage.protocol import FileReader, Storage
 
 
@@ -181,39 +180,23 @@ class Patchwork:
         """Notes what will come; the libraries of arrays that are filled where they are hear of it."""
         # By the identity of a target that is filled where it is, the memory of its array.
         self._extents: dict[int, Extent] = {}
-        # Guards the two below.
-        self._lock = threading.Lock()
-        self._gathered: dict[int, memoryview] = {}
-        self._left_bytes: dict[int, int] = {}
+        self._gathered = GatheredArrays()
         for share in (share for wanted in shares.values() for share in wanted):
             target = share.target
             if target.address is not None:
                 (self._extents[id(target)],) = target.backend.lend_memory([target.array])
-            else:
-                self._left_bytes[id(target)] = target.spec.size_bytes
 
     def view(self, target: Target) -> memoryview:
         """The memory of a target, or what stands for it."""
         size_bytes = target.spec.size_bytes
-        if target.address is not None:
-            return memory_between(target.address, target.address + size_bytes, self._extents[id(target)])
-        with self._lock:
-            data = self._gathered.get(id(target))
-            if data is None:
-                data = memoryview(bytearray(size_bytes)) if size_bytes < PIECE_BYTES else take_pages(size_bytes)
-                self._gathered[id(target)] = data
-            return data
+        if target.address is None:
+            return self._gathered.view(id(target), size_bytes)
+        return memory_between(target.address, target.address + size_bytes, self._extents[id(target)])
 
     def receive(self, target: Target, size_bytes: int) -> None:
         """Takes note of what has come for a target, and fills it if that was the last."""
-        if target.address is not None:
-            return
-        with self._lock:
-            self._left_bytes[id(target)] -= size_bytes
-            if self._left_bytes[id(target)]:
-                return
-            data = self._gathered.pop(id(target))
-        target.backend.copy_in(target.array, data)
+        if target.address is None:
+            self._gathered.receive(id(target), size_bytes, target)
 
 
 def read_shares(
