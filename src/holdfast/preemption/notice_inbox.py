@@ -23,7 +23,7 @@ from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
 from holdfast.save.drain import is_interactive
-from holdfast.save.say import say, say_amid
+from holdfast.save.say import say, say_from_signal_handler
 
 _MOST_SIGNALS: Final = 2
 """So many are taken: the first asks to leave, the second hurries. Another one has the effect that it always had."""
@@ -133,7 +133,7 @@ class NoticeInbox:
                 then = "then saving it. A second interrupt stops at once, without that save."
             else:
                 then = "then saving and leaving. Ctrl-C again leaves at once."
-            say_amid(f"\nholdfast: finishing this step, {then}")
+            say_from_signal_handler(f"\nholdfast: finishing this step, {then}")
         self._bell.ring()
         return True
 

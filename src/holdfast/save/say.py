@@ -62,8 +62,8 @@ def _lead_nowhere(stream: TextIO) -> None:
     stream.flush()
 
 
-def say_amid(text: str) -> None:
-    """**Thread-safe.** Prints lines from within a signal handler too, whatever the interrupted code was amid."""
+def say_from_signal_handler(text: str) -> None:
+    """**Thread-safe.** Prints lines from within a signal handler too, whatever code it has interrupted."""
     if sys.__stderr__ is None:
         return  # Started without one, so that the descriptor may be that of any file.
     # One write, past the stream: that may be what was interrupted.
