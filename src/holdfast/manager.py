@@ -30,7 +30,7 @@ from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
 from holdfast.save.joint.setup import open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
-from holdfast.save.records import Origin, SaveOptions
+from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script

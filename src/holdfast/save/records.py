@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from holdfast.concurrency import Latch
+from holdfast.format.index import Layout
 from holdfast.format.names import StepName
+from holdfast.format.records import Reference, WorkerRecord
 from holdfast.state.leaves import Captured
 
 
