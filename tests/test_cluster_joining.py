@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from command_line import run_python
+from holdfast.cluster.barrier import count_read, wait_counted
 from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
@@ -364,6 +365,30 @@ def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:
     told = run_workers(3, speak)
     assert len({standing for standing, _ in told}) == 1
     assert [read for _, read in told] == [None] * 3
+
+
+def test_a_worker_that_read_and_left_does_not_count_for_one_that_has_not_read() -> None:
+    """The leader waits for the one that is left, since the store may lie in the leader's process."""
+    turns = {1: threading.Event(), 2: threading.Event()}
+    seen: list[bool] = []
+
+    def leave(cluster: Cluster) -> None:
+        if cluster.rank in turns:
+            if cluster.rank == 2:
+                assert turns[2].wait(PATIENCE_SECONDS)
+            count_read(cluster, "heard")
+            turns[1].set()
+            return
+        assert turns[1].wait(PATIENCE_SECONDS)
+        # Rank 1 has read; both are gone, of whom rank 2 will not read; rank 2 may read yet.
+        end_at = time.monotonic() + PATIENCE_SECONDS
+        seen.extend(wait_counted(cluster, "heard", partial(set, gone), end_at, lambda: True) for gone in ({1, 2}, {1}))
+        turns[2].set()
+        assert not wait_counted(cluster, "heard", lambda: {1}, time.monotonic() + PATIENCE_SECONDS)
+        assert cluster.add("heard", 0) == 2
+
+    run_workers(3, leave)
+    assert seen == [False, True]
 
 
 # Signs of life.

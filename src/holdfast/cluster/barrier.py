@@ -101,6 +101,12 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
             cluster.delete(f"{name}/read")
 
 
+def count_read(cluster: Cluster, key: str) -> None:
+    """Counts this worker as one that has read. It also signs: when the leader counts, this worker may be gone."""
+    cluster.set(f"{key}/{cluster.rank}", b"")
+    cluster.add(key, 1)
+
+
 def wait_counted(
     cluster: Cluster,
     key: str,
@@ -113,7 +119,7 @@ def wait_counted(
     Args:
         cluster: The workers.
         key: Their counter.
-        lost: Gives the workers that will not read.
+        lost: Gives the workers that are gone. Those that have signed, see `count_read`, are among the counted.
         end_at: Until when to wait, by the monotonic clock. It waits no longer either if the store does not answer.
         is_over: True to end the wait in any case.
 
@@ -121,9 +127,12 @@ def wait_counted(
         Whether it was over before all had counted.
     """
 
+    unread: dict[int, bool] = {}
+
     def look() -> bool | None:
-        others = set(range(cluster.world_size)) - {LEADER, *lost()}
-        if cluster.add(key, 0) >= len(others):
+        for rank in set(lost()) - {LEADER} - unread.keys():
+            unread[rank] = cluster.try_get(f"{key}/{rank}") is None
+        if cluster.add(key, 0) >= cluster.world_size - 1 - sum(unread.values()):
             return False
         return True if is_over() else None
 

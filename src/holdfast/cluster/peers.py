@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.cluster.barrier import LEADER, READ_SECONDS, gather_decide_broadcast, wait_counted, wait_read
+from holdfast.cluster.barrier import LEADER, READ_SECONDS, count_read, gather_decide_broadcast, wait_counted, wait_read
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
 from holdfast.cluster.membership import name_ranks
@@ -105,6 +105,10 @@ class Namespace:
     def count(self, amount: int, *name: object) -> int:
         """Adds to a counter, and gives the sum."""
         return self._cluster.add(self.key(*name), amount)
+
+    def count_read(self, *name: object) -> None:
+        """Counts this worker as one that has read, for `wait_counted`."""
+        count_read(self._cluster, self.key(*name))
 
     def delete(self, *keys: str) -> None:
         """Forgets records or counters by their keys, as far as the store can be reached."""

@@ -8,7 +8,7 @@ numbers, and looks at one plain flag. Only when that is up it takes a lock, and 
     stop/ROUND             a `StopRecord`: the stop step
     outcome/ROUND/RANK     a `SaveOutcome`: the result of the save there
     verdict/ROUND          a `SaveOutcome`: the result of it on all workers
-    heard/ROUND            how many have read that
+    heard/ROUND            how many have read that; heard/ROUND/RANK: this one has
     news                   counts up whenever there is something new
 
 What was written first under a name stays, but for the counters. `peer_failures.py` has further records.
@@ -419,7 +419,7 @@ class StopCoordinator:
         if self._verdict is None:
             if not self._peers.is_leader:
                 # The leader waits for the others before it takes the store along.
-                self._records.count(1, "heard", number)
+                self._records.count_read("heard", number)
             self._verdict = verdict
             self.is_outcome_known = True
             self._notify()
@@ -428,7 +428,7 @@ class StopCoordinator:
         """Deletes what was written in a round that all have ended."""
         names: list[tuple[object, ...]] = [(name, number) for name in ("call", "stop", "verdict", "heard")]
         for rank in range(self._peers.world_size):
-            names += [(name, number, rank) for name in ("pledge", "outcome")]
+            names += [(name, number, rank) for name in ("pledge", "outcome", "heard")]
         self._records.delete(*(self._records.key(*name) for name in names))
 
 

@@ -3,7 +3,7 @@
 done/RANK              a `TrainingEnd`: where a worker's training has ended for good
 end                    a `TrainingEnd`: where the first one's has
 failure                a `Failure`: the first error that has ended a worker's training
-failure-heard          how many have read that
+failure-heard          how many have read that; failure-heard/RANK: this one has
 news                   counts up whenever there is something new
 """
 
@@ -292,7 +292,7 @@ class PeerFailures:
     def _note_heard(self) -> None:
         """The leader waits for the others before it takes the store along."""
         if not self._peers.is_leader:
-            self._records.count(1, "failure-heard")
+            self._records.count_read("failure-heard")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
         """Whether this worker is in a collective of the step in which another one has left its loop.
