@@ -39,6 +39,12 @@ def test_a_narrow_terminal_gets_fewer_metrics(run: Path) -> None:
     assert "no room for accuracy" in shown.text
 
 
+def test_a_narrow_terminal_breaks_no_path_and_no_label(run: Path) -> None:
+    shown = show_on_terminal("show", run, columns=24)
+    assert any(line.split()[0] == "directory" and str(run) in line for line in shown.text.splitlines() if line.split())
+    assert not any(line.endswith(" ") for line in shown.text.splitlines())
+
+
 def test_no_color_is_honoured(run: Path) -> None:
     shown = show_on_terminal("list", run, environment={"NO_COLOR": "1"})
     assert "newest" in shown.text

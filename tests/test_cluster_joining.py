@@ -367,7 +367,7 @@ def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:
     assert [read for _, read in told] == [None] * 3
 
 
-def test_a_worker_that_read_and_left_does_not_count_for_one_that_has_not_read() -> None:
+def test_a_worker_that_read_and_left_does_not_count_for_another() -> None:
     """The leader waits for the one that is left, since the store may lie in the leader's process."""
     turns = {1: threading.Event(), 2: threading.Event()}
     seen: list[bool] = []

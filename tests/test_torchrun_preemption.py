@@ -65,6 +65,17 @@ def test_worker_asked_to_leave_takes_other_along_and_both_restart(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_killed_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
+    """Without torchrun's agent the store is gone with rank 0. The other worker sees on this machine which one died."""
+    with Workers(tmp_path) as workers:
+        start_pair(workers, tmp_path / "run", "-")
+        workers.wait_said(1, "reached", PATIENCE_SECONDS)
+        workers.kill(0)
+        assert workers.wait(PATIENCE_SECONDS, [1]) == [1], workers.report(1)
+        assert "rank 0 has died: its process has ended" in workers.errors(1), workers.report(1)
+
+
+@pytest.mark.slow
 def test_what_torchrun_is_asked_it_passes_on_and_all_leave(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         number = start_torchrun(workers, tmp_path / "run", 100_000, 3)

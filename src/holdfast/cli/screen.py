@@ -18,6 +18,7 @@ DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
 _LEAST_WIDTH: Final = 20
+_ANY_WIDTH: Final = 1_000_000
 _GAP: Final = 2
 """Spaces between the columns of a table."""
 
@@ -114,14 +115,20 @@ class Screen:
         from rich.table import Table
         from rich.text import Text
 
+        # The columns are as wide as their cells, so that a path stays in one piece and can be copied; the terminal goes
+        # on in the next line.
+        options = self._console.options.update(max_width=_ANY_WIDTH)
         margin = " " * indent
         table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=any(titles), header_style=FAINT)
         for title in titles:
             justify: Any = "right" if title in figures else "left"
-            table.add_column(Text(legible(title)), justify=justify, overflow="fold")
+            table.add_column(Text(legible(title)), justify=justify, no_wrap=True)
         for first, *others in rows:
             table.add_row(Text.assemble(margin, _legible(first)), *(Text.assemble(_legible(cell)) for cell in others))
-        self._console.print(table)
+        for segments in self._console.render_lines(table, options, pad=False):
+            row = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+            row.rstrip()
+            self._console.print(row, soft_wrap=True)
 
 
 def terminal_width(words: Words) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.cluster.barrier import READ_SECONDS, wait_counted
+from holdfast.cluster.barrier import LEADER, READ_SECONDS, wait_counted
 from holdfast.cluster.peers import Failure, Namespace, Peers
 from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
@@ -200,6 +200,9 @@ class PeerFailures:
         if self._peers.failures.leader_failure is not None:
             # The store has gone with the leader.
             self._err(self._peers.failures.leader_failure)
+        elif LEADER in self._peers.failures.lost:
+            # Its process has ended on this machine, which is seen without the store.
+            self._err(self._peers.failures.describe_loss(LEADER))
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
             self._erred_at = time.monotonic()
             self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
