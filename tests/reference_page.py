@@ -84,7 +84,7 @@ _SESSION: Final = {
     *("share", "try_replace"),
 }
 _INTERNAL: Final = {
-    "SaveHandle": {"placed", "stands"},
+    "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},

@@ -69,15 +69,15 @@ def test_all_of_it_is_there_when_the_last_copy_is_made() -> None:
     copied.make(0, lambda: seen.append("copied"))
     thread.join(60)
     assert seen == ["copied", "written"]
-    assert copied.ended.is_open
+    assert copied.copy_ended.is_open
     assert copied.error is None
 
 
 def test_where_nothing_is_to_be_copied_it_has_ended_when_it_begins() -> None:
     copied = CopyProgress()
-    assert not copied.ended.wait(0)
+    assert not copied.copy_ended.wait(0)
     copied.begin()
-    assert copied.ended.wait(0)
+    assert copied.copy_ended.wait(0)
     copied.wait()
 
 
@@ -102,7 +102,7 @@ def test_no_thread_waits_for_a_copy_that_will_never_be_complete(is_called_off: b
     for thread in threads:
         thread.join(60)
     assert sorted(ended) == [1, 9, 20]
-    assert copied.ended.is_open
+    assert copied.copy_ended.is_open
 
 
 def test_what_is_complete_can_no_longer_be_called_off() -> None:

@@ -222,7 +222,7 @@ class TrainingLoop:
     def save(self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None) -> SaveHandle:
         """Saves a step now, under another number if one is given; raises as the manager's `save`."""
         is_again = step == self.count.saved_step
-        replace = number is None and is_again and self.count.saved is not None and self.count.saved.stands
+        replace = number is None and is_again and self.count.saved is not None and self.count.saved.must_be_replaced
         metrics = {**self._saved_metrics, **self.metrics} if is_again else self.metrics
         try:
             handle = self.manager.save(

@@ -25,7 +25,7 @@ from holdfast.save.drain import (
     is_interactive,
     leave_with_thread,
 )
-from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_canceller, find_limit
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_canceller, find_wait_seconds
 from holdfast.save.mark import Mark
 from holdfast.save.say import keep_exit_code, say
 
@@ -188,7 +188,7 @@ class FinalSave:
             SaveFailedError: If a save has failed, and that was not raised yet.
             DeadlineError: If it does not end in time.
         """
-        limit_seconds = find_limit(self._manager.timeout_seconds, self._manager.worker)
+        limit_seconds = find_wait_seconds(self._manager.timeout_seconds, self._manager.worker)
         begun_at = time.monotonic()
         end_at, is_told = begun_at + limit_seconds, False
         while not is_alert():
@@ -257,7 +257,8 @@ class FinalSave:
         if not error or any(saved.committed for saved in of_step):
             return ""
         # Without a place, a step of that number may be one that was there before this job went back.
-        return "" if any(saved.placed and not saved.replaces for saved in of_step) and self._newest() == step else error
+        is_placed = any(saved.has_place and not saved.replaces for saved in of_step)
+        return "" if is_placed and self._newest() == step else error
 
     def leave(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None

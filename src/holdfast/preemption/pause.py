@@ -52,7 +52,7 @@ class PausedState(msgspec.Struct):
                 self.changed = f"{', '.join(changed[:3])}{more} changed since the step ended"
             if self.changed:
                 return self.changed
-            self.saved = self.mark.save(self.step, replace=self.saved is not None and self.saved.stands)
+            self.saved = self.mark.save(self.step, replace=self.saved is not None and self.saved.must_be_replaced)
         except StepExistsError:
             return ""  # The user has saved it, and it is committed.
         except SaveFailedError as failure:

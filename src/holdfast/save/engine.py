@@ -60,14 +60,16 @@ _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC
 class Engine:
     """Makes saves, one at a time.
 
-    The public methods belong to the training thread, all else to the thread that the first save starts.
+    The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, but
+    `emit_soon` in any. While a save is in flight, the engine's thread alone writes the attributes, of which others may
+    read the public ones, and `_note_held` writes `_held_seconds`. At other times the training thread may write them.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
         newest: The newest checkpoint that was committed here, or None.
         serving: The thread that makes a save and tells sinks of it, while it does.
-        durable_seconds: How long that took from the end of the copy, or None.
-        blocked_seconds: For how long it held training up, or None.
+        durable_seconds: How long `newest` took to be durable after its copy had ended, or None.
+        blocked_seconds: For how long the save of `newest` held training up, or None.
         protected_since_at: From when on training is lost if the save in flight is.
     """
 
@@ -94,7 +96,7 @@ class Engine:
             self.barrier = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
         self.serving: int | None = None
-        # Where the run went on from when that was saved.
+        # Where the run had gone on from when `newest` was saved.
         self._origin = Origin()
         self.durable_seconds: float | None = None
         self.blocked_seconds: float | None = None
@@ -160,11 +162,7 @@ class Engine:
         self._failures.note_begun(request)
         self.serving = request.progress.thread = threading.get_ident()
         try:
-            try:
-                name = self._save(request)
-            except BaseException as error:
-                self._give_up(request, error)
-                raise
+            name = self._save_or_give_up(request)
         except CalledOffError:
             pass  # The thread that asked for it knows.
         except LeftOutError as left:
@@ -182,25 +180,35 @@ class Engine:
             finally:
                 self.serving = request.progress.thread = None
 
+    def _save_or_give_up(self, request: SaveRequest) -> StepName:
+        """**Blocks.** Makes a save. One that fails is given up, which may raise another error in place of the first."""
+        try:
+            return self._save(request)
+        except BaseException as error:
+            self._give_up(request, error)
+            raise
+
     def _save(self, request: SaveRequest) -> StepName:
         """The way of a save: copy, write, confirmed?, commit."""
         staging = request.staging
         assert staging is not None, "it is set before"
         if isinstance(staging, OutOfMemoryError):
-            # There is nothing to wait for. The end of the program waits for this save by now.
+            # No memory: nothing is copied; fail once training has confirmed.
             request.copied.begin()
-            self._wait_confirmed(request)
+            self._wait_for_training(request)
             self._writer.begin(request.protocol)
             raise staging
         barrier = self.barrier if staging.captured.held else None
         files: StepFiles | None = None
         try:
-            if self._copy(request, staging, barrier):
+            is_pool_copying = self._copy(request, staging, barrier)
+            if is_pool_copying:
                 files = self._open(request, staging)
                 files.write_behind_copy(self._pool)
         finally:
             # Also a failure so far is reported when training has its copy, and not before.
-            self._note_copied(request, staging)
+            self._wait_for_training(request)
+            self._note_staged(request, staging)
         # From here on the other workers are spoken to, if there are any.
         self._writer.begin(request.protocol)
         if barrier is not None:
@@ -236,10 +244,10 @@ class Engine:
         return name
 
     def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
-        """**Blocks** while the copies are made that training waits for, unless the pool makes them by itself.
+        """**Blocks** while the copies are made that training waits for, unless the pool can make them by itself.
 
         Returns:
-            True if it does, so that what it has copied can be written meanwhile.
+            Whether the pool makes them by itself and is still at it: then this thread can write what is copied already.
         """
         self._held_seconds = 0.0
         # Some systems have no such call.
@@ -252,17 +260,17 @@ class Engine:
                 barrier.begin(request.step, request.thread, staging.check_unchanged)
             copies = staging.copies_now()
             # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
-            is_behind = (
+            is_pool_copying = (
                 self._pool.is_running and staging.is_coarse and barrier is None and self._writer.writes_behind_copy
             )
-            if is_behind:
+            if is_pool_copying:
                 self._copying = self._pool.begin(copies, processors)
             else:
                 self._pool.run(copies, processors - 1)
         except BaseException as error:
             request.copied.fail(error)
             raise
-        return is_behind
+        return is_pool_copying
 
     def _open(self, request: SaveRequest, staging: Staging) -> StepFiles:
         """**Blocks.** Makes sure of the generation, and makes the files of the step."""
@@ -273,19 +281,21 @@ class Engine:
         request.progress.named.open()
         return self._writer.open_files(staging.snapshot, name, request.metrics)
 
-    def _note_copied(self, request: SaveRequest, staging: Staging) -> None:
-        """**Blocks** until training has its copy, and has confirmed that it goes on with it.
+    def _wait_for_training(self, request: SaveRequest) -> None:
+        """**Blocks** until the copy has ended, and the training thread has confirmed that it goes on with it.
 
         Here the interpreter's lock is training's: a save of many small arrays does not hold up the step after it.
 
         Raises:
-            CalledOffError: If it was interrupted instead, or the copy has failed, which it knows as well.
+            CalledOffError: If that thread was interrupted instead, or the copy has failed, which it knows as well.
         """
-        copied = request.copied
-        copied.ended.wait(threading.TIMEOUT_MAX)
-        self._wait_confirmed(request)
-        if copied.error is not None:
+        request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
+        request.decided.wait(threading.TIMEOUT_MAX)
+        if not request.confirmed or request.copied.error is not None:
             raise CalledOffError
+
+    def _note_staged(self, request: SaveRequest, staging: Staging) -> None:
+        """Notes that training has its copy, and tells of it."""
         if not staging.captured.held:
             request.progress.is_copied = True
             request.progress.staged.open()
@@ -293,20 +303,15 @@ class Engine:
             Staged(
                 step=request.step,
                 generation=self._writer.generation or 0,
-                blocked_seconds=copied.completed_at - request.asked_at,
+                blocked_seconds=request.copied.completed_at - request.asked_at,
                 size_bytes=staging.snapshot.layout.size_bytes,
                 reason=request.reason,
             )
         )
         self._tell_opened()
 
-    def _wait_confirmed(self, request: SaveRequest) -> None:
-        request.decided.wait(threading.TIMEOUT_MAX)
-        if not request.confirmed:
-            raise CalledOffError
-
     def _note_held(self, step: int, seconds: float) -> None:
-        """Called on the training thread when a step has been held up."""
+        """Runs in the training thread: the barrier calls it when a step has been held up."""
         self._held_seconds = seconds
         self.emit_soon(Held(step=step, blocked_seconds=seconds))
 
@@ -339,11 +344,11 @@ class Engine:
         )
 
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
-        """**Blocks.** The attempt has failed.
+        """**Blocks.** Clears up after a save that has failed with `error`. What it raises takes the place of that.
 
         Raises:
-            FencedError: If another job has taken over, and swept away what was not found.
-            PeerError: If the other workers have.
+            FencedError: If something was not found since another job has taken over, and swept it away.
+            PeerError: If something was not found since the other workers have given up.
         """
         try:
             if isinstance(error, NotFoundError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
-"""How much longer than the save waits for the other workers one waits for the save: that knows who is missing."""
+"""Extra time that a waiter gives a save, so that the save can say first which worker is missing."""
 
 SILENT_SECONDS: Final = 2.0
 """After how long a program that ends says what it waits for."""
@@ -40,7 +40,7 @@ def describe_limit(left_seconds: float) -> str:
     return f", for {left_seconds:.0f} s at most" if left_seconds <= _NEAR_SECONDS else ""
 
 
-def find_limit(timeout_seconds: float, worker: Worker) -> float:
+def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
     """**Pure.** How long to wait for a save; longer with other workers, for whom the save itself waits that long."""
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
@@ -106,7 +106,7 @@ class SaveHandle:
         url: str,
         progress: SaveProgress,
         timeout_seconds: float,
-        delivered: Callable[[HoldfastError], None],
+        mark_told: Callable[[HoldfastError], None],
         worker: Worker = ALONE,
         *,
         replaces: bool = False,
@@ -119,10 +119,10 @@ class SaveHandle:
         self._process = os.getpid()
         self._url = url
         self._is_alone = worker.is_alone
-        # For how long it was waited for in vain.
-        self._waited_seconds = 0.0
-        self._timeout_seconds = find_limit(timeout_seconds, worker)
-        self._delivered = delivered
+        # How long all waits that ended with the time-out have lasted together.
+        self._vain_wait_seconds = 0.0
+        self._timeout_seconds = find_wait_seconds(timeout_seconds, worker)
+        self._mark_told = mark_told
         self._progress = progress
         self._barrier = barrier
         self._try_cancel = try_cancel
@@ -139,10 +139,11 @@ class SaveHandle:
         Raises:
             DeadlineError: If that takes longer than the manager's `timeout_seconds`.
             SaveFailedError: If the save failed before it had a place.
+            UsageError: If the save was left out (see `skipped`), or as for `wait_committed`.
         """
         self._wait_for(self._progress.named, None, "was not given a place")
         if self._progress.name is None:
-            self._raise_failure()
+            self._raise_if_failed()
         assert self._progress.name is not None  # What opens the latch else is a failure.
         return f"{self._url}/{self._progress.name.directory}"
 
@@ -159,8 +160,8 @@ class SaveHandle:
         return self._progress.error is not None
 
     @property
-    def stands(self) -> bool:
-        """True if a save of that step has to replace a checkpoint: this one, or the one that it was to replace."""
+    def must_be_replaced(self) -> bool:
+        """True if another save of that step has to replace a checkpoint: this one, or the one this was to replace."""
         return self.replaces or not self.failed
 
     @property
@@ -170,7 +171,7 @@ class SaveHandle:
         return self._progress.ended.is_open
 
     @property
-    def placed(self) -> bool:
+    def has_place(self) -> bool:
         """True once it is known where the checkpoint will lie, in a generation of this job."""
         return self._progress.name is not None
 
@@ -187,10 +188,11 @@ class SaveHandle:
         Raises:
             DeadlineError: If it takes longer.
             SaveFailedError: If the save failed before.
+            UsageError: If the save was left out (see `skipped`), or as for `wait_committed`.
         """
         self._wait_for(self._progress.staged, timeout_seconds, "was not staged")
         if not self._progress.is_copied:
-            self._raise_failure()
+            self._raise_if_failed()
 
     @short_traceback
     def wait_committed(self, timeout_seconds: float | None = None) -> str:
@@ -206,9 +208,10 @@ class SaveHandle:
         Raises:
             DeadlineError: If it takes longer; the save goes on.
             SaveFailedError: If the save failed. The manager does not raise it again.
+            UsageError: If the save was left out (see `skipped`), or this is called in a sink or in a forked child.
         """
         self._wait_for(self._progress.settled, timeout_seconds, "was not committed")
-        self._raise_failure()
+        self._raise_if_failed()
         return self.path
 
     @short_traceback
@@ -227,7 +230,8 @@ class SaveHandle:
             self._wait_for(self._progress.ended, timeout_seconds, "did not end")
             return
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        left_seconds = max(limit_seconds - (self._waited_seconds if timeout_seconds is None else 0.0), 0.0)
+        waited_seconds = self._vain_wait_seconds if timeout_seconds is None else 0.0
+        left_seconds = max(limit_seconds - waited_seconds, 0.0)
         if left_seconds > SILENT_SECONDS and not self._wait(self._progress.ended, SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
@@ -240,16 +244,17 @@ class SaveHandle:
         if self._barrier is not None:
             self._barrier.note_call()
 
-    def _raise_failure(self) -> None:
-        """Raises the failure if there is one; who sees it here need not be told again."""
+    def _raise_if_failed(self) -> None:
+        """Raises the failure if there is one; the manager does not raise it again then."""
         error = self._progress.error
         if error is not None and not self._progress.is_committed:
-            self._delivered(error)
+            self._mark_told(error)
             raise error
 
     def _wait_for(
-        self, latch: Latch, timeout_seconds: float | None, miss: str, told_seconds: float | None = None
+        self, latch: Latch, timeout_seconds: float | None, miss: str, shown_seconds: float | None = None
     ) -> None:
+        """**Blocks.** Waits for a latch; an error names `shown_seconds`, if those are not the ones of this wait."""
         limit_seconds = self._timeout_seconds
         if timeout_seconds is not None:
             limit_seconds = check_wait(timeout_seconds)
@@ -265,11 +270,11 @@ class SaveHandle:
                 hint="In a sink only note the event, and wait in the thread that trains.",
             )
         if not self._wait(latch, limit_seconds):
-            self._waited_seconds += limit_seconds
-            told_seconds = limit_seconds if told_seconds is None else told_seconds
+            self._vain_wait_seconds += limit_seconds
+            shown_seconds = limit_seconds if shown_seconds is None else shown_seconds
             also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(
-                f"the save of step {self.step} into {self._url} {miss} within {told_seconds:g} s",
+                f"the save of step {self.step} into {self._url} {miss} within {shown_seconds:g} s",
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
 
@@ -281,7 +286,7 @@ class SaveHandle:
 
 @dataclass(eq=False)
 class SaveRequest:
-    """What the training thread asks the engine's thread for, and all that both of them change.
+    """What the training thread asks the engine's thread for, and where the two tell each other how far it is.
 
     The training thread submits it, waits until the state is copied, and confirms. That confirmation is one store, and
     nothing is committed before it: so one exception at any point of `save` (Ctrl-C, say) leaves the save confirmed, or

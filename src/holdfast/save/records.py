@@ -44,7 +44,7 @@ class CopyProgress:
     Copies are made in any order: it is the lowest byte of those that are not made yet.
 
     Attributes:
-        ended: Opens when all copies are made, or never will be.
+        copy_ended: Opens when all copies are made, or never will be.
         completed_at: When they were made, by the monotonic clock.
         error: Why they never will be, or None.
     """
@@ -55,7 +55,7 @@ class CopyProgress:
         Args:
             begins: For each copy the lowest byte that it fills; `make` goes by its number in here.
         """
-        self.ended = Latch()
+        self.copy_ended = Latch()
         self.completed_at = time.monotonic()
         self.error: BaseException | None = None
         self._is_called_off = False
@@ -71,7 +71,7 @@ class CopyProgress:
         """The copies are made from now on; where there are none, that has ended."""
         if not self._begins:
             self.completed_at = time.monotonic()
-            self.ended.open()
+            self.copy_ended.open()
 
     def make(self, number: int, copy: Callable[[], object]) -> None:
         """**Blocks.** Makes the copy of that number, unless the save was called off."""
@@ -88,7 +88,7 @@ class CopyProgress:
                 self._first += 1
             if self._first == len(self._order) and self.error is None:
                 self.completed_at = time.monotonic()
-                self.ended.open()
+                self.copy_ended.open()
             self._wake()
 
     def call_off(self) -> None:
@@ -98,9 +98,9 @@ class CopyProgress:
     def fail(self, error: BaseException) -> None:
         """The copy will never be complete."""
         with self._lock:
-            if not self.ended.is_open:
+            if not self.copy_ended.is_open:
                 self.error = error
-                self.ended.open()
+                self.copy_ended.open()
             self._wake()
 
     def wait(self, end: float = math.inf) -> None:
@@ -119,7 +119,7 @@ class CopyProgress:
 
     def while_copied(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
         """As many of the jobs as are taken before all is copied; the others stay where they are."""
-        while not self.ended.is_open and (job := next(jobs, None)) is not None:
+        while not self.copy_ended.is_open and (job := next(jobs, None)) is not None:
             yield job
 
     def _wake(self) -> None:
@@ -132,7 +132,7 @@ class CopyProgress:
             self._waiting = [(end, latch) for end, latch in self._waiting if end > level]
 
     def _find_level(self) -> float:
-        if self.ended.is_open:
+        if self.copy_ended.is_open:
             return math.inf
         return self._begins[self._order[self._first]] if self._first < len(self._order) else sys.maxsize
 

@@ -163,7 +163,7 @@ class Saver:
         except OutOfMemoryError as error:
             request.staging = error
         self.engine.submit(request)
-        request.copied.ended.wait(threading.TIMEOUT_MAX)
+        request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
         if request.copied.error is not None:
             raise request.copied.error
         request.confirm()
