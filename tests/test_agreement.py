@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from holdfast.preemption.consensus.stop_step import (
     ABSENT,
-    Announce,
     Deed,
     Pledge,
-    Promise,
-    StopCall,
     StopStepAgreement,
     Turn,
     Wanted,
+    WriteCall,
+    WritePledge,
+    WriteStop,
 )
 from repetitions import repeated
 
@@ -36,10 +36,10 @@ def may_begin(agreement: StopStepAgreement) -> bool:
 def test_a_wish_is_called_for_once_and_answered_by_a_pledge() -> None:
     agreement = StopStepAgreement(rank=1, world_size=2).reach(5)
     agreement, deeds = agreement.wish(Wanted.LEAVE)
-    assert deeds == [StopCall(0, Wanted.LEAVE)]
+    assert deeds == [WriteCall(0, Wanted.LEAVE)]
     assert may_begin(agreement), "until the call stands in the store, nothing is promised"
     agreement, deeds = agreement.hear_call(Wanted.LEAVE)
-    assert deeds == [Promise(0, 1, Pledge(5))]
+    assert deeds == [WritePledge(0, 1, Pledge(5))]
     assert not may_begin(agreement)
     assert agreement.hear_call(Wanted.LEAVE) == (agreement, [])
     assert agreement.wish(Wanted.SAVE) == (agreement, [])
@@ -52,7 +52,7 @@ def test_the_largest_pledge_is_the_stop_step() -> None:
     assert agreement.unheard == [1, 2]
     agreement, deeds = agreement.hear_pledge(2, Pledge(7))
     agreement, deeds = agreement.hear_pledge(1, Pledge(6))
-    assert deeds == [Announce(0, 7)]
+    assert deeds == [WriteStop(0, 7)]
     agreement = agreement.hear_stop(7)
     assert may_begin(agreement)
     assert agreement.turn is not Turn.STOP
@@ -66,9 +66,9 @@ def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
     agreement, _ = agreement.hear_pledge(0, Pledge(3))
     assert agreement.fence(0) == (agreement, []), "not itself"
     agreement, deeds = agreement.fence(1)
-    assert deeds == [Promise(0, 1, ABSENT)]
+    assert deeds == [WritePledge(0, 1, ABSENT)]
     agreement, deeds = agreement.hear_pledge(1, ABSENT)
-    assert deeds == [Announce(0, 3)]
+    assert deeds == [WriteStop(0, 3)]
     assert agreement.fence(1) == (agreement, [])
 
 
@@ -94,7 +94,7 @@ def test_what_one_round_does_not_bring_the_next_one_does() -> None:
     agreement, deeds = agreement.wish(Wanted.LEAVE)
     assert deeds == []
     agreement, deeds = agreement.end_round()
-    assert deeds == [StopCall(1, Wanted.LEAVE)]
+    assert deeds == [WriteCall(1, Wanted.LEAVE)]
     assert agreement.called is None
     agreement, _ = agreement.hear_call(Wanted.LEAVE)
     assert agreement.end_round()[1] == []
@@ -135,11 +135,11 @@ class Store:
 
     def do(self, deed: Deed) -> None:
         match deed:
-            case StopCall():
+            case WriteCall():
                 self.values.setdefault(("call", deed.round), deed.wanted)
-            case Promise():
+            case WritePledge():
                 self.values.setdefault(("pledge", deed.round, deed.rank), deed.pledge)
-            case Announce():
+            case WriteStop():
                 self.values.setdefault(("stop", deed.round), deed.step)
 
 

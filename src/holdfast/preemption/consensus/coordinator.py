@@ -36,14 +36,14 @@ from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.peer_failures import PeerFailures
 from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord, make_call
 from holdfast.preemption.consensus.stop_step import (
-    Announce,
     Deed,
     Pledge,
-    Promise,
-    StopCall,
     StopStepAgreement,
     Turn,
     Wanted,
+    WriteCall,
+    WritePledge,
+    WriteStop,
 )
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
@@ -282,7 +282,7 @@ class StopCoordinator:
     def _do(self, deed: Deed) -> None:
         """Writes something down, and hears what is in the store then."""
         match deed:
-            case StopCall(number):
+            case WriteCall(number):
                 if self._asked is not None:
                     call, asked_at = self._asked
                     left = call.left_seconds
@@ -290,10 +290,10 @@ class StopCoordinator:
                     first = self._records.post_once(replace_fields(call, left_seconds=left), "call", number)
                     self._records.count(1, "news")
                     self._hear_call(number, first)
-            case Promise(number, rank, pledge):
+            case WritePledge(number, rank, pledge):
                 pledge = self._records.post_once(pledge, "pledge", number, rank)
                 self._hear_pledge(rank, pledge)
-            case Announce(number, step):
+            case WriteStop(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
                 stop = StopRecord(step, absent, tuple(sorted(self.failures.done)))

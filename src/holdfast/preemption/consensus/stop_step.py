@@ -58,7 +58,7 @@ ABSENT = Pledge(None)
 
 
 @dataclass(frozen=True, slots=True)
-class StopCall:
+class WriteCall:
     """Write this call create-only."""
 
     round: int
@@ -66,7 +66,7 @@ class StopCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class WritePledge:
     """Write this pledge create-only, then hear the one that is stored."""
 
     round: int
@@ -75,14 +75,14 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class WriteStop:
     """Write this stop step create-only, then hear the one that is stored."""
 
     round: int
     step: int
 
 
-Deed: TypeAlias = StopCall | Promise | Announce
+Deed: TypeAlias = WriteCall | WritePledge | WriteStop
 """What a driver has to do for the agreement."""
 
 
@@ -144,7 +144,7 @@ class StopStepAgreement:
         if self.called is not None and self.called >= wanted:
             return self, []
         known = replace(self, wished=max(wanted, self.wished or wanted))
-        return known, [StopCall(self.round, wanted)] if self.called is None else []
+        return known, [WriteCall(self.round, wanted)] if self.called is None else []
 
     def hear_call(self, wanted: Wanted) -> tuple[StopStepAgreement, list[Deed]]:
         """A call of this round stands in the store."""
@@ -153,13 +153,13 @@ class StopStepAgreement:
         wished = None if self.wished is None or self.wished <= wanted else self.wished
         pledge = Pledge(self.begun, self.finished)
         known = replace(self, called=wanted, wished=wished, pledge=pledge)
-        return known, [Promise(self.round, self.rank, pledge)]
+        return known, [WritePledge(self.round, self.rank, pledge)]
 
     def fence(self, rank: int) -> tuple[StopStepAgreement, list[Deed]]:
         """Another worker is not waited for any more: it is dead, or the time is over."""
         if rank not in self.unheard or rank == self.rank:
             return self, []
-        return self, [Promise(self.round, rank, ABSENT)]
+        return self, [WritePledge(self.round, rank, ABSENT)]
 
     def hear_pledge(self, rank: int, pledge: Pledge) -> tuple[StopStepAgreement, list[Deed]]:
         """A pledge of this round stands in the store."""
@@ -171,7 +171,7 @@ class StopStepAgreement:
         if known.unheard or known.stop is not None:
             return known, []
         steps = [each.step for each in known.pledges.values() if each.step is not None]
-        return known, [Announce(self.round, max(steps))] if steps else []
+        return known, [WriteStop(self.round, max(steps))] if steps else []
 
     def hear_stop(self, step: int) -> StopStepAgreement:
         """The stop step of this round stands in the store."""
@@ -182,4 +182,4 @@ class StopStepAgreement:
         known = StopStepAgreement(
             self.rank, self.world_size, self.round + 1, self.begun, finished=self.finished, wished=self.wished
         )
-        return known, [] if self.wished is None else [StopCall(known.round, self.wished)]
+        return known, [] if self.wished is None else [WriteCall(known.round, self.wished)]
