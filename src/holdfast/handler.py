@@ -237,7 +237,7 @@ class PreemptionCheckpointHandler:
             self._loop.metrics = check_metrics(kwargs.get("metrics"))
             check_notes(None, metadata := kwargs.get("metadata"))
             self._loop.metadata = metadata
-        self._loop.finish_own_step(*args, **kwargs)
+        self._loop.count_own_step(*args, **kwargs)
 
     def should_stop(self) -> bool:
         """Whether the job is to leave as soon as this step ends: for long work of one's own, to end it early."""

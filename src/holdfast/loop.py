@@ -33,7 +33,7 @@ class StepCount:
     Attributes:
         done: How many are complete.
         unfinished: The loops that are within a step which does not count yet.
-        turn: Returns what runs a step now, for as long as the program has it: a loop of `steps`, say; else None.
+        turn: Returns what runs a step now, a loop of `steps` say; None if nothing does, or the program has dropped it.
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
     """
@@ -58,7 +58,7 @@ class StepCount:
             self.note(None if manager.restored is None else self.done, None)
 
     def counts_for(self, manager: CheckpointManager) -> bool:
-        """Whether a loop of that manager has counted, so that what it keeps is live."""
+        """Whether the loop that joined last saves by that manager: then the live objects hold what was counted."""
         return manager is self._manager
 
     def note(self, step: int | None, saved: SaveHandle | None) -> None:
@@ -104,7 +104,7 @@ class TrainingLoop:
         self.manager = manager
         self.count = StepCount()
         self.guard = make_guard(self._save_once)
-        self.watch = TrainingWatch({}, self.warn, "", self.warn)
+        self.watch = TrainingWatch(objects={}, warn=self.warn, advice="", warn_else=self.warn)
         self.metrics: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
         self.is_stopped = False
@@ -116,18 +116,18 @@ class TrainingLoop:
 
     # Counts steps.
 
-    def count_done(self) -> int:
-        """How many steps are complete if the one in progress in a loop of `steps` counts."""
+    def count_with_open_step(self) -> int:
+        """How many steps are complete if the one that a loop of `steps` has in progress counts."""
         return self.count.done + (self in self.count.unfinished and not self.watch.is_step_empty())
 
     def finish_step(self) -> None:
         """Counts the step in progress as complete."""
-        self.count.done = self.count_done()
+        self.count.done = self.count_with_open_step()
         self.count.unfinished.discard(self)
 
-    def finish_own_step(self, *arguments: Any, **options: Any) -> None:
+    def count_own_step(self, *arguments: Any, **options: Any) -> None:
         """Counts a step of a loop of the program's own; the arguments are those of `pass_boundary`."""
-        self.finish_step()
+        self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
         step_break.end()
         self.watch.note_own_step()
         self.count.done += 1
@@ -193,10 +193,10 @@ class TrainingLoop:
         """
         step = self.count.done
         try:
-            self._note(step, self.manager.save_if_due(step, metrics=self.metrics, metadata=self.metadata))
+            self._note_begun(step, self.manager.save_if_due(step, metrics=self.metrics, metadata=self.metadata))
         except SaveFailedError as failure:
             # The save that tells of an earlier failure goes on all the same, and counts.
-            self._note(step, failure.next_save)
+            self._note_begun(step, failure.next_save)
             if not self._is_to_leave():
                 raise
 
@@ -232,9 +232,9 @@ class TrainingLoop:
                 replace=replace,
             )
         except SaveFailedError as failure:
-            self._note(step, failure.next_save)
+            self._note_begun(step, failure.next_save)
             raise
-        self._note(step, handle)
+        self._note_begun(step, handle)
         return handle
 
     def _save_once(self, step: int) -> SaveHandle | None:
@@ -244,7 +244,7 @@ class TrainingLoop:
         try:
             return self.save(step)
         except StepExistsError:
-            self.count.note(step, None)  # As above.
+            self.count.note(step, None)  # As in `save_last`.
             return None
         except SaveFailedError as failure:
             if failure.next_save is None:
@@ -258,7 +258,8 @@ class TrainingLoop:
             # The program saves under larger numbers. A number of ours is no reason to lose the state.
             return self.save(step, number=newest + 1)
 
-    def _note(self, step: int, saved: SaveHandle | None) -> None:
+    def _note_begun(self, step: int, saved: SaveHandle | None) -> None:
+        """Notes that a save of the step was begun, unless there is none, or it was left out."""
         if saved is not None and not saved.skipped:
             self.count.note(step, saved)
             self.watch.note_saved()
@@ -316,7 +317,7 @@ class StepNumbers(Iterator[int]):
 
     def __len__(self) -> int:
         """How many steps are left."""
-        return max(self._total - self._loop.count_done(), 0)
+        return max(self._total - self._loop.count_with_open_step(), 0)
 
     def _check_begin(self, taken: dict[str, int]) -> None:
         for path, number in count_taken(self._loop.manager.checkpoint.objects).items():

@@ -241,7 +241,7 @@ class Run:
                 "finish_step would count a step of run.steps once more",
                 hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
             )
-        self._loop.finish_own_step()
+        self._loop.count_own_step()
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Notes figures; the next save keeps those that were reported since the save before.
@@ -283,7 +283,7 @@ class Run:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
         self._check_entered()
-        return self._loop.checkpointable(self._loop.count_done() if step_done else self._count.done)
+        return self._loop.checkpointable(self._loop.count_with_open_step() if step_done else self._count.done)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
@@ -297,7 +297,7 @@ class Run:
         """
         if self._guard.is_paused:
             raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
-        step = self._loop.count_done()
+        step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
             self._loop.watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
@@ -358,7 +358,7 @@ class Run:
         if error is None:
             watch.warn_if_idle()
         watch.end()
-        has_trained = self._restored or self._loop.count_done() or self._total
+        has_trained = self._restored or self._loop.count_with_open_step() or self._total
         if not isinstance(error, Exception) and (text := watch.describe("nothing of it is saved")):
             self._warn_uncounted(text, is_error=True)
         elif error is None and not has_trained and self.manager.newest_asked < 0:
@@ -417,7 +417,7 @@ class Run:
         elif self._newest_loop:
             self._newest_loop = loop
         self._total = total
-        is_in_step = self._loop.count_done() > self._count.done
+        is_in_step = self._loop.count_with_open_step() > self._count.done
         if is_in_step and self._count.turn() is None:
             # A loop was left within a step, and a new one begins.
             self._left += 1
