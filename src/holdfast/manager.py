@@ -419,7 +419,7 @@ class CheckpointManager:
                 if self.participant is not None and protocol is not None and not request.goes_on:
                     self.participant.tell(protocol, error)
                     # The others take this step for tried; what is due next must be the same here.
-                    self._pace.saved(step)
+                    self._pace.note_begun_save(step)
                 raise
         finally:
             self._saver.caller = None
@@ -440,7 +440,7 @@ class CheckpointManager:
             self._in_flight = request
             self._saver.save(request, captured)
             self.newest_asked = max(step, self.newest_asked)
-            self._pace.saved(step)
+            self._pace.note_begun_save(step)
         except BaseException:
             # Also Ctrl-C ends up here: a save that was confirmed goes on, and what was to be told is not lost.
             request.drop()
@@ -460,7 +460,7 @@ class CheckpointManager:
         self._saver.engine.emit_soon(Skipped(step=step, reason=reason))
         if self.participant is not None and request.protocol is not None:
             self.participant.leave_out(request.protocol, reason)
-            self._pace.saved(step)
+            self._pace.note_begun_save(step)
 
     def _check_usable(self) -> None:
         if self._closed:

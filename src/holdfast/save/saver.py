@@ -1,4 +1,4 @@
-"""What the training thread does of a save: takes the state, asks the engine, waits for the copy, and confirms."""
+"""What the training thread does of a save: takes the state, has it copied, and confirms. Also measures the steps."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class StepTimer:
         self._saved_at = time.monotonic()
         self._seen_step = None
 
-    def saved(self, step: int) -> None:
+    def note_begun_save(self, step: int) -> None:
         """A save of this step has begun; the time it held training up is not counted as a step's."""
         self._saved_step = step
         self._saved_at = self._seen_at = time.monotonic()
