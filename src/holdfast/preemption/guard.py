@@ -80,7 +80,7 @@ class Guard:
     Attributes:
         inbox: What was heard.
         leaving: Whether the exit has begun.
-        is_tentative: Whether it cannot be known between two steps that another one comes: the loop is the user's own.
+        is_tentative: Whether the loop is the user's own: between two steps it is not known that another one comes.
         provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
         in_block: Whether the training thread is in a block of `checkpointable`.
         is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
@@ -121,7 +121,7 @@ class Guard:
         self._is_sharing_outcome = False  # Whether all are about to leave together, and the result is not known yet.
         self._safe_step = 0  # At which step nothing could be lost.
         self._pause: PausedState | None = None
-        # Whether the training thread cannot go on before something is done in its stead.
+        # Whether the training thread waits in `begin_steps` for what this guard's thread does in its stead.
         self._is_awaited = False
         self._closed = False
         self._ended: Latch | None = None
@@ -132,7 +132,7 @@ class Guard:
             give_up_pause=self._give_up_pause,
             forget=lambda: self._forget(self.inbox.count),
         )
-        # Guards what the training thread is paused in, so that it does not go on while that is being saved.
+        # Guards `_pause`. This guard's thread holds it while it saves in a pause, so that training does not go on then.
         self._lock = self._ownership.shared.lock
 
     def open(self) -> None:
@@ -261,7 +261,7 @@ class Guard:
         call = self._consensus.find_last_call()
         if call is not None and call.wanted == Wanted.LEAVE:
             self.leaving = True
-            self._leave(step, call.reason, "", 0.0, by_hand=call.by_hand)
+            self._leave(step, call.reason, "", 0.0, problem="", by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
         """**Blocks** for a moment. Training is ended by an error; leaves if one was asked to with nothing to be saved.
@@ -367,7 +367,7 @@ class Guard:
             self._progress.note_early(step, demand, saved)
 
     def _leave_at_stop(self, step: int | None, save: Callable[[float | None], str]) -> None:
-        """Saves, and leaves when all have; returns if `exit_fn` does. `save` says what went wrong."""
+        """Saves, shares the outcome, and leaves; returns if `exit_fn` does. `save` says what went wrong."""
         begun_at = time.monotonic()
         call, stop = self._consensus.call, self._consensus.stop
         assert call is not None, "no worker leaves without a call"
@@ -378,24 +378,15 @@ class Guard:
                 self._raise_cause()
                 losses = self._failures.describe_losses(stop.absent)
                 return self._leave_alone(step, "; ".join(loss.message for loss in losses), losses[0])
-            met = ""
-            if stop is not None and step is not None and step > stop.step:
-                # If nothing could be lost, it is a first step whose begin was not known.
-                is_first, step = step == self._safe_step + 1 == stop.step + 1, stop.step
-                met = "" if is_first else f"the loop had gone on when step {step} was to be saved"
-            elif self._progress.early is None or self._may_save_again(call):
-                met = save(end_at)
-            else:
-                met = self._final_save.try_wait(self._progress.early, end_at)
-                step = self._progress.early_step if self._progress.early_step is not None else step
+            step, problem = self._save_at_stop(step, call, save, end_at)
             limit_seconds = self._manager.timeout_seconds
             if not self._consensus.has_peers:
                 limit_seconds -= time.monotonic() - begun_at
-            saves = self._find_saves()
-            error = self._final_save.wait_decided(step, met, saves, limit_seconds, self._consensus.try_end)
-            if error:
+            saves, try_end = self._find_saves(), self._consensus.try_end
+            own_loss = self._final_save.wait_decided(step, problem, saves, limit_seconds, try_end)
+            if own_loss:
                 self._raise_cause()
-            together = self._share_outcome(error, end_at)
+            outcome = self._share_outcome(own_loss, end_at)
         except BaseException:
             # The error of another worker ends this one, as it would in a step, and its own one the others.
             if self._consensus.has_peers:
@@ -404,8 +395,22 @@ class Guard:
             raise
         finally:
             self._is_sharing_outcome = False
-        by_hand = together.by_hand if self._consensus.has_peers else None
-        self._leave(step, call.reason, together.error, time.monotonic() - begun_at, by_hand=by_hand, met=met)
+        by_hand, held_seconds = outcome.by_hand if self._consensus.has_peers else None, time.monotonic() - begun_at
+        self._leave(step, call.reason, outcome.error, held_seconds, problem, by_hand)
+
+    def _save_at_stop(
+        self, step: int | None, call: CallRecord, save: Callable[[float | None], str], end_at: float | None
+    ) -> tuple[int | None, str]:
+        """**Blocks.** Saves, or waits for an earlier save; gives the step that is saved, and what went wrong."""
+        stop = self._consensus.stop
+        if stop is not None and step is not None and step > stop.step:
+            # If nothing could be lost, it is a first step whose begin was not known.
+            is_first = step == self._safe_step + 1 == stop.step + 1
+            return stop.step, "" if is_first else f"the loop had gone on when step {stop.step} was to be saved"
+        if self._progress.early is None or self._may_save_again(call):
+            return step, save(end_at)
+        early_step = self._progress.early_step
+        return step if early_step is None else early_step, self._final_save.try_wait(self._progress.early, end_at)
 
     def _share_outcome(self, error: str, end_at: float | None) -> SaveOutcome:
         """The result of the last save for all workers, in this worker's words where it has failed here."""
@@ -447,13 +452,13 @@ class Guard:
         """Leaves without a save, since the others cannot take part in one; `blamed` may say which one is dead."""
         self.leaving = True
         self._final_save.missing = name_dead(blamed)
-        self._leave(step, "", self._final_save.check_landed(step, error, self._find_saves()), 0.0, met=error)
+        self._leave(step, "", self._final_save.check_landed(step, error, self._find_saves()), 0.0, problem=error)
 
     def _leave(
-        self, step: int | None, reason: str, error: str, held_seconds: float, by_hand: bool | None = None, met: str = ""
+        self, step: int | None, reason: str, error: str, held_seconds: float, problem: str, by_hand: bool | None = None
     ) -> None:
-        """Leaves, as `FinalSave.leave` says; `met` is what went wrong here, even if the step is saved."""
-        if self._consensus.has_peers and (error or (met and not self._has_exit_fn)):
+        """Leaves, as `FinalSave.leave` says; `problem` is what went wrong here, even if the step is saved."""
+        if self._consensus.has_peers and (error or (problem and not self._has_exit_fn)):
             # The others are not waited for any more.
             self._manager.abandon()
         left_seconds, count = self.inbox.demand().left_seconds, self.inbox.count
