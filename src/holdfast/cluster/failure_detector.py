@@ -23,11 +23,9 @@ from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
 
 INTERVAL_SECONDS: Final = 1.0
 
-_GOODBYE: Final = -(1 << 30)
-"""Added to a worker's count when it leaves; no worker counts so far that the sum is not negative."""
-
-_DIED: Final = -(1 << 29)
-"""Added by another worker, if the process has ended without a goodbye; the sum is not less than this then."""
+_GOODBYE: Final = -(1 << 30)  # A worker adds this to its count when it leaves.
+_DIED: Final = -(1 << 29)  # Another worker adds this if the process has ended without a goodbye.
+# So of a count, 0 or more are signs of life, from `_DIED` to -1 the process has died, and less is a goodbye.
 
 _STOP_SECONDS: Final = 2.0
 

@@ -390,6 +390,7 @@ class Peers:
             waited = ranks()
             if missed is not None and (missed.rank in waited or not waited):
                 raise self.failures.make_error(missed)
+            # If one is missed, there is one more look: it may have done what it was to do, and then gone.
             missed = self.failures.find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
             if missed is None:
@@ -403,7 +404,6 @@ class Peers:
             if missed is None:
                 # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
                 time.sleep(backoff.pause_seconds(waited_seconds))
-            # Otherwise one more look: the worker may have done what it was to do, and then gone.
 
     def delete(self, keys: Iterable[str]) -> None:
         """Forgets keys that are not needed any more, if the store can be reached."""

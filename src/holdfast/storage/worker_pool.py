@@ -67,6 +67,7 @@ class WorkerPool:
         if self._count:
             return True
         started = Latch()
+        # Once `sign` is deleted here, only the thread that starts the others holds it: it goes when that thread ends.
         sign = _Sign()
         lives = weakref.ref(sign)
         # `Thread.start` waits for the thread in Python code, and interrupted there it leaves a lock locked and the
@@ -158,7 +159,7 @@ def _serve(queued: queue.SimpleQueue[Callable[[], object] | None], arrival: Latc
 
 
 class _Sign:
-    """Held by one thread alone, so that it goes when the thread does, whatever has ended that."""
+    """See `WorkerPool.start`."""
 
 
 class Round:
