@@ -265,10 +265,11 @@ class _RestoreTrial:
         self._left_out = frozenset() if request.keeping is None else request.keeping.whole
         self.name = name
         self._files = ExitStack()
-        self._read: Callable[[Sequence[Target]], int]
-        # Where one file holds all, what is found while it is read.
+        # Reads into targets, and returns how many bytes. `_prepare` sets it, by how the checkpoint's files lie.
+        self._read_targets: Callable[[Sequence[Target]], int]
+        # The targets that share memory. Where one file holds all, the first read notes them, in the second of these.
         self._overlapping: list[Target] = []
-        self._seen: list[Target] | None = None
+        self._noted_while_read: list[Target] | None = None
         self.touched = touched
         self.size_bytes = 0
         self.replaced: Mapping[str, Any] = {}
@@ -277,8 +278,8 @@ class _RestoreTrial:
         """**Blocks.** Restores the checkpoint, or gives the damage that was found in it."""
         agreement.see(self._request.storage, self.name)
         with self._files:
-            # That knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
-            self._files.callback(self.__dict__.pop, "_read", None)
+            # What reads knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
+            self._files.callback(self.__dict__.pop, "_read_targets", None)
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:
@@ -301,19 +302,19 @@ class _RestoreTrial:
             self.matching = self._match(stored)
             wanted = self.matching.targets
             if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
-                self._seen = self._overlapping if len(parts) == 1 else None
-                self._read = lambda targets: read_parts(
+                self._noted_while_read = self._overlapping if len(parts) == 1 else None
+                self._read_targets = lambda targets: read_parts(
                     parts,
                     {target.leaf: target for target in targets},
                     threads=self._request.threads,
-                    overlapping=self._seen,
+                    overlapping=self._noted_while_read,
                 )
             else:
                 specs = _list_specs(opened)
                 # Before anything live is touched, it is known that all is there.
                 orders = assign_parts(storage, opened, wanted, specs)
                 readers = {part.path: reader for part, reader in parts}
-                self._read = lambda targets: read_orders(
+                self._read_targets = lambda targets: read_orders(
                     storage,
                     orders if targets is wanted else assign_parts(storage, opened, targets, specs),
                     readers,
@@ -381,11 +382,11 @@ class _RestoreTrial:
         self.touched = True
         targets = self.matching.targets
         with _enough_memory(self.opened):
-            self.size_bytes = self._read(targets)
-            if self._seen is None or any(target.copies for target in targets):
+            self.size_bytes = self._read_targets(targets)
+            if self._noted_while_read is None or any(target.copies for target in targets):
                 self._overlapping = find_overlapping_targets(targets)
-            self._seen = None
-            clashes = find_clashes(self._overlapping, self._read) if self._overlapping else []
+            self._noted_while_read = None
+            clashes = find_clashes(self._overlapping, self._read_targets) if self._overlapping else []
         self.matching.differences.wrong_kind.extend(clashes)
         if clashes and self._request.strict:
             raise ApplyError(

@@ -233,7 +233,7 @@ class _Capturing(Encoder):
         # What was looked at: another array might get the identity of one that is gone.
         self._kept: list[Sharding] = []
         self._context = context
-        self._captures = captures
+        self._cache = captures
         self._columns = Captured([], [], [], [], [], {})
         self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
@@ -244,7 +244,7 @@ class _Capturing(Encoder):
         self._memories: list[Hashable] = []
         self._addresses: set[int | None] = set()
         # Containers that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
-        self._cached: list[tuple[int, CachedContainer]] = []
+        self._unindexed: list[tuple[int, CachedContainer]] = []
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
         """All that was taken."""
@@ -281,7 +281,7 @@ class _Capturing(Encoder):
                 self._hold(self._shared.get((look.backend.name, look.memory)))
             elif backend is not None:
                 memory = backend.alias_key(array)
-                place = self._place(backend, memory, backend.address(array))
+                place = self._find_place(backend, memory, backend.address(array))
                 if place is not None:
                     self._held.add(place)
                 else:
@@ -398,7 +398,7 @@ class _Capturing(Encoder):
     def _encode_long(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
         """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
         columns = self._columns
-        cached = self._captures.get(path)
+        cached = self._cache.get(path)
         arrays = cached.try_arrays(value) if cached is not None else None
         if (
             cached is not None
@@ -407,7 +407,7 @@ class _Capturing(Encoder):
             and self._names.isdisjoint(cached.names)
         ):
             self.count(cached.count, path)
-            self._cached.append((len(columns.names), cached))
+            self._unindexed.append((len(columns.names), cached))
             self._names.update(cached.names)
             self._addresses.update(cached.addresses)
             self._memories += cached.memories
@@ -426,7 +426,7 @@ class _Capturing(Encoder):
         """Remembers a container if it holds plain arrays of one library, each with a leaf of its own, and no more."""
         columns = self._columns
         addresses = [address for address in columns.addresses[first:] if address is not None]
-        self._captures.pop(path, None)
+        self._cache.pop(path, None)
         arrays = arrays_of(value)
         if len(addresses) != len(arrays) or len(columns.names) - first != len(arrays) or "$" in node:
             return
@@ -440,7 +440,7 @@ class _Capturing(Encoder):
             return  # What an index says of such a leaf is noted where it is looked at by itself.
         fingerprint = try_fingerprint(backends[0], arrays)
         if fingerprint is not None:
-            self._captures[path] = CachedContainer(
+            self._cache[path] = CachedContainer(
                 keys_of(value),
                 len(arrays) + len(dicts),
                 frozenset(map(type, arrays)),
@@ -457,7 +457,7 @@ class _Capturing(Encoder):
         spec = backend.spec(array, path)
         memory = backend.alias_key(array)
         address = backend.address(array)
-        place = self._place(backend, memory, address)
+        place = self._find_place(backend, memory, address)
         shared = self._shared.get((backend.name, memory))
         if shared is not None:
             raise _in_both(path, shared.name)
@@ -495,14 +495,14 @@ class _Capturing(Encoder):
         columns.addresses.append(address)
         columns.backends.append(backend)
 
-    def _place(self, backend: ArrayBackend, memory: Hashable, address: int | None) -> int | None:
-        """Where in the columns the leaf of that memory stands, if it has one."""
-        if self._cached and address is not None and address in self._addresses:
+    def _find_place(self, backend: ArrayBackend, memory: Hashable, address: int | None) -> int | None:
+        """Where in the columns the leaf of that memory stands, if it has one; enters `_unindexed` first, if need be."""
+        if self._unindexed and address is not None and address in self._addresses:
             # It may be one of a long container's: those are entered one by one only now, since that is seldom needed.
-            for first, cached in self._cached:
+            for first, cached in self._unindexed:
                 places = range(first, first + len(cached.memories))
                 self._by_memory.setdefault(cached.backend.name, {}).update(zip(cached.memories, places, strict=True))
-            self._cached.clear()
+            self._unindexed.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
 
 
