@@ -81,7 +81,7 @@ class Guard:
         inbox: What was heard.
         leaving: Whether the exit has begun.
         is_tentative: Whether the loop is the user's own: between two steps it is not known that another one comes.
-        provisional: The step of which a save was made in a pause, and may not hold all of it; None if there is none.
+        provisional: The step that was saved in a pause, if that save may not hold all of it; else None.
         in_block: Whether the training thread is in a block of `checkpointable`.
         is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
     """
