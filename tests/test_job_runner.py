@@ -880,6 +880,7 @@ with hf.LocalSession(["trainer_0", "trainer_1", "trainer_2"]) as session:
 def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
     moments = random.Random(11)
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    found: tuple[int, ...] = ()
     for kill in [True] * 6 + [False]:
         with preloaded.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
             assert program.stdout is not None
@@ -891,7 +892,10 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
             with killed_after(PATIENCE_SECONDS, program):
                 rest = program.stdout.read()
         assert rest == "ended 145.0 145.0 145.0\n" or (kill and rest == "")
-        assert len(epochs_of(tmp_path)) <= 4, "two, the one that was gone on from, and one just committed"
+        # A life that is killed between its first commit and what it would remove leaves one more than it found.
+        most = max(4, len(found) + 1)
+        found = epochs_of(tmp_path)
+        assert len(found) <= most, "two, the one that was gone on from, and one just committed"
     assert epochs_of(tmp_path) == (3, 4)
     assert len(list(tmp_path.glob("step-*"))) == 2
 
