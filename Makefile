@@ -12,6 +12,7 @@ ifneq ($(and $(filter bench,$(MAKECMDGOALS)),$(filter-out 1 1,$(words $(PEERS)) 
 $(error PEERS is "all" or "light", not "$(PEERS)")
 endif
 RAY_VENV ?= .venv-ray
+FRAMEWORKS_VENV ?= .venv-frameworks
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests $(BIN)/python -m crash
@@ -20,7 +21,7 @@ DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-.PHONY: demo test test-ray check crash bench clean
+.PHONY: demo test test-ray test-frameworks check crash bench clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -31,6 +32,10 @@ test: .venv/ready
 # Ray is large, and starts slowly: these tests have an environment of their own.
 test-ray: $(RAY_VENV)/ready
 	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
+
+# Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
+test-frameworks: $(FRAMEWORKS_VENV)/ready
+	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -51,13 +56,14 @@ bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-bench .venv-ray build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .venv .venv-bench .venv-ray .venv-frameworks build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
+$(FRAMEWORKS_VENV)/ready: EXTRAS := torch,dev,frameworks
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)

@@ -1,11 +1,11 @@
 """holdfast keeps training jobs alive: it saves a running job without stopping it, and brings it back exactly."""
 
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
+from holdfast.extras import stand_in
 from holdfast.policies import All, Auto, Best, EveryN, Latest, Newer, Seconds, Steps
 
 if TYPE_CHECKING:
@@ -126,25 +126,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise
-            return _stand_in(name, error.name)
+            return stand_in(name, f"{error.name}, which is not installed", _EXTRAS[error.name])
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-
-
-@cache
-def _stand_in(name: str, package: str) -> type:
-    """Stands for what needs a package that is not installed, so that `help` and `import *` work; to use it is an error.
-
-    Each way of use raises `MissingPackageError`: a call, and a class that derives from it.
-    """
-
-    def refuse(*_: object, **__: object) -> None:
-        raise errors.MissingPackageError(
-            f"holdfast.{name} needs {package}, which is not installed",
-            hint=f"Install it from a checkout of holdfast: pip install '.[{_EXTRAS[package]}]'",
-        )
-
-    doc = f"Needs {package}, which is not installed."
-    return type(name, (), {"__new__": refuse, "__init_subclass__": refuse, "__module__": "holdfast", "__doc__": doc})
 
 
 def __dir__() -> list[str]:

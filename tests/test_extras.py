@@ -1,0 +1,53 @@
+"""A part of holdfast that needs a package says so when it is used, and not before."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import MissingPackageError
+from holdfast.extras import Door
+from holdfast.policies import Latest
+
+
+def make_door(package: str, oldest: str) -> Door:
+    return Door("frame", package, oldest, "frame", {"Latest": "holdfast.policies"})
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs a distribution called frame-of-mind, version 2.10rc1."""
+    record = tmp_path / "frame_of_mind-2.10rc1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: frame-of-mind\nVersion: 2.10rc1\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+
+def test_a_missing_package_is_an_error_at_use_that_names_the_extra() -> None:
+    thing = make_door("frame-that-is-not-there", "1.0").load("Latest")
+    with pytest.raises(
+        MissingPackageError, match=r"holdfast\.frame\.Latest needs frame-that-is-not-there, which is not"
+    ):
+        thing(3)
+    with pytest.raises(MissingPackageError) as found:
+        type("Own", (thing,), {})
+    assert found.value.hint is not None
+    assert "pip install '.[frame]'" in found.value.hint
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("oldest", "is_enough"), [("2.9", True), ("2.10", True), ("2.11", False), ("10", False)])
+def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, is_enough: bool) -> None:
+    thing = make_door("frame-of-mind", oldest).load("Latest")
+    if is_enough:
+        assert thing is Latest
+    else:
+        with pytest.raises(
+            MissingPackageError, match=rf"needs frame-of-mind {oldest} or newer, and 2.10rc1 is installed"
+        ):
+            thing(3)
+
+
+def test_a_name_that_a_door_does_not_have_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'holdfast\.frame' has no attribute 'Earliest'"):
+        make_door("frame-of-mind", "1").load("Earliest")
