@@ -198,7 +198,7 @@ def is_committed(storage: Storage, name: StepName) -> bool:
         storage.open_reader(name.manifest_path).close()
     except NotFoundError:
         return False
-    except (DamageError, StorageError):  # Something lies there; what is wrong with it is for whoever reads it to say.
+    except (DamageError, StorageError):  # Something lies there; what is wrong with it is for its reader to say.
         return any(one.name == MANIFEST_NAME and not one.is_directory for one in storage.list(name.directory))
     return True
 
@@ -330,7 +330,7 @@ def read_opening(storage: Storage, generation: int) -> Opening:
     """**Blocks.** Who opened a generation.
 
     Raises:
-        NotFoundError: If nobody did.
+        NotFoundError: If no process did.
         DamageError: If the record is damaged.
     """
     path = generation_path(generation)
@@ -461,7 +461,7 @@ def check_fence(storage: Storage, generation: int) -> None:
 
 
 def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
-    """**Blocks.** Makes sure that nobody else has begun to save since this manager looked where to go on from.
+    """**Blocks.** Makes sure that no other job has begun to save since this manager looked where to go on from.
 
     Args:
         storage: Where the run lies.
@@ -469,7 +469,7 @@ def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
         token: What this manager opens generations with: its own attempts do not count.
 
     Raises:
-        FencedError: If somebody has; it says who.
+        FencedError: If one has; it says which.
     """
     for newer in sorted(read_generations(storage), reverse=True):
         if newer <= seen_generation:
@@ -531,7 +531,7 @@ class ManifestCache:
             try:
                 self._references[name] = read_references(self._storage, name)
             except (DamageError, NotFoundError):
-                return ()  # Nobody can restore it, whatever it needs.
+                return ()  # It cannot be restored, so what it needs does not count.
         return self._references[name]
 
     def kept_with(self, name: StepName) -> frozenset[StepName]:

@@ -32,7 +32,7 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
     """Ctrl-C, as a shell reports it."""
     BROKEN_PIPE = 141
-    """Whoever read the output stopped reading, as a shell reports it."""
+    """The reader of the output stopped reading, as a shell reports it."""
 
 
 def exit_code_of(error: HoldfastError) -> ExitCode:

@@ -1,4 +1,4 @@
-"""The command `holdfast`: finds the verb, and turns whatever ends it into a line of text and an exit code."""
+"""The command `holdfast`: finds the verb, and turns its end, good or bad, into a line of text and an exit code."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ _AGES: Final = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 def legible(text: str) -> str:
     """**Pure.** Text with everything escaped that a terminal might obey rather than show.
 
-    Names and notes in a checkpoint are whatever its writer put there: escape sequences that move the cursor, marks
+    Names and notes in a checkpoint may hold anything: escape sequences that move the cursor, marks
     that turn the direction of writing, ends of line, bytes that are no text.
     """
     if text.isprintable():

@@ -86,7 +86,7 @@ class OutputFiles:
 
 @contextmanager
 def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[OutputFiles]:
-    """**Blocks.** Makes room for one file, which the body publishes; whatever ends the body, nothing else stays.
+    """**Blocks.** Makes room for one file, which the body publishes; however the body ends, nothing else stays.
 
     Raises:
         UsageError: If something is there that is not to be overwritten.

@@ -4,7 +4,7 @@ A pickle is a program for a small machine, whose dangerous instructions look up 
 `pickletools` decodes the instructions and follows none. Here a name stays a name (`Global`), and a call becomes a
 `PickledObject`, which says what was to be called with what. Only plain containers are built. What is built is bounded
 by the length of the pickle: lengths in it are held against what is left of it, what the machine keeps lies in a dict,
-whatever numbers the pickle chooses, and what it copies is counted.
+with any numbers that the pickle chooses, and what it copies is counted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class KeyChecker:
     def __init__(self, also: Collection[type] = ()) -> None:
         """Prepares for the keys of one pickle.
 
-        Objects of the types in `also` are hashed and compared at once, whatever they hold.
+        Objects of the types in `also` are hashed and compared at once, with anything that they hold.
         """
         self._plain = frozenset({NoneType, bool, float, *also})
         # By hash: the different keys that have it, among those whose hashes a writer can choose.

@@ -34,7 +34,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 class Instance(msgspec.Struct, frozen=True):
     """An object of a class of the reader's, made without its constructor.
 
-    Its state is its attributes, or whatever its `__setstate__` takes.
+    Its state is its attributes, or what its `__setstate__` takes.
     """
 
     cls: Global

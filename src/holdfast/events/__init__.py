@@ -1,4 +1,4 @@
-"""What happened, typed, with durations in seconds and sizes in bytes; and sinks, which are told of it.
+"""Typed events, with durations in seconds and sizes in bytes; and the sinks that receive them.
 
 An event is a frozen record; `str(event)` is a line for people. A sink is anything that can be called with an event:
 `LoggingSink`, `JsonLinesSink`, `Totals`, a function of the user's. `Fanout` tells several, and lets none of them

@@ -186,7 +186,7 @@ class Resized(Event, frozen=True):
         stored_workers: How many workers had saved it.
         workers: How many there are now.
         reseeded: Where random generators were seeded anew from what was saved, each worker's differently.
-        left: What is each worker's own and stays as it is, since what was saved is nobody's any more.
+        left: What is each worker's own and stays as it is, since what was saved belongs to no worker any more.
     """
 
     step: int

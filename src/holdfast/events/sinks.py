@@ -1,4 +1,4 @@
-"""Who is told of events: the log, files, running totals, and several at once."""
+"""Receivers of events: the log, files, running totals, and several at once."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LoggingSink:
 class Fanout:
     """**Thread-safe.** A sink that tells several.
 
-    A sink that raises breaks nothing: the others are told all the same, and its first error is logged.
+    A sink that raises breaks nothing: the others get the event all the same, and its first error is logged.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -211,9 +211,9 @@ class JsonLinesSink:
         check_whole("limit_bytes", limit_bytes, _MIN_LIMIT_BYTES)
         self.path = Path(path)
         self._limit_bytes = limit_bytes
-        # Without O_NONBLOCK a FIFO could hold up whoever has an event to tell.
+        # Without O_NONBLOCK a FIFO could hold up the thread that emits an event.
         self._flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-        # Guards the file: between looking at its end and appending to it, nobody else here does.
+        # Guards the file: between looking at its end and appending to it, no other thread appends.
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -285,7 +285,7 @@ class RunJournal:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = os.path.join(directory, JOURNAL_NAME)  # noqa: PTH118  The sink makes it a path.
-        # Nothing outside the run's directory is written, whatever somebody has put there.
+        # Nothing outside the run's directory is written, even through a link that was put there.
         self._sink = JsonLinesSink(path, follow_link=False)
         self._has_failed = False
         self._waiting: deque[Event] | None = deque(maxlen=_MAX_WAITING)

@@ -1,7 +1,7 @@
 """Which of a program's own types may be written and rebuilt, as the program itself has registered them. Pure.
 
 A checkpoint names its types by tag or by name, but nothing is ever looked up by such a name except here and on the
-live objects: a name that nobody registered is an error.
+live objects: a name that was not registered is an error.
 """
 
 from __future__ import annotations

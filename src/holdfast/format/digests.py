@@ -30,7 +30,7 @@ Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 def digest(data: bytes | bytearray | memoryview) -> str:
     """**Pure.** The 128-bit XXH3 digest of some bytes, as 32 lower-case hexadecimal characters.
 
-    It finds damage; it is no proof against somebody who forges a checkpoint on purpose.
+    It finds damage; it is no proof against a checkpoint that was forged on purpose.
     """
     return xxhash.xxh3_128_hexdigest(data)
 

@@ -295,14 +295,14 @@ def expect_losses(
     """**Pure.** What a job loses that saves at an interval, by Daly's complete model of failures that come at random.
 
     His saves are durable when training goes on. Here a save may become durable later, and a failure before that falls
-    back to the save before; on average that costs as much time more for each failure, whatever the interval, just as a
+    back to the save before; on average that costs as much time more for each failure at any interval, just as a
     longer restore would.
 
     Args:
         interval_seconds: How long training goes on between two saves; above 0.
         stall_seconds: How long a save holds it up.
         durable_seconds: From the call of a save until it is durable, at least the stall.
-        restore_seconds: How long a restore takes, and whatever else a restart needs.
+        restore_seconds: How long a restore takes, and all else that a restart needs.
         mtbf_seconds: The mean time between failures; above 0.
     """
     period = interval_seconds + stall_seconds

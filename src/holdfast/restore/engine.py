@@ -79,7 +79,7 @@ def restore_objects(
         strict: Whether any difference is an error.
         threads: How many threads read.
         emit: Told of what happens.
-        worker: Which worker this is. It reads what is its own, whoever wrote it.
+        worker: Which worker this is. It reads its own part, which another worker may have written.
         named: The names of the objects of all workers: what another one has, this one need not have.
         agreement: How it keeps together with the others; None for a worker by itself.
         begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.

@@ -92,7 +92,7 @@ class JointAgreement(Agreement):
         """See `Agreement`.
 
         What the leader sees may come into sight with the others yet. But it may also be removed meanwhile, for all of
-        them: so the leader looks again as often as they do, and where it sees nothing, nobody waits.
+        them: so the leader looks again as often as they do, and where it sees nothing, none waits.
         """
         timeout_seconds = self._peers.timeout_seconds
         begun_at = time.monotonic()
@@ -138,7 +138,7 @@ class JointAgreement(Agreement):
         error: Exception | None = None
         try:
             stage()
-        except Exception as problem:  # noqa: BLE001  Whatever it is, the others have to hear of it.
+        except Exception as problem:  # noqa: BLE001  Any error: the others have to hear of it.
             error = problem
         report = _Report(self._describe(error))
         if isinstance(error, DamageError):

@@ -240,7 +240,7 @@ def _copy(record: LeafRecord, begin: int, data: memoryview, share: Share, patchw
     target_shape = share.target.spec.shape
     unit = ITEM_BYTES[record.dtype]
     if begin % unit or data.nbytes % unit:
-        # A span may end amid an element: then bytes are what is counted, a dimension more.
+        # A span may end within an element: then bytes are counted, as a further dimension.
         shape, target_shape = (*shape, unit), (*target_shape, unit)
         inner = Box((*inner.offsets, 0), (*inner.shape, unit))
         at = Box((*at.offsets, 0), (*at.shape, unit))

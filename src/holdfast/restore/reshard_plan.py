@@ -50,7 +50,7 @@ class Assignment:
         self._leaves = leaves
         self._step = step
         self._targets: dict[str, list[Target]] = {}
-        # By the identity of a target, how many of its elements nobody has offered yet.
+        # By the identity of a target, how many of its elements no file has offered yet.
         self._left: dict[int, int] = {}
         self._open = 0
         self._taken: dict[int, list[Box]] = {}
@@ -100,7 +100,7 @@ class Assignment:
             self._check(stored, path)
             first = self._seen.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
             if first.record.spans != stored.record.spans:
-                # Which of them is right nobody knows, and parts of both are no state at all.
+                # Which of them is right is unknown, and parts of both are no state at all.
                 what = f"ranks {first.rank} and {stored.rank} have different values for {stored.box}"
                 raise self._make_damage(stored, path, f": {what}")
             if first is stored:

@@ -47,7 +47,7 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     if worker is None:
-        # Whoever restores an object finds out when it comes to what is named there.
+        # The restore of an object finds out when it comes to what is named there.
         _check_names(directory, manifest, indexes)
     return OpenedStep(directory, manifest, indexes)
 
@@ -109,7 +109,7 @@ _Bytes: TypeAlias = tuple[str, int, int, int, str]
 class Checked:
     """Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
 
-    It is true for as long as nobody writes.
+    It is true for as long as no other process writes.
     """
 
     def __init__(self) -> None:

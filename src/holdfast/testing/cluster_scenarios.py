@@ -233,7 +233,7 @@ def check_absent(cluster: Cluster) -> None:
     assert error.nodes == (cluster.node_of(absent),)
     assert f"rank {absent}" in str(error)
     assert isinstance(error, DeadlineError)
-    # The leader's absence is told apart from that of others.
+    # The leader's absence differs from that of others.
     rendezvous(cluster, "present", PATIENCE_SECONDS)
     if cluster.rank == 0:
         cluster.wait_get("absent/leader-missed", PATIENCE_SECONDS)

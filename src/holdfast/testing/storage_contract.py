@@ -243,7 +243,7 @@ class StorageContract:
         assert storage.list("") == [Entry("finished", False, 1)]
 
     def test_multi_byte_elements(self, storage: Storage) -> None:
-        """A piece is its bytes, whatever the elements of the view are."""
+        """A piece is its bytes, for elements of any kind in the view."""
         writer = storage.open_writer("file", 8)
         writer.write_at(0, memoryview(b"01234567").cast("I"))
         writer.finish()
@@ -306,7 +306,7 @@ class StorageContract:
         assert storage.list("run") == [Entry("manifest", False, 5)]
 
     def test_publish_over_anything(self, storage: Storage) -> None:
-        """Whatever lies there counts."""
+        """Anything that lies there counts."""
         storage.write("file", b"")
         storage.make_directory("directory")
         assert storage.publish("file", b"new") is False

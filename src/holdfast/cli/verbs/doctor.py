@@ -371,7 +371,7 @@ def _find_kind(directory: Path) -> str:
 
 
 def _open_manager(directory: Path, objects: Checkpoint) -> CheckpointManager:
-    # Alone, whatever job the environment speaks of: a shell within one of its workers, say.
+    # Alone, even if the environment speaks of a job: this may be a shell within one of its workers.
     return CheckpointManager(directory, objects, keep=Latest(1), timeout_seconds=_TIMEOUT_SECONDS, cluster="alone")
 
 

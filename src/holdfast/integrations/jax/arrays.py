@@ -314,7 +314,7 @@ def _check_there(array: Any, path: str) -> None:
 
 
 def _memory_of(array: Any) -> Any:
-    """The host memory of a box, which nobody must write to if it is a made array's; None if it lies elsewhere."""
+    """The host memory of a box, read-only if it is a made array's; None if it lies elsewhere."""
     if isinstance(array, MadeArray):
         return array.memory
     if isinstance(array, jax.Array):

@@ -62,7 +62,7 @@ class RaySession(Session):
 
         Args:
             nodes: The names of the nodes.
-            actor_options: What Ray is told of each actor (`num_cpus`, `num_gpus`, `resources`), or that by node.
+            actor_options: Options of each actor for Ray (`num_cpus`, `num_gpus`, `resources`), or such options by node.
             address: The Ray cluster to join, if this process has joined none; None for one on this machine, or the one
                 that the environment names.
             replacements_allowed: How often the nodes are replaced, over the life of the session.

@@ -130,7 +130,7 @@ def _connect(address: str, port: int, timeout_seconds: float, *, hosts: bool) ->
 
 
 def _connect_like(store: Any) -> Connect:
-    """How to make further connections to a store: while one waits for a key, nobody else gets through it."""
+    """How to make further connections to a store: while one thread waits for a key, no other gets through it."""
     below = store
     while isinstance(below, dist.PrefixStore):
         below = below.underlying_store
@@ -215,12 +215,12 @@ def count_begun() -> int | None:
 
 
 def abort() -> None:
-    """Aborts all process groups: whoever waits in one gets an error. It may block; none can be used after it."""
+    """Aborts all process groups: a thread that waits in one gets an error. It may block; none can be used after it."""
     if not is_initialized():
         return
     # There is no public way to all of them.
     for group in list(dist.distributed_c10d._world.pg_map):
         try:
             group.abort()
-        except Exception:  # noqa: BLE001  A backend that cannot: whoever waits there is ended otherwise.
+        except Exception:  # noqa: BLE001  A backend that cannot: a thread that waits there is ended otherwise.
             continue

@@ -46,9 +46,9 @@ class ResumableDataLoader:
             for batch in loader:
                 ...
 
-    Iterating it gives what is left of the epoch, and each batch that the loop takes moves the position, whatever
-    the workers have fetched ahead. When the loop has asked for a batch after the last one, or has taken the last one
-    and iterates again, the next epoch begins; when it leaves early, the epoch goes on where it was left.
+    Iterating it gives what is left of the epoch, and each batch that the loop takes moves the position; what
+    the workers have fetched ahead does not. When the loop has asked for a batch after the last one, or has taken the
+    last one and iterates again, the next epoch begins; when it leaves early, the epoch goes on where it was left.
 
     Python's, NumPy's and torch's (CPU) random generators are seeded for every sample from seed, epoch and index, and
     for every batch before it is collated, in workers or without them. So an augmentation is the same after a
@@ -256,7 +256,7 @@ class _SeededDataset(Dataset[Any]):
             torch.default_generator.manual_seed(derive(number))
 
     def _putting_back(self) -> AbstractContextManager[None]:
-        # A worker's generators are nobody else's.
+        # A worker's generators are its own.
         if not self._seed_samples or get_worker_info() is not None:
             return nullcontext()
         return _generators_put_back()
@@ -398,8 +398,8 @@ _BLOCKED_AT_START: Final = (signal.SIGTERM, *_PASSED_OVER)
 class IgnoreSignals:
     """A `worker_init_fn` that lets a worker pass over signals that are meant for the training process.
 
-    Schedulers send `SIGTERM` to every process of a job. Workers would die of it first, and the training process amid a
-    step, for want of a batch. With this they serve until that process lets them go: it tells them to end, it ends
+    Schedulers send `SIGTERM` to every process of a job. Workers would die of it first, and then the training process in
+    mid-step, for want of a batch. With this they serve until that process lets them go: it tells them to end, it ends
     itself, or it sends them `SIGTERM` as `Process.terminate` does.
     """
 
@@ -421,8 +421,8 @@ class IgnoreSignals:
 class SignalProofLoader(DataLoader[Any]):
     """A `DataLoader` whose workers begin with these signals blocked.
 
-    A signal that is blocked in all threads of a process can be taken by one that waits for it, and is told who has sent
-    it. Libraries start threads of their own when they are imported, so it has to be blocked before that.
+    A signal that is blocked in all threads of a process can be taken by one that waits for it, which learns who
+    sent it. Libraries start threads of their own when they are imported, so it has to be blocked before that.
     """
 
     def __iter__(self) -> Any:

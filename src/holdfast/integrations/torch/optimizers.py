@@ -335,7 +335,7 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _same_class(stored: Skeleton, optimizer: torch.optim.Optimizer, tree: Skeleton, loading: Loading) -> bool:
-    """Whether state was stored from a class of the same name, in whatever module; otherwise that is noted."""
+    """Whether state was stored from a class of the same name, in any module; otherwise that is noted."""
     if stored is None:
         return True
     if type(stored) is not str:

@@ -28,7 +28,7 @@ def name_stored_parameters(
     """The same state under the names of the live parameters.
 
     Numbers go by place, as torch itself has it: the first parameter of the first group is that of the live optimizer.
-    Names go by name, whatever the live one has in front of it.
+    Names go by name, with any prefix that the live one has.
 
     Args:
         tree: What is stored.
@@ -98,7 +98,7 @@ def _match(keys: list[Any], live: list[str]) -> list[str] | None:
 
 
 def _items(node: Skeleton, loading: Loading) -> list[tuple[Any, Skeleton]]:
-    """The items of a stored dict, whatever its keys are."""
+    """The items of a stored dict, with keys of any kind."""
     if type(node) is dict and node.get("$") == "dict" and type(node.get("v")) is list:
         pairs = node["v"]
         if not all(type(pair) is list and len(pair) == 2 for pair in pairs):

@@ -94,7 +94,7 @@ class TorchDevices:
                     for tensor, offset in _gathered(own):
                         _into(image, tensor, offset)
                         copies.sources.append(tensor)
-                    # Whoever waits for it leaves the processor to training.
+                    # A thread that waits for it leaves the processor to training.
                     copies.done[device] = torch.cuda.Event(blocking=True)
                     copies.done[device].record(stream)
         return copies
@@ -107,7 +107,7 @@ class TorchDevices:
         address = ctypes.addressof(ctypes.c_char.from_buffer(image))
         if int(runtime.cudaHostRegister(address, image.nbytes, _PORTABLE)) != 0:
             # As where the limit of locked memory is low: copies work all the same, only slower. CUDA keeps the error
-            # for whoever asks next, and torch would raise it at this thread's next kernel: this one is there for that.
+            # for the next call that asks, and torch would raise it at this thread's next kernel: this call takes it.
             with suppress(RuntimeError):
                 torch.ones((), device="cuda")
             return None
@@ -163,7 +163,7 @@ def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
         elif tensor.numel():
             begin = begin if run else offset
             end = offset + tensor.nbytes
-            # One element counts as contiguous whatever its stride, which a view of its bytes does not take.
+            # One element counts as contiguous with any stride, which a view of its bytes does not take.
             run.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8))
     if run:
         yield torch.cat(run), begin
