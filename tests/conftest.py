@@ -9,7 +9,7 @@ import pytest
 
 from repetitions import repeated
 
-pytest_plugins = ("command_line",)
+pytest_plugins = ("command_line", "last_words", "left_open")
 
 # How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so
 # that what fails there is what was changed; `make crash` looks for others.

@@ -143,3 +143,31 @@ def test_workers_struck_at_random_moments(tmp_path: Path) -> None:
     done = subprocess.run(list(map(str, command)), cwd=tests, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{rounds} rounds" in done.stdout
+
+
+def test_who_has_the_number_of_an_ended_worker_is_not_killed(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        workers.start(["true"])
+        assert workers.wait(PATIENCE_SECONDS) == [0]
+        stranger = start_as(workers.pid(0))
+    try:
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait(PATIENCE_SECONDS)
+
+
+def start_as(number: int) -> subprocess.Popen[bytes]:
+    """A process of that number, which is free, with a group of its own."""
+    last_number = Path("/proc/sys/kernel/ns_last_pid")
+    for _ in range(100):
+        try:
+            last_number.write_text(str(number - 1))
+        except OSError:
+            pytest.skip("who may choose the number of a process is root, on Linux")
+        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        if process.pid == number:
+            return process
+        process.kill()  # Another one was quicker.
+        process.wait(PATIENCE_SECONDS)
+    pytest.skip("others start too many processes")

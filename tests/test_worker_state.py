@@ -141,12 +141,12 @@ def test_the_initial_epoch_is_a_plain_number(tmp_path: Path) -> None:
         assert (first, type(first)) == (8, int)
         assert state.maybe_load_initial_epoch_from_ckpt(2, "test") == 2
         assert state.maybe_load_initial_epoch_from_ckpt(2, "predict") == 2
-    again = state_in(tmp_path)
-    assert again.maybe_load_initial_epoch_from_ckpt(0, "test") == 0
-    with pytest.raises(UsageError, match="restore"):
-        again.maybe_load_initial_epoch_from_ckpt(0, "train")
-    again.restore()
-    assert again.maybe_load_initial_epoch_from_ckpt(0, "train") == 8
+    with state_in(tmp_path) as again:
+        assert again.maybe_load_initial_epoch_from_ckpt(0, "test") == 0
+        with pytest.raises(UsageError, match="restore"):
+            again.maybe_load_initial_epoch_from_ckpt(0, "train")
+        again.restore()
+        assert again.maybe_load_initial_epoch_from_ckpt(0, "train") == 8
 
 
 def test_a_backup_that_beats_the_initial_epoch_says_so(tmp_path: Path) -> None:

@@ -144,9 +144,13 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The number of one that has ended goes to no new process while its group has members: who has it is a stranger.
+        ended = {process.pid for process in self._processes if process.poll() is not None}
+        strangers = ended.intersection(_running())
         for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.pid not in strangers:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait(_REAPED_SECONDS)
         mark = f"{_MARK}={self._directory}".encode()
         # Again, as long as one may have started another before it was killed.
