@@ -15,7 +15,7 @@ from holdfast.cli.exit_codes import ExitCode
 from holdfast.cluster import Cluster
 from holdfast.errors import NoWholeCheckpointError, UsageError
 from holdfast.events import Event, PassedOver, Retained, Warned
-from holdfast.events.kinds import encode_event
+from holdfast.events.sinks import encode_event
 from holdfast.format.records import make_base
 from holdfast.storage import LocalStorage
 from holdfast.testing.memory_engine import run_workers

@@ -21,8 +21,8 @@ from holdfast.errors import (
     NoWholeCheckpointError,
     StorageError,
 )
-from holdfast.events.kinds import Committed, Retained, decode_event
-from holdfast.events.sinks import JOURNAL_NAMES
+from holdfast.events.kinds import Committed, Retained
+from holdfast.events.sinks import JOURNAL_NAMES, decode_event
 from holdfast.format.digests import digest, seal, unseal
 from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index
@@ -108,13 +108,17 @@ class Catalog(msgspec.Struct, frozen=True):
         raise NoCheckpointError(f"there is no checkpoint of step {step}", hint=f"Steps that exist: {known or 'none'}.")
 
 
-def read_catalog(storage: Storage) -> Catalog:
+def read_catalog(storage: Storage, bases: dict[int, Base] | None = None) -> Catalog:
     """**Blocks.** Looks at the run's root.
 
     A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify.
 
     A job that goes on may commit a step that is not in the list of directories yet, and then remove one that is, before
     that is looked into. So where one has no manifest, and others have come since, all are looked at again.
+
+    Args:
+        storage: Where the run lies.
+        bases: The records of generations that an earlier look has read, which never change; new ones are added to it.
 
     Raises:
         StorageError: If the place cannot be read.
@@ -136,10 +140,10 @@ def read_catalog(storage: Storage) -> Catalog:
             continue
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
-    bases, generation, faults = _read_bases(storage)
+    own_bases, generation, faults = _read_bases(storage, {} if bases is None else bases)
     return Catalog(
         committed=tuple(sorted(committed)),
-        living=choose_living(committed, bases),
+        living=choose_living(committed, own_bases),
         unfinished=tuple(sorted(unfinished)),
         lost=tuple(sorted(lost)),
         trash=tuple(trash),
@@ -203,18 +207,20 @@ def is_committed(storage: Storage, name: StepName) -> bool:
     return True
 
 
-def _read_bases(storage: Storage) -> tuple[dict[int, Base], int, list[DamageError]]:
-    bases: dict[int, Base] = {}
+def _read_bases(storage: Storage, known: dict[int, Base]) -> tuple[dict[int, Base], int, list[DamageError]]:
     faults: list[DamageError] = []
     opened = read_generations(storage)
     for generation in opened:
+        if generation in known:
+            continue
         path = base_path(generation)
         try:
-            bases[generation] = decode_base(storage.read(path, MAX_GENERATION_BYTES), path=path, generation=generation)
+            known[generation] = decode_base(storage.read(path, MAX_GENERATION_BYTES), path=path, generation=generation)
         except NotFoundError:
             continue  # It was opened and died before it saved, or is about to record its base.
         except DamageError as fault:  # Also if it cannot be read at all, or something else lies in its place.
             faults.append(fault)
+    bases = {generation: known[generation] for generation in opened if generation in known}
     return bases, max(opened, default=0), faults
 
 
@@ -230,7 +236,7 @@ def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
     """
     if not (catalog.lost or catalog.unfinished):
         return ()
-    bases, _, _ = _read_bases(storage)
+    bases, _, _ = _read_bases(storage, {})
     lost = set(choose_living((*catalog.committed, *catalog.lost), bases)) & set(catalog.lost)
     newest_step = -1 if catalog.newest is None else catalog.newest.step
     line = choose_living((*catalog.committed, *catalog.unfinished), bases)
@@ -509,9 +515,9 @@ class ManifestCache:
         self._manifests: dict[StepName, Manifest] = {}
         self._references: dict[StepName, tuple[StepName, ...]] = {}
 
-    def add(self, manifest: Manifest) -> None:
-        """Notes a manifest that was just published."""
-        self._manifests[manifest.name] = manifest
+    def add(self, name: StepName, manifest: Manifest) -> None:
+        """Notes the manifest of a step, which was just published."""
+        self._manifests[name] = manifest
 
     def manifest(self, name: StepName) -> Manifest | None:
         """**Blocks.** A step's manifest; None if it is damaged, or that of a newer holdfast, or there is none."""

@@ -26,7 +26,7 @@ from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
-from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest
+from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds
 from holdfast.save.joint.setup import open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
@@ -34,7 +34,6 @@ from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
-from holdfast.state.oversights import KeptEpoch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
@@ -55,6 +54,7 @@ class CheckpointManager:
         worker, participant: Which worker of how many this is, and how it speaks with the others; None if it is alone.
         emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
+        url: Where the run lies.
     """
 
     def __init__(
@@ -122,11 +122,13 @@ class CheckpointManager:
         check_objects(checkpoint.objects)
         note_script(checkpoint.objects, own_objects(checkpoint))
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
+        self.url = self._storage.url
         self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.participant = open_participant(cluster, partial(arguments.look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
         self.worker = ALONE if self.participant is None else self.participant.worker
+        self._wait_seconds = find_wait_seconds(timeout_seconds, self.worker)
         if self.participant is not None:
             self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
         # What may fail comes before: from here on the others know of this worker.
@@ -135,7 +137,6 @@ class CheckpointManager:
         self._saver = saver = Saver(
             self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
         )
-        self._kept_epoch = KeptEpoch(checkpoint.objects)
         self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
         self._living, self.newest_asked = {name.step for name in living}, -1
         self._process, self._pace = os.getpid(), StepTimer()
@@ -155,11 +156,6 @@ class CheckpointManager:
             self._saver.prepare(reserve_bytes)
         self.begin_anew, self._closed = begin_anew, False
         self.restored: Restoration | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the run lies."""
-        return self._storage.url
 
     @property
     def totals(self) -> Sums:
@@ -375,7 +371,7 @@ class CheckpointManager:
             self.closing.clear()  # The state may be that of half a step.
         has_trained = error is None and self.restored is None and len(self._living) > 1
         objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
-        if has_trained and (text := self._kept_epoch.look_at_end(objects, assigned)):
+        if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
             self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
@@ -403,9 +399,8 @@ class CheckpointManager:
                 step,
                 self.url,
                 progress,
-                self.timeout_seconds,
+                self._wait_seconds,
                 self._failures.mark_told,
-                self.worker,
                 replaces=replace,
                 barrier=self._saver.barrier,
                 try_cancel=try_cancel,
@@ -433,8 +428,6 @@ class CheckpointManager:
         request.waited_seconds = time.monotonic() - request.asked_at
         arguments.check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
-        if text := self._kept_epoch.look(self.checkpoint.objects):
-            self._saver.engine.emit_soon(Warned(text=text, step=step))
         untold = self._failures.take(last=False)
         try:
             self._in_flight = request

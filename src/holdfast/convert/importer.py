@@ -321,7 +321,7 @@ def _commit(
             objects=objects,
             strides=tuple(_list_strides(arrays)),
         )
-        receipts = write_index(index, storage)
+        receipts = write_index(index, storage, name.directory)
         line.commit(receipts, name, {}, {"imported_from": source})
     except BaseException as error:
         try:

@@ -25,10 +25,18 @@ from holdfast.events.kinds import (
     Staged,
     Warned,
     Written,
+)
+from holdfast.events.sinks import (
+    Fanout,
+    JsonLinesSink,
+    LoggingSink,
+    Sink,
+    Sums,
+    Totals,
     decode_event,
     encode_event,
+    read_events,
 )
-from holdfast.events.sinks import Fanout, JsonLinesSink, LoggingSink, Sink, Sums, Totals, read_events
 
 __all__ = [
     "AnyEvent",

@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from holdfast.errors import FormatError
-
 
 def _kind(class_name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
@@ -442,32 +440,6 @@ AnyEvent: TypeAlias = (
     | Leaving
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""
-
-_ENCODER = msgspec.json.Encoder()
-_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
-
-
-def encode_event(event: Event) -> bytes:
-    """**Pure.** One line of JSON, without the end of line."""
-    try:
-        return _ENCODER.encode(event)
-    except UnicodeEncodeError:
-        # A file name that is not UTF-8 reaches error texts as lone surrogates, which JSON cannot hold.
-        texts = {name: value for name, value in msgspec.structs.asdict(event).items() if isinstance(value, str)}
-        legible = {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
-        return _ENCODER.encode(msgspec.structs.replace(event, **legible))
-
-
-def decode_event(line: bytes) -> AnyEvent:
-    """**Pure.** The event in a line of JSON; fields that are not known are left out.
-
-    Raises:
-        FormatError: If the line is damaged, or of a kind that this version does not know.
-    """
-    try:
-        return _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"not an event: {error}") from error
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

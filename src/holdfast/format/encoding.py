@@ -203,14 +203,12 @@ class Encoder:
         return sorted(nodes, key=lambda node: json.dumps(node, sort_keys=True))
 
 
+@dataclasses.dataclass(slots=True)
 class _Tally:
     """What the encoders of one tree have in common: which values they are in, and how many they have written."""
 
-    __slots__ = ("open", "values")
-
-    def __init__(self) -> None:
-        self.open: set[int] = set()
-        self.values = 0
+    open: set[int] = dataclasses.field(default_factory=set)
+    values: int = 0
 
     def add(self, count: int, path: str) -> None:
         """Counts values before they are written, or once more where a part stands again."""

@@ -76,7 +76,7 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
         UsageError: If there are so many arrays that readers of safetensors would refuse the header.
     """
     ordered = sorted(arrays, key=lambda array: (-_alignment_bytes(array[1], array[2]), array[0]))
-    header: dict[str, object] = {METADATA_KEY: dict(metadata)}
+    header: dict[str, object] = {}
     spans: list[tuple[int, int]] = []
     offset = 0
     for name, dtype, shape in ordered:
@@ -85,27 +85,25 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
         header[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": (offset, end)}
         spans.append((offset, end))
         offset = end
-    encoded = msgspec.json.encode(header)
-    entries = encoded[len(_opening(metadata)) :]
-    data_begin = round_up(8 + len(encoded))
+    entries = msgspec.json.encode(header)[1:]
+    encoded = _make_header(metadata, entries)
+    data_begin = len(encoded)
     if data_begin - 8 > MAX_HEADER_BYTES:
         raise UsageError(
-            f"{len(ordered)} arrays make a header of {len(encoded)} bytes; readers refuse more than {MAX_HEADER_BYTES}",
+            f"{len(ordered)} arrays make a header of {data_begin} bytes; readers refuse more than {MAX_HEADER_BYTES}",
             hint="Stack small arrays into larger ones.",
         )
     places = tuple(
         Place(name, dtype, shape, data_begin + begin, data_begin + end)
         for (name, dtype, shape), (begin, end) in zip(ordered, spans, strict=True)
     )
-    return Layout(_frame(encoded, data_begin), places, data_begin + offset, entries)
+    return Layout(encoded, places, data_begin + offset, entries)
 
 
 def relabel(layout: Layout, metadata: Mapping[str, str]) -> Layout | None:
     """**Pure.** The same file with other metadata; None if that takes more blocks or fewer."""
-    encoded = _opening(metadata) + layout.entries
-    if round_up(8 + len(encoded)) != len(layout.header):
-        return None
-    return replace(layout, header=_frame(encoded, len(layout.header)))
+    header = _make_header(metadata, layout.entries)
+    return replace(layout, header=header) if len(header) == len(layout.header) else None
 
 
 def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -114,15 +112,12 @@ def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return size_bytes & -size_bytes
 
 
-def _opening(metadata: Mapping[str, str]) -> bytes:
-    """A header's first bytes: up to the end of the metadata."""
-    return msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
-
-
-def _frame(encoded: bytes, data_begin: int) -> bytes:
-    """A header with its length, padded."""
-    padded = encoded.ljust(data_begin - 8)
-    return len(padded).to_bytes(8, "little") + padded
+def _make_header(metadata: Mapping[str, str], entries: bytes) -> bytes:
+    """A header with its length before it, padded: the metadata, then the entries of arrays, if there are any."""
+    opening = msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
+    encoded = opening + (b"," if len(entries) > 1 else b"") + entries
+    header_bytes = round_up(8 + len(encoded)) - 8
+    return header_bytes.to_bytes(8, "little") + encoded.ljust(header_bytes)
 
 
 MAX_INDEX_BYTES: Final = 1 << 30

@@ -44,8 +44,9 @@ KNOWN_FEATURES: Final = frozenset({REFERENCES, SHARDS, RAW})
 
 def list_features(index: Index) -> tuple[str, ...]:
     """**Pure.** The features that a step needs for what one of its indexes says of leaves."""
-    is_raw = not RAW_TYPES.isdisjoint({leaf.dtype for leaf in index.all_leaves()})
-    return (*((SHARDS,) if index.is_shared else ()), *((RAW,) if is_raw else ()))
+    is_shared = bool(index.boxes or index.elsewhere)
+    is_raw = not RAW_TYPES.isdisjoint({leaf.dtype for leaf in (*index.leaves, *index.referred)})
+    return (*((SHARDS,) if is_shared else ()), *((RAW,) if is_raw else ()))
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -272,7 +272,7 @@ def plan_retention(
             if key in reasons:
                 reasons[key].append(reason)
     going = [*(key for key, of_key in reasons.items() if not of_key), *replaced]
-    spared = spare_referred(going, referrers)
+    spared = spare_referred(going, referrers) if going else {}
     keep = {key: "; ".join(of_key) or spared[key] for key, of_key in reasons.items() if of_key or key in spared}
     keep |= {key: spared[key] for key in replaced if key in spared}
     return RetentionPlan(keep, tuple(key for key in going if key not in spared))

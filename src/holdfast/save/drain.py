@@ -49,18 +49,9 @@ _exit_of_thread: LeavingExit | None = None
 
 def register_drain(owner: Drainable) -> None:
     """**Thread-safe.** Makes the program wait for `owner` before it ends."""
-    _owners[owner] = os.getpid()
-    _drain_children()
-
-
-def unregister_drain(owner: Drainable) -> None:
-    """**Thread-safe.** Undoes `register_drain`; harmless twice."""
-    _owners.pop(owner, None)
-
-
-def _drain_children() -> None:
-    """Processes that multiprocessing has forked end without exit handlers, but run finalizers of its own."""
     global _drained_process
+    _owners[owner] = os.getpid()
+    # Processes that multiprocessing has forked end without exit handlers, but run finalizers of its own.
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None or _drained_process == os.getpid():
         return
@@ -68,6 +59,11 @@ def _drain_children() -> None:
 
     _drained_process = os.getpid()
     Finalize(None, drain_all, exitpriority=100)
+
+
+def unregister_drain(owner: Drainable) -> None:
+    """**Thread-safe.** Undoes `register_drain`; harmless twice."""
+    _owners.pop(owner, None)
 
 
 def drain_all() -> None:

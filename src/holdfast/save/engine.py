@@ -101,10 +101,10 @@ class Engine:
         self.durable_seconds: float | None = None
         self.blocked_seconds: float | None = None
         self.protected_since_at = time.monotonic()
-        # Of the save in flight: the copies that the pool makes, the generation that was opened and not told of yet, and
-        # for how long it has held up a step of the optimizer.
+        # Of the save in flight: the copies that the pool makes, its files, and for how long it has held up a step of
+        # the optimizer.
         self._copying: Round | None = None
-        self._opened: GenerationOpened | None = None
+        self._files: StepFiles | None = None
         self._held_seconds = 0.0
         # What retention has told of: it meets with the same again after each save.
         self._told: set[str] = set()
@@ -138,7 +138,7 @@ class Engine:
             self._touched = None
 
     def emit_soon(self, event: Event) -> None:
-        """**Thread-safe.** Tells of an event after the save in flight, so that sinks do no work on this thread."""
+        """**Thread-safe.** Has the engine's thread tell of an event, when no training waits for it any more."""
         self._pending_events.put(event)
 
     def tidy(self) -> None:
@@ -162,7 +162,12 @@ class Engine:
         self._failures.note_begun(request)
         self.serving = request.progress.thread = threading.get_ident()
         try:
-            name = self._save_or_give_up(request)
+            try:
+                name = self._save(request)
+            except BaseException as error:
+                # This may raise another error in place of the first.
+                self._give_up(request, error)
+                raise
         except CalledOffError:
             pass  # The thread that asked for it knows.
         except LeftOutError as left:
@@ -180,14 +185,6 @@ class Engine:
             finally:
                 self.serving = request.progress.thread = None
 
-    def _save_or_give_up(self, request: SaveRequest) -> StepName:
-        """**Blocks.** Makes a save. One that fails is given up, which may raise another error in place of the first."""
-        try:
-            return self._save(request)
-        except BaseException as error:
-            self._give_up(request, error)
-            raise
-
     def _save(self, request: SaveRequest) -> StepName:
         """The way of a save: copy, write, confirmed?, commit."""
         staging = request.staging
@@ -199,12 +196,10 @@ class Engine:
             self._writer.begin(request.protocol)
             raise staging
         barrier = self.barrier if staging.captured.held else None
-        files: StepFiles | None = None
         try:
             is_pool_copying = self._copy(request, staging, barrier)
             if is_pool_copying:
-                files = self._open(request, staging)
-                files.write_behind_copy(self._pool)
+                self._open(request, staging).write_behind_copy(self._pool)
         finally:
             # Also a failure so far is reported when training has its copy, and not before.
             self._wait_for_training(request)
@@ -218,15 +213,12 @@ class Engine:
                 barrier.release([])
             request.progress.is_copied = True
             request.progress.staged.open()
-        if files is None:
+        if (files := self._files) is None:
             try:
                 files = self._open(request, staging)
             finally:
-                self._tell_opened()
-        try:
-            receipts = files.finish(self._pool)
-        finally:
-            files.abandon()
+                self._flush_events()
+        receipts = files.finish(self._pool)
         name = request.progress.name
         assert name is not None, "it was opened"
         self._emit(
@@ -253,16 +245,14 @@ class Engine:
         # Some systems have no such call.
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         try:
-            self._pool.start()
+            has_helpers = self._pool.start()
             if staging.captured.compared:
                 staging.take_digests(self._writer.digest(staging, self._pool))
             if barrier is not None:
                 barrier.begin(request.step, request.thread, staging.check_unchanged)
             copies = staging.copies_now()
             # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
-            is_pool_copying = (
-                self._pool.is_running and staging.is_coarse and barrier is None and self._writer.writes_behind_copy
-            )
+            is_pool_copying = has_helpers and staging.is_coarse and barrier is None and self._writer.writes_behind_copy
             if is_pool_copying:
                 self._copying = self._pool.begin(copies, processors)
             else:
@@ -276,10 +266,11 @@ class Engine:
         """**Blocks.** Makes sure of the generation, and makes the files of the step."""
         name, base = self._writer.open(request.origin, request.step)
         if base is not None:
-            self._opened = GenerationOpened(generation=base.generation, base_step=base.step)
+            self.emit_soon(GenerationOpened(generation=base.generation, base_step=base.step))
         request.progress.name = name
         request.progress.named.open()
-        return self._writer.open_files(staging.snapshot, name, request.metrics)
+        self._files = self._writer.open_files(staging.snapshot, name, request.metrics)
+        return self._files
 
     def _wait_for_training(self, request: SaveRequest) -> None:
         """**Blocks** until the copy has ended, and the training thread has confirmed that it goes on with it.
@@ -308,18 +299,12 @@ class Engine:
                 reason=request.reason,
             )
         )
-        self._tell_opened()
+        self._flush_events()
 
     def _note_held(self, step: int, seconds: float) -> None:
         """Runs in the training thread: the barrier calls it when a step has been held up."""
         self._held_seconds = seconds
         self.emit_soon(Held(step=step, blocked_seconds=seconds))
-
-    def _tell_opened(self) -> None:
-        """Tells of the generation that was opened, if it has not been told."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            self._emit(opened)
 
     def _note_committed(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
         copied_at = request.copied.completed_at
@@ -351,6 +336,8 @@ class Engine:
             PeerError: If something was not found since the other workers have given up.
         """
         try:
+            if self._files is not None:
+                self._files.abandon()
             if isinstance(error, NotFoundError):
                 self._writer.check_standing()
         finally:
@@ -447,13 +434,12 @@ class Engine:
     def _end(self, request: SaveRequest) -> None:
         """**Blocks.** The last acts of a save, whatever has become of it."""
         try:
-            self._tell_opened()
             self._writer.finish()
         finally:
             if self._copying is not None:
                 with suppress(BaseException):  # It has been raised where it was waited for.
                     self._copying.wait()
-            self._copying = None
+            self._copying = self._files = None
             if self.barrier is not None:
                 self.barrier.forget()
             # Tensors that go when the program has begun to end abort it: torch takes the interpreter's lock for that,

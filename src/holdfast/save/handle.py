@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast.concurrency import Latch
 from holdfast.errors import DeadlineError, HoldfastError, OutOfMemoryError, UsageError
 from holdfast.format.names import StepName
-from holdfast.format.records import ALONE, Worker
+from holdfast.format.records import Worker
 from holdfast.save.arguments import check_wait
 from holdfast.save.records import CopyProgress, Origin
 from holdfast.save.say import say
@@ -105,9 +105,8 @@ class SaveHandle:
         step: int,
         url: str,
         progress: SaveProgress,
-        timeout_seconds: float,
+        wait_seconds: float,
         mark_told: Callable[[HoldfastError], None],
-        worker: Worker = ALONE,
         *,
         replaces: bool = False,
         barrier: OptimizerStepBarrier | None = None,
@@ -118,13 +117,14 @@ class SaveHandle:
         self.replaces = replaces
         self._process = os.getpid()
         self._url = url
-        self._is_alone = worker.is_alone
         # How long all waits that ended with the time-out have lasted together.
         self._vain_wait_seconds = 0.0
-        self._timeout_seconds = find_wait_seconds(timeout_seconds, worker)
+        self._timeout_seconds = wait_seconds
         self._mark_told = mark_told
         self._progress = progress
         self._barrier = barrier
+        # A wait for a save holds up no step that the save waits for.
+        self._wait: Callable[[Latch, float], bool] = Latch.wait if barrier is None else barrier.wait_for
         self._try_cancel = try_cancel
 
     def __repr__(self) -> str:
@@ -272,16 +272,13 @@ class SaveHandle:
         if not self._wait(latch, limit_seconds):
             self._vain_wait_seconds += limit_seconds
             shown_seconds = limit_seconds if shown_seconds is None else shown_seconds
-            also = "" if self._is_alone else " here or with another worker, or whether one has not come to this save"
+            also = ""
+            if self._try_cancel is not None:
+                also = " here or with another worker, or whether one has not come to this save"
             raise DeadlineError(
                 f"the save of step {self.step} into {self._url} {miss} within {shown_seconds:g} s",
                 hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
             )
-
-    def _wait(self, latch: Latch, timeout_seconds: float) -> bool:
-        if self._barrier is None:
-            return latch.wait(timeout_seconds)
-        return self._barrier.wait_for(latch, timeout_seconds)
 
 
 @dataclass(eq=False)

@@ -125,16 +125,13 @@ class CopyProgress:
     def _wake(self) -> None:
         """Lets those go on who wait for no more than there is."""
         if self._waiting:
-            level = self._find_level()
+            level = math.inf
+            if not self.copy_ended.is_open:
+                level = self._begins[self._order[self._first]] if self._first < len(self._order) else sys.maxsize
             for end, latch in self._waiting:
                 if end <= level:
                     latch.open()
             self._waiting = [(end, latch) for end, latch in self._waiting if end > level]
-
-    def _find_level(self) -> float:
-        if self.copy_ended.is_open:
-            return math.inf
-        return self._begins[self._order[self._first]] if self._first < len(self._order) else sys.maxsize
 
 
 class Snapshot(msgspec.Struct, frozen=True):

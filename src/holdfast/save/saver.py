@@ -21,7 +21,7 @@ from holdfast.save.handle import SaveRequest
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import estimate_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
-from holdfast.state.oversights import ImmutableArrays, LossWatch, find_oversights
+from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 
@@ -36,6 +36,7 @@ class Saver:
         engine: That engine.
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
+        kept_epoch: Finds an epoch that is kept and that the program never sets.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Saver:
         self._objects = objects
         self._immutable = ImmutableArrays()
         self._loss_watch = LossWatch()
+        self.kept_epoch = KeptEpoch(objects)
         self._is_looked_over = False
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
         find_native()
@@ -172,6 +174,8 @@ class Saver:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
         warnings += [] if self._is_looked_over else find_oversights(self._objects)
         self._is_looked_over = True
+        if text := self.kept_epoch.look(self._objects):
+            self.engine.emit_soon(Warned(text=text, step=step))
         for text in filter(None, warnings):
             self.engine.emit_soon(Warned(text=text))
 

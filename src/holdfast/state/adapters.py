@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
@@ -53,6 +54,7 @@ REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kin
 """State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
 
 
+@dataclass(eq=False)
 class CaptureContext:
     """The named objects that are captured or matched together, for adapters that need more than their own object.
 
@@ -60,14 +62,9 @@ class CaptureContext:
         objects: The named objects, in the user's order.
     """
 
-    def __init__(
-        self,
-        objects: Mapping[str, object],
-        list_members: Callable[[Mapping[str, object]], list[tuple[str, Any, Adapter]]],
-    ) -> None:
-        self.objects = objects
-        self._list_members = list_members
-        self._made: dict[str, Any] = {}
+    objects: Mapping[str, object]
+    _list_members: Callable[[Mapping[str, object]], list[tuple[str, Any, Adapter]]]
+    _made: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def members(self) -> list[tuple[str, object]]:

@@ -21,6 +21,7 @@ from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
 from holdfast.state.registry import (
     adapter_of,
     backend_of,
+    backend_of_type,
     find_stateful,
     is_made_of_tensors,
     list_members,
@@ -155,9 +156,9 @@ def capture_objects(
         UnsupportedValueError: If something cannot be stored; its path says where it stands.
     """
     with gc_paused():
-        check_objects(objects)
         for name, root in objects.items():
-            for _, obj, adapter in find_stateful(root, escape(name)):
+            for path, obj, adapter in find_stateful(root, escape(name)):
+                (adapter or _ANY).check(obj, path)
                 (adapter or _ANY).prepare(obj)
         context = CaptureContext(objects, list_members)
         sharing = ShardOwnership(worker, check_replicas=check_replicas)
@@ -305,7 +306,7 @@ class _Capturing(Encoder):
             sharder = sharder_of_type(cls)
             if sharder is not None:
                 return self._encode_shared(sharder.look(value, path, sharing.worker), path)
-            backend = backend_of(value)
+            backend = backend_of_type(cls)
             if backend is None:
                 return super().encode(value, path, depth)
             if sharing.worker.is_alone:

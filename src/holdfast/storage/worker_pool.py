@@ -53,11 +53,6 @@ class WorkerPool:
         except AttributeError:
             pass  # `__init__` may have been interrupted.
 
-    @property
-    def is_running(self) -> bool:
-        """Whether any of the threads has been started."""
-        return self._count > 0
-
     def start(self) -> bool:
         """**Blocks.** Starts as many of the threads as can be had, unless some run; harmless twice.
 
@@ -177,7 +172,23 @@ class Round:
     def work(self) -> None:
         """**Blocks.** Does jobs as long as there are any."""
         ended = 0
-        while (job := self._take(ended)) is not None:
+        while True:
+            with self._lock:
+                self._under_way -= ended
+                job = None
+                if self._error is None and not self._is_over:
+                    try:
+                        job = next(self._jobs, None)
+                    except BaseException as error:  # noqa: BLE001  As those of the jobs.
+                        self._error = error
+                if job is None:
+                    self._is_over = True
+                    # Those who come late must not keep alive what was left undone.
+                    self._jobs = iter(())
+                    if not self._under_way:
+                        self._ended.open()
+                    return
+                self._under_way += 1
             try:
                 job()
             except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
@@ -194,23 +205,3 @@ class Round:
         self._ended.wait(threading.TIMEOUT_MAX)
         if self._error is not None:
             raise self._error
-
-    def _take(self, ended: int) -> Callable[[], object] | None:
-        """Notes how many jobs have ended, and gives the next one; None if none is to be begun."""
-        with self._lock:
-            self._under_way -= ended
-            job = None
-            if self._error is None and not self._is_over:
-                try:
-                    job = next(self._jobs, None)
-                except BaseException as error:  # noqa: BLE001  As those of the jobs.
-                    self._error = error
-            if job is not None:
-                self._under_way += 1
-                return job
-            self._is_over = True
-            # Those who come late must not keep alive what was left undone.
-            self._jobs = iter(())
-            if not self._under_way:
-                self._ended.open()
-            return None

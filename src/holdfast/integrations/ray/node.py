@@ -16,7 +16,7 @@ from holdfast.cluster.protocol import Connect
 from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import TaskFailedError
 from holdfast.events import Event
-from holdfast.events.kinds import encode_event
+from holdfast.events.sinks import encode_event
 from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import Placed, run_tasks
 from holdfast.jobs.task import Task, TaskFunction

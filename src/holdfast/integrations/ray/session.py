@@ -14,8 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Fanout
-from holdfast.events.kinds import decode_event
-from holdfast.events.sinks import LoggingSink
+from holdfast.events.sinks import LoggingSink, decode_event
 from holdfast.integrations.ray.node import NodeActor, NodeAnswer, NodeCall, StoreActor
 from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session

@@ -61,7 +61,8 @@ def commit(
             hint="Two jobs believe to be the same one; give each a directory of its own.",
         )
     check_fence(storage, name.generation)
-    _check_references(storage, manifest)
+    if manifest.references:
+        _check_references(storage, manifest)
     return manifest
 
 

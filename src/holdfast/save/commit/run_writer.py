@@ -172,6 +172,11 @@ class RunWriter(CheckpointWriter):
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
         self._manifests = ManifestCache(storage)
+        self._bases: dict[int, Base] = {}
+        # Whether what older generations had left has been removed, as far as it was there when this one began.
+        self._has_swept = False
+        # The step that was committed here last, while there is no copy of its manifest.
+        self._uncopied: StepName | None = None
         self.recycler = FileRecycler(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._manifests) if incremental else None
 
@@ -209,7 +214,7 @@ class RunWriter(CheckpointWriter):
             generation = open_generation(self._storage, self._token)
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
-            self.generation, self.base = generation, base
+            self.generation, self.base, self._has_swept = generation, base, False
             self.recycler.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
@@ -273,7 +278,8 @@ class RunWriter(CheckpointWriter):
         except NotFoundError:
             self.check_standing()
             raise
-        self._manifests.add(manifest)
+        self._manifests.add(name, manifest)
+        self._uncopied = name
         self.note_committed()
         return manifest
 
@@ -308,7 +314,7 @@ class RunWriter(CheckpointWriter):
             FencedError: If another job has opened a newer generation.
         """
         check_fence(self._storage, newest.generation)
-        catalog = read_catalog(self._storage)
+        catalog = read_catalog(self._storage, self._bases)
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
@@ -326,29 +332,33 @@ class RunWriter(CheckpointWriter):
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
         # leaves a step that counts as any other; only that loss is not noticed then.
-        if manifest is not None and not exists(self._storage, newest.committed_path):
+        if manifest is not None and (newest == self._uncopied or not exists(self._storage, newest.committed_path)):
+            self._uncopied = None
             try:
                 self._storage.write(newest.committed_path, seal(manifest))
             except HoldfastError as error:
                 problems.append(error)
-        removed = self._remove(plan.remove, newest_bytes, problems)
+        removed = self._remove(plan.remove, newest_bytes, problems) if plan.remove else []
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        try:
-            self.recycler.sweep(newest_bytes)
-        except HoldfastError as error:
-            problems.append(error)
-        swept, left = self._sweep(catalog, referred.union(busy))
-        problems += left
+        if catalog.spare_bytes is not None:
+            try:
+                self.recycler.sweep(newest_bytes)
+            except HoldfastError as error:
+                problems.append(error)
+        swept: list[str] = []
+        if catalog.unfinished or catalog.trash or not self._has_swept:
+            swept, left = self._sweep(catalog, referred.union(busy))
+            problems += left
+            self._has_swept = not left
         self._manifests.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
-        manifests = (self._manifests.manifest(name) for name in catalog.living)
         return [
-            KeptCandidate(manifest.name, manifest.step, manifest.committed_at_unix_seconds, manifest.metrics)
-            for manifest in manifests
-            if manifest is not None
+            KeptCandidate(name, name.step, manifest.committed_at_unix_seconds, manifest.metrics)
+            for name in catalog.living
+            if (manifest := self._manifests.manifest(name)) is not None
         ]
 
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:

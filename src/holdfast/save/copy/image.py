@@ -58,9 +58,11 @@ class Stager:
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
         staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
-        staging.moments = _record_moments(captured.compared)
+        if captured.compared:
+            staging.moments = _record_moments(captured.compared)
         begins = [copy.begin - base for copy in moves.now]
-        begins += self._add_others(staging, moves, plan, captured)
+        if moves.others_now or moves.others_later:
+            begins += self._add_others(staging, moves, plan, captured)
         staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
 

@@ -172,7 +172,7 @@ class Incremental:
         index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
         sources, referred = make_references(kept)
         index = msgspec.structs.replace(index, sources=sources, referred=referred)
-        receipts = write_index(index, self._storage, snapshot.state.loose)
+        receipts = write_index(index, self._storage, name.directory, snapshot.state.loose)
         self._written = msgspec.structs.replace(index, objects={})
         return receipts
 

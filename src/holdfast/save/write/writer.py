@@ -53,28 +53,28 @@ class WholeStepFiles:
         """See `StepFiles`."""
         pool.run(self._pieces)
         self._writer.finish()
-        self._writer.abandon()
         leaves = ("".join(spans) for spans in self._digests)
         index = make_index(self._snapshot, self._snapshot.layout, self._name, leaves)
-        return write_index(index, self._storage, self._snapshot.state.loose)
+        return write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
 
     def abandon(self) -> None:
         """See `StepFiles`."""
         self._writer.abandon()
 
 
-def write_index(index: Index, storage: Storage, loose: Collection[str] = ()) -> Receipts:
+def write_index(index: Index, storage: Storage, directory: str, loose: Collection[str] = ()) -> Receipts:
     """**Blocks.** Writes the index of a data file that is whole, and makes both last.
 
     Args:
         index: The index.
         storage: Where the run lies.
+        directory: The step's directory there.
         loose: The leaves of which others may have the same boxes.
     """
     data = seal(index)
-    storage.write(f"{index.name.directory}/{index_name(index.rank, index.world_size)}", data)
+    storage.write(f"{directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
-    storage.sync_directory(index.name.directory)
+    storage.sync_directory(directory)
     references = tuple(
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
@@ -98,28 +98,16 @@ def digest_loose(index: Index, loose: Collection[str]) -> str:
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
     """**Blocks.** For each array, in the order of the image, the digests of its spans one behind the other."""
     digests = _room_for_digests(snapshot)
-    pool.run(_digest_jobs(snapshot, digests))
+    pool.run(_pieces(snapshot, None, digests))
     return ["".join(spans) for spans in digests]
-
-
-def _digest_jobs(snapshot: Snapshot, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
-    batch: list[tuple[int, int, int, int]] = []
-    batch_bytes = 0
-    for span in _spans(snapshot):
-        batch.append(span)
-        batch_bytes += span[3] - span[2]
-        if batch_bytes >= PIECE_BYTES:
-            yield partial(_digest_spans, snapshot.image, batch, digests)
-            batch, batch_bytes = [], 0
-    yield partial(_digest_spans, snapshot.image, batch, digests)
 
 
 def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
     return [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in snapshot.layout.places]
 
 
-def _pieces(snapshot: Snapshot, writer: FileWriter, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
-    """One job for each piece of the file: it takes the digests of the spans that begin there, and writes it.
+def _pieces(snapshot: Snapshot, writer: FileWriter | None, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
+    """One job for each piece of the file: it takes the digests of the spans that begin there, and writes it, if asked.
 
     Both take the piece while it is in the processor's cache, and both let the other threads run.
     """
@@ -132,7 +120,7 @@ def _pieces(snapshot: Snapshot, writer: FileWriter, digests: list[list[str]]) ->
         while ahead is not None and ahead[2] < end:
             own.append(ahead)
             ahead = next(spans, None)
-        yield partial(_write_piece, snapshot, writer, begin, end, own, digests)
+        yield partial(_digest_and_write, snapshot, writer, begin, end, own, digests)
 
 
 def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
@@ -142,9 +130,9 @@ def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
             yield number, span, begin, min(begin + SPAN_BYTES, place.end)
 
 
-def _write_piece(
+def _digest_and_write(
     snapshot: Snapshot,
-    writer: FileWriter,
+    writer: FileWriter | None,
     begin: int,
     end: int,
     spans: list[tuple[int, int, int, int]],
@@ -152,14 +140,11 @@ def _write_piece(
 ) -> None:
     # The last of the spans that begin here may end beyond.
     snapshot.copied.wait(max([end, *(span[3] for span in spans[-1:])]))
-    _digest_spans(snapshot.image, spans, digests)
-    writer.write_at(begin, snapshot.image[begin:end])
-
-
-def _digest_spans(image: memoryview, spans: list[tuple[int, int, int, int]], digests: list[list[str]]) -> None:
-    found = digest_each(image[begin:end] for _, _, begin, end in spans)
+    found = digest_each(snapshot.image[first:last] for _, _, first, last in spans)
     for (number, span, _, _), text in zip(spans, found, strict=True):
         digests[number][span] = text
+    if writer is not None:
+        writer.write_at(begin, snapshot.image[begin:end])
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:

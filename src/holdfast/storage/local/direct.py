@@ -11,6 +11,7 @@ from typing import Final
 
 from holdfast.format.index import ALIGNMENT_BYTES
 from holdfast.storage.buffers import address_of
+from holdfast.storage.local.files import NOT_SUPPORTED
 
 PAGE_BYTES: Final = ALIGNMENT_BYTES
 """Offset, length and memory address of a direct write are multiples of this."""
@@ -18,38 +19,10 @@ PAGE_BYTES: Final = ALIGNMENT_BYTES
 SMALLEST_DIRECT_BYTES: Final = 1 << 20
 """A smaller file is written through the page cache: one fsync then costs as much as the writes would save."""
 
-_ALLOCATE_TRIES: Final = 3
-_BLOCK_BYTES: Final = 512
-"""The unit of `st_blocks`, whatever the file system's own is."""
-_NOT_SUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-
 
 def round_down(size_bytes: int) -> int:
     """**Pure.** The multiple of a page before."""
     return size_bytes // PAGE_BYTES * PAGE_BYTES
-
-
-def preallocate(descriptor: int, size_bytes: int) -> None:
-    """Gives a file its size, and room on the disk where the file system can. `OSError` goes through.
-
-    A file that has room already, and no more than that size, keeps it.
-
-    Measured on ext4 (8 MiB direct writes from two threads, fsync counted, medians): with fallocate 2.1 GB/s; with a
-    bare size, or with no preparation, 2.0; with room but no size, 1.9. Turning unwritten extents into written ones
-    costs nothing that can be seen at that size of writes, and allocating 768 MiB takes 2 ms. What decides is that a
-    full disk is noticed here rather than after minutes of writing, and that a write within the file's size shares the
-    inode's lock where one that makes the file grow does not.
-
-    posix_fallocate is not used: where the file system cannot allocate, the C library writes into each block instead.
-    """
-    status = os.fstatvfs(descriptor)
-    # Asked first, since the call would take all the room there is from others before it fails. Some network file
-    # systems say zero for everything.
-    own_bytes = os.fstat(descriptor).st_blocks * _BLOCK_BYTES
-    if status.f_blocks and status.f_bfree * status.f_frsize + own_bytes < size_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if not _try_fallocate(descriptor, size_bytes):
-        os.ftruncate(descriptor, size_bytes)
 
 
 def try_direct(descriptor: int) -> bool:
@@ -69,7 +42,7 @@ def try_direct(descriptor: int) -> bool:
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, plain | flag)
     except OSError as error:
-        if error.errno in _NOT_SUPPORTED:
+        if error.errno in NOT_SUPPORTED:
             return False
         raise
     pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
@@ -78,7 +51,7 @@ def try_direct(descriptor: int) -> bool:
         if os.pwrite(descriptor, pages[first : first + PAGE_BYTES], PAGE_BYTES) == PAGE_BYTES:
             return True
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in NOT_SUPPORTED:
             raise
     fcntl.fcntl(descriptor, fcntl.F_SETFL, plain)
     return False
@@ -120,24 +93,6 @@ def write_pages(descriptor: int, pages: memoryview, offset_bytes: int) -> None:
             raise OSError(errno.EIO, "less than a page was written")
         pages = pages[written:]
         offset_bytes += written
-
-
-def _try_fallocate(descriptor: int, size_bytes: int) -> bool:
-    """False where the system or the file system has no such call."""
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
-        return False
-    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    for _ in range(_ALLOCATE_TRIES):
-        if fallocate(descriptor, 0, 0, size_bytes) == 0:
-            return True
-        code = ctypes.get_errno()
-        if code in _NOT_SUPPORTED:
-            return False
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    # Some file systems begin anew after a signal, and a profiler's timer would never let them end.
-    return False
 
 
 _REGION_BYTES: Final = 32 << 20

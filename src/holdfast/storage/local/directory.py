@@ -24,11 +24,12 @@ from holdfast.storage.checks import (
     too_large_error,
     trash_name,
 )
-from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, preallocate, try_direct
+from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES, try_direct
 from holdfast.storage.local.files import (
     NEW_FILE,
     CannotPublishError,
     open_directory,
+    preallocate,
     publish_file,
     sync_to_disk,
     write_all,

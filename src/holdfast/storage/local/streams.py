@@ -269,13 +269,13 @@ class LocalReader:
         self._shared = SharedDescriptor(descriptor, f"the reader of {root / path}")
         self._path = path
         self._root = root
-        self._bounce = Scratch()
         self._direct: SharedDescriptor | None = None
         self._residency: Residency | None = None
         if direct and size_bytes >= _SMALLEST_READ_BYTES:
             second = try_direct_reads(descriptor)
             if second is not None:
                 try:
+                    self._bounce = Scratch()
                     self._residency = Residency(descriptor, size_bytes)
                     self._direct = SharedDescriptor(second, f"the direct reader of {root / path}")
                 except BaseException:
