@@ -39,6 +39,18 @@ class FullStorage(MemoryStorage):
         return super().open_writer(path, size_bytes)
 
 
+class WatchedStorage(MemoryStorage):
+    """A storage that remembers the files in the making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[MemoryWriter] = []
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        self.writers.append(super().open_writer(path, size_bytes))
+        return self.writers[-1]
+
+
 @pytest.mark.parametrize("size", [200_000, 4_000_000])
 def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) -> None:
     """The larger state is being written already while most of it is still to be copied."""
@@ -91,7 +103,7 @@ def test_a_signal_handler_that_waits_while_training_does_hangs_nothing() -> None
 def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(size: int) -> None:
     """And the save after it works. The larger state is written while it is still being copied."""
     array, events, outcomes = np.ones(size), list[Event](), set[bool]()
-    storage = MemoryStorage()
+    storage = WatchedStorage()
     options: dict[str, Any] = {"keep": hf.Latest(3), "threads": 3, "timeout_seconds": PATIENCE_SECONDS}
     with hf.CheckpointManager(storage, hf.Checkpoint(a=array), sinks=[events.append], **options) as manager:
         manager.save(1)
@@ -115,6 +127,9 @@ def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(size: int) -
     staged, committed = ([event.step for event in events if isinstance(event, kind)] for kind in (Staged, Committed))
     assert staged == committed
     assert not [event for event in events if isinstance(event, Failed)]
+    for writer in storage.writers:
+        with pytest.raises(UsageError, match="closed"):
+            writer.write_at(0, memoryview(b""))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -78,6 +78,12 @@ def only(trace: list[str], pattern: str) -> int:
     return found[0]
 
 
+def test_a_later_save_reads_no_record_of_a_generation(trace: list[str]) -> None:
+    """They never change, and a long job has many."""
+    assert [line for line in trace if "generations" in line], "it looks which there are"
+    assert not [line for line in trace if ".base.json" in line]
+
+
 def test_each_thing_lasts_before_what_relies_on_it(trace: list[str]) -> None:
     made = only(trace, r"^mkdir(at)?\(.*step-000000002\.g0001\"")
     root_synced = next(number for number in where(trace, SYNC + "RUN>") if number > made)
