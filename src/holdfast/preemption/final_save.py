@@ -129,6 +129,10 @@ class FinalSave:
             return None
         return saved if isinstance(saved, SaveHandle) else None
 
+    def find_number(self, step: int | None) -> int | None:
+        """Under which number the last save has saved a step: a program may save under larger ones of its own."""
+        return self.tried[-1].step if self.tried and step is not None else step
+
     def save_last(self, step: int, end_at: float | None) -> str:
         """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.
 

@@ -408,7 +408,8 @@ class Guard:
             is_first = step == self._safe_step + 1 == stop.step + 1
             return stop.step, "" if is_first else f"the loop had gone on when step {stop.step} was to be saved"
         if self._progress.early is None or self._may_save_again(call):
-            return step, save(end_at)
+            problem = save(end_at)
+            return self._final_save.find_number(step), problem
         early_step = self._progress.early_step
         return step if early_step is None else early_step, self._final_save.try_wait(self._progress.early, end_at)
 
@@ -476,6 +477,7 @@ class Guard:
                 self._failures.report(leaving, is_exit=True)
             raise
         self.leaving = False
+        self._final_save.tried = []
         self._forget(count)
         self._ownership.settle_all()
 
