@@ -16,7 +16,7 @@ from holdfast.format.records import Worker
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox
-from holdfast.preemption.pause import ATTEMPTS
+from holdfast.preemption.progress import ATTEMPTS
 from holdfast.save.drain import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,

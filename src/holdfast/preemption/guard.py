@@ -31,8 +31,7 @@ from holdfast.preemption.grace import (
 )
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.ownership import GuardOwnership
-from holdfast.preemption.pause import PausedState
-from holdfast.preemption.progress import LoopProgress, end_at_of
+from holdfast.preemption.progress import LoopProgress, PausedState, end_at_of
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
