@@ -83,27 +83,27 @@ def fail(session: TorchrunSession) -> None:
         raise
 
 
-def die(session: TorchrunSession) -> None:
-    """A worker dies amid a task."""
+def end(session: TorchrunSession, directory: str, number: str) -> None:
+    """A worker gets a signal amid a task."""
 
     def work(workspace: Workspace) -> None:
         if workspace.epoch == 5:
             if workspace.node == "worker_1":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)  # As above: the other worker's death ends it.
+                os.kill(os.getpid(), int(number))
+            time.sleep(600)  # As above: the other worker's end ends it.
 
     job = hf.Job()
     job.epoch_group.add(work)
     hf.epoch_limiter(job, 5)
     try:
-        hf.JobRunner(job).train(session)
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(directory)).train(session)
     except hf.errors.AbsentError as error:
-        say(ranks=error.ranks)
+        say(ranks=error.ranks, message=error.message)
         raise
 
 
 def main(program: str, *arguments: str) -> None:
-    programs: dict[str, Any] = {"keep": keep, "fail": fail, "die": die}
+    programs: dict[str, Any] = {"keep": keep, "fail": fail, "end": end}
     with open_session() as session:
         programs[program](session, *arguments)
 

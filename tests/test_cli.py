@@ -122,6 +122,15 @@ def test_a_reader_that_stops_reading_is_no_error(run: Path) -> None:
     assert "rror" not in text
 
 
+def test_closed_output_is_a_line_and_a_code(run: Path) -> None:
+    command = ["sh", "-c", '"$@" >&-', "sh", str(PROGRAM), "list", str(run)]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert ended.returncode == ExitCode.FAILED
+    first, *rest = ended.stderr.decode().splitlines()
+    assert first == "holdfast: cannot write the output: it is closed"
+    assert rest == ["  hint: Send it to /dev/null if it is not wanted."]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_that_cannot_be_written_is_an_error(run: Path) -> None:
     with Path("/dev/full").open("w") as full:

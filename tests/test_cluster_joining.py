@@ -30,7 +30,7 @@ from holdfast.cluster.polling import (
     poll,
 )
 from holdfast.cluster.protocol import Cluster
-from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, UsageError
+from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.testing.cluster_scenarios import gather, rendezvous
 from holdfast.testing.memory_engine import MemoryEngine, run_workers
 
@@ -343,6 +343,26 @@ def test_who_waits_for_a_mailbox_hears_of_its_end(mailbox: StoreMailbox) -> None
     assert mailbox.trouble == "the cluster was closed"
     assert changed.wait(PATIENCE_SECONDS)
     assert mailbox.ask(lambda: "an answer") is None
+
+
+def test_a_wait_for_a_worker_that_left_because_of_another_one_ends() -> None:
+    def wait(cluster: Cluster) -> PeerError | None:
+        peers = Peers(cluster, liveness_seconds=PATIENCE_SECONDS, timeout_seconds=PATIENCE_SECONDS)
+        if peers.rank == 0:
+            peers.failures.explain(peers.failures.make_error(Failure.of(1, "ValueError", "no")))
+        peers.gather_decide_broadcast(b"", lambda records: b"", "the end")
+        try:
+            if peers.rank == 2:
+                peers.wait_any([peers.key("never")], lambda: (0,), "speak")
+        except PeerError as error:
+            return error
+        finally:
+            peers.close()
+        return None
+
+    error = run_workers(3, wait)[2]
+    assert error is not None
+    assert (error.rank, error.kind, error.text) == (1, "ValueError", "no")
 
 
 def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,12 +106,22 @@ def test_a_task_that_fails_ends_the_others_within_seconds(tmp_path: Path) -> Non
             assert "no more" in record["text"]
 
 
-def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [
+        (signal.SIGKILL, -9, "has died: its process has ended"),
+        (signal.SIGTERM, 42, "left the job with exit code 42"),
+    ],
+)
+def test_a_worker_that_ends_is_named_with_what_is_known(
+    tmp_path: Path, number: signal.Signals, code: int, text: str
+) -> None:
     with Workers(tmp_path) as workers:
-        start(workers, tmp_path, "die")
-        assert workers.wait(120, [0, 2]) == [1, 1]
+        start(workers, tmp_path, "end", tmp_path / "run", str(number.value))
+        assert workers.wait(120, [0, 1, 2]) == [1, code, 1], [workers.report(rank) for rank in range(3)]
         for rank in (0, 2):
             assert workers.wait_said(rank, "ranks", 1) == [1]
+            assert workers.wait_said(rank, "message", 1).endswith(text)
 
 
 @pytest.mark.long

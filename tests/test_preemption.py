@@ -920,7 +920,7 @@ def test_a_handler_that_comes_after_the_restore_knows_the_count(tmp_path: Path) 
             assert handler.total_run_calls == 3
 
 
-def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path) -> None:
+def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Spoken()
     manager, state = manager_of(tmp_path)
     with manager, pytest.raises(SystemExit) as leaving:
@@ -931,6 +931,7 @@ def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path) -> N
             handler.run(state["value"].__iadd__, 1)
             source.say()
     assert leaving.value.code == 42
+    assert "step 1001 is saved; leaving with exit code 42" in capsys.readouterr().err
     assert steps_of(tmp_path) == [1000, 1001]
     source, place = Spoken(), tmp_path / "run"
     termination = hf.TerminationConfig(sources=[source])
@@ -939,6 +940,7 @@ def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path) -> N
         run.finish_step()
         source.say()
     assert leaving.value.code == 42
+    assert "step 1001 is saved; leaving with exit code 42" in capsys.readouterr().err
     assert steps_of(place) == [1000, 1001]
 
 

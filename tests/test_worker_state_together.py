@@ -255,3 +255,29 @@ def test_a_worker_killed_amid_an_epoch(tmp_path: Path) -> None:
             assert workers.wait_said(rank, "own", 1) == [6.0 * (rank + 1)] * 10
             assert workers.wait_said(rank, "kept", 1) is False
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["events.jsonl", "generations"]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "kind", "text"),
+    [
+        ("dies", -9, "AbsentError", "has died: its process has ended"),
+        ("fails", 1, "ValueError", "ValueError: the loss is no number"),
+        ("is asked to leave", 42, "AbsentError", "has left the job with exit code 42"),
+        ("exits", 3, "AbsentError", "has left the job with exit code 3"),
+        ("returns", 0, "AbsentError", "has left the job"),
+    ],
+)
+def test_a_worker_that_ends_is_named_by_the_next_backup(
+    tmp_path: Path, how: str, code: int, kind: str, text: str
+) -> None:
+    with Workers(tmp_path) as workers:
+        for rank in range(3):
+            command = python(PROGRAM, tmp_path / "run", tmp_path / "store", how)
+            workers.start(command, {"RANK": str(rank), "WORLD_SIZE": "3"}, preloaded.Popen)
+        assert workers.wait(PATIENCE_SECONDS) == [1, code, 1], [workers.report(rank) for rank in range(3)]
+        for rank in (0, 2):
+            assert workers.wait_said(rank, "rank", 1) == 1
+            assert workers.wait_said(rank, "kind", 1) == kind
+            message = workers.wait_said(rank, "message", 1)
+            assert message.startswith("rank 1 on ")
+            assert message.endswith(text)

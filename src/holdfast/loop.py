@@ -341,9 +341,19 @@ class EpochGuard(Guard):
         config: TerminationConfig,
         keep: Callable[[int], SaveHandle | None],
         name: Callable[[int], str],
+        tell_exit: Callable[[SystemExit], object],
     ) -> None:
-        """Takes note of what to guard, as `Guard` does; `name` gives what a step is called where people read of it."""
+        """Takes note of what to guard, as `Guard` does.
+
+        Args:
+            manager: As there.
+            config: As there.
+            keep: As there.
+            name: Gives what a step is called where people read of it.
+            tell_exit: Tells the other workers, if there are any, of the exit that is about to end this one.
+        """
         super().__init__(manager, config, keep, SingleConsensus(), yields=True)
+        self._tell_exit = tell_exit
         self._final_save.name = name
         self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
 
@@ -351,6 +361,13 @@ class EpochGuard(Guard):
         """The training thread saves, and nothing is done beside it. Ctrl-C has the effect that it always had."""
         self.begin_steps()
         self.inbox.patient = False
+
+    def _leave(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._leave(*arguments, **options)
+        except SystemExit as leaving:
+            self._tell_exit(leaving)
+            raise
 
     def _tell_if_late(self) -> None:
         """Nothing: a save may take long, and so may a batch."""

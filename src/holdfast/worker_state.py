@@ -17,7 +17,7 @@ from holdfast.catalog import find_lost, read_catalog
 from holdfast.checkpoint import Checkpoint, check_order, note_backup
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import ClosedError, DeadlineError, SaveFailedError, StorageError, UsageError
+from holdfast.errors import ClosedError, ClusterError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.loop import EpochGuard, TrainingLoop
@@ -194,6 +194,8 @@ class WorkerTrainingState:
             SaveFailedError: If more backups have failed than are allowed, or another job has taken over the directory.
                 This one goes on all the same; its handle is the error's `next_save`.
             DeadlineError: If the backup before does not end in time.
+            PeerError: If another worker has died, has left or has failed. Without it no backup can be made.
+            ClusterError: If the job's store does not answer.
         """
         backup = self._check_backup(epoch, batch)
         with self._saving(rests=True):
@@ -222,6 +224,8 @@ class WorkerTrainingState:
             UnsupportedValueError: As there.
             SaveFailedError: As there.
             DeadlineError: As there.
+            PeerError: As there.
+            ClusterError: As there.
         """
         backup = self._check_backup(epoch, batch)
         metrics = check_metrics(metrics)
@@ -430,6 +434,8 @@ class WorkerTrainingState:
     ) -> None:
         with self._ending(error):
             if self._loop is not None:
+                if error is not None:
+                    self._tell_others(error)
                 self._loop.manager.__exit__(kind, error, trace)
 
     @contextmanager
@@ -525,6 +531,7 @@ class WorkerTrainingState:
         loop.begin_steps()
         loop.guard.inbox.patient = False  # Ctrl-C has the effect that it always had.
         try:
+            self._check_others(loop)
             yield
             if not rests or self._reached is None:
                 loop.guard.pass_boundary(loop.count.done)
@@ -532,6 +539,20 @@ class WorkerTrainingState:
             self._reached = None
             if rests:
                 self._pause(loop)
+
+    def _check_others(self, loop: TrainingLoop) -> None:
+        """Makes sure that the other workers are there. If this one was asked to leave as well, it does that instead."""
+        if loop.manager.participant is not None:
+            try:
+                loop.manager.participant.peers.failures.check_all()
+            except ClusterError:
+                loop.guard.pass_boundary(loop.count.done)
+                raise
+
+    def _tell_others(self, error: BaseException) -> None:
+        """Tells the other workers why this one ends."""
+        if self._loop is not None and self._loop.manager.participant is not None:
+            self._loop.manager.participant.peers.failures.explain(error)
 
     def _keep(self, _: int) -> SaveHandle | None:
         """Begins the backup of a batch, if there is one that is not backed up, for the guard."""
@@ -573,4 +594,6 @@ class WorkerTrainingState:
         options = asdict(self._options) | {"begin_anew": begin_anew, "cluster": self._together.cluster}
         manager = CheckpointManager(self._storage, self.checkpoint, **options)
         config = self._termination or TerminationConfig(sources=[])
-        return TrainingLoop(manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name))
+        return TrainingLoop(
+            manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name, self._tell_others)
+        )

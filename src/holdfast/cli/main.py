@@ -115,6 +115,9 @@ def main() -> None:
         with contextlib.suppress(AttributeError):
             # A terminal that cannot show a character gets its number, not an error.
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if sys.stdout is None:
+        _complain("cannot write the output: it is closed", "Send it to /dev/null if it is not wanted.")
+        raise SystemExit(ExitCode.FAILED)
     holdfast(prog_name="holdfast")
 
 
@@ -123,9 +126,12 @@ def _complain(message: str, hint: str) -> None:
 
     """Says what went wrong, on the error stream, after what was put out before."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         _silence(sys.stdout)
+    if sys.stderr is None:
+        return
     with contextlib.suppress(OSError):
         screen = Screen(sys.stderr)
         first, *rest = message.splitlines() or [""]

@@ -168,20 +168,38 @@ class FailureFeed:
         """As `Heartbeat.check`."""
         self._heartbeat.check(ranks)
 
-    def find_missed(self, ranks: Collection[int]) -> Failure | None:
-        """Who of these is not there any more, and why.
+    def check_all(self) -> None:
+        """**Blocks** for a moment where one is not there any more. Makes sure that all are, as far as is known.
+
+        Raises:
+            PeerError: If a worker has died, has left or has failed; it says why, if that is known.
+            ClusterError: If the store does not answer.
+        """
+        try:
+            missed = self.find_missed(range(self._cluster.world_size))
+        except ClusterError:
+            if not self.dead:
+                raise
+            # The store has gone with the leader.
+            rank = min(self.dead)
+            missed = rank, self.leader_failure or self.describe_loss(rank)
+        if missed is not None:
+            raise self.make_error(missed[1])
+
+    def find_missed(self, ranks: Collection[int]) -> tuple[int, Failure] | None:
+        """Who of these is not there any more, and why: it may have left because of another worker's failure.
 
         Raises:
             ClusterError: If the store does not answer.
         """
         for absent, what in self._heartbeat.absences:
             named = sorted(set(absent) & set(ranks))
-            if named and (failure := self.find_explanation(named)) is not None:
-                return failure
-            if len(named) == 1:
-                return Failure(named[0], _ABSENT, f"has {what}", _ABSENT_HINT)
+            for rank in named:
+                if (failure := self.find_explanation((rank,))) is not None:
+                    return rank, failure
             if named:
-                return Failure(named[0], _ABSENT, f"{name_ranks(named)} have {what}", _ABSENT_HINT)
+                text = f"has {what}" if len(named) == 1 else f"{name_ranks(named)} have {what}"
+                return named[0], Failure(named[0], _ABSENT, text, _ABSENT_HINT)
         # No worker is absent: the store is.
         self._heartbeat.check(())
         return None
@@ -233,8 +251,11 @@ class FailureFeed:
         """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
         self._is_explained = True
         rank = self._cluster.rank
+        failure = self.describe(error)
+        if isinstance(error, SystemExit):
+            failure = Failure.of(rank, _ABSENT, f"has left the job with exit code {error}", _ABSENT_HINT)
         with suppress(HoldfastError):
-            self._records.post(self.describe(error), "left", rank)
+            self._records.post(failure, "left", rank)
             if rank != LEADER:
                 # Nor does the leader wait for it, if it leaves as well.
                 self._count_read()
@@ -379,7 +400,7 @@ class Peers:
         looked_at = time.monotonic()
         end_at = (looked_at if begun_at is None else begun_at) + self.timeout_seconds
         backoff = SOME_KEYS.spread(self.world_size, len(keys))
-        missed: Failure | None = None
+        missed: tuple[int, Failure] | None = None
         warn_seconds = _WARN_SECONDS
         while True:
             for key in keys:
@@ -388,14 +409,15 @@ class Peers:
                 if value is not None:
                     return key, value
             waited = ranks()
-            if missed is not None and (missed.rank in waited or not waited):
-                raise self.failures.make_error(missed)
+            if missed is not None and (missed[0] in waited or not waited):
+                raise self.failures.make_error(missed[1])
             # If one is missed, there is one more look: it may have done what it was to do, and then gone.
             missed = self.failures.find_missed(waited)
             waited_seconds = time.monotonic() - looked_at
             if missed is None:
                 text = self._find_delay(what, end_at, waited_seconds, outlasts_job=outlasts_job)
-                missed = Failure(min(waited, default=LEADER), _ABSENT, text, _LATE_HINT) if text else None
+                rank = min(waited, default=LEADER)
+                missed = (rank, Failure(rank, _ABSENT, text, _LATE_HINT)) if text else None
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
                 self._warn(

@@ -1,8 +1,12 @@
 """The epoch job: groups of tasks on named nodes, with a checkpoint of all nodes after each epoch."""
 
-from holdfast.jobs.checkpoints import MultiNodeCheckpointManager, NodeCheckpointManager
+from holdfast.jobs.checkpoints import (
+    ManifestMetadataHandler,
+    MetadataHandler,
+    MultiNodeCheckpointManager,
+    NodeCheckpointManager,
+)
 from holdfast.jobs.job import Job, epoch_limiter
-from holdfast.jobs.metadata import ManifestMetadataHandler, MetadataHandler
 from holdfast.jobs.node_store import NodeDurations
 from holdfast.jobs.runner import JobResult, JobRunner
 from holdfast.jobs.session import LocalSession, Session

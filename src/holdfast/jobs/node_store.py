@@ -23,7 +23,7 @@ from holdfast.errors import (
     NoWholeCheckpointError,
     UsageError,
 )
-from holdfast.events import Committed, Event, Fanout, Sink, Warned
+from holdfast.events import Event, Fanout, Sink, Staged, Warned, Written
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.encoding import escape
 from holdfast.format.index import Index
@@ -134,7 +134,15 @@ class NodeStore(Protocol):
 class LocalNodeStore:
     """A `NodeStore` for workspaces of this process: one writer, one data file, one commit for all of them."""
 
-    def __init__(self, workspaces: Sequence[Workspace], options: NodeStoreOptions) -> None:
+    def __init__(
+        self,
+        workspaces: Sequence[Workspace],
+        options: NodeStoreOptions,
+        *,
+        cluster: Cluster | Literal["alone"] = "alone",
+        liveness_seconds: float = LIVENESS_SECONDS,
+    ) -> None:
+        """**Collective.** Makes the manager; `cluster` is "alone" if the session is this process, beside others too."""
         self._workspaces = {workspace.node: workspace for workspace in workspaces}
         self._options = options
         self._emit = Fanout([LoggingSink(), *options.sinks])
@@ -142,20 +150,34 @@ class LocalNodeStore:
         self._checkpoint = Checkpoint()
         for workspace in workspaces:
             workspace.note_given()
-        self._manager = open_manager(self._checkpoint, options, self._note, cluster="alone")
+        self._manager = CheckpointManager(
+            options.storage,
+            self._checkpoint,
+            keep=options.keep,
+            begin_anew=options.begin_anew,
+            # The manager raises failures of saves where it waits for them, and counts them.
+            failures_allowed=sys.maxsize,
+            sinks=[self._note, *options.sinks],
+            timeout_seconds=options.timeout_seconds,
+            threads=options.threads,
+            cluster=cluster,
+            liveness_seconds=liveness_seconds,
+        )
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
         """Copies all workspaces and returns; see `NodeStore`."""
         self._name(self._workspaces)
         for workspace in self._workspaces.values():
-            warn_of_unmakeable(workspace, self._emit)
+            for text in workspace.find_unmakeable():
+                self._emit(Warned(text=text))
         handle = self._manager.save(epoch, metadata=metadata)
         return Saving(lambda: self._wait(handle), handle)
 
     def load(self, order: LoadOrder) -> NodeDurations:
-        """**Blocks.** Restores workspaces, one after the other; see `NodeStore`."""
+        """**Blocks.** Restores workspaces of this process, one after the other; see `NodeStore`."""
+        here = [self._workspaces[node] for node in order.nodes if node in self._workspaces]
         return NodeDurations(
-            {node: load_workspace(self._workspaces[node], order, self._options, self._emit) for node in order.nodes}
+            {workspace.node: load_workspace(workspace, order, self._options, self._emit) for workspace in here}
         )
 
     def go_on_from(self, epoch: int) -> None:
@@ -173,6 +195,8 @@ class LocalNodeStore:
         handle.wait_ended()
         seconds = self._seconds.pop(handle.step, 0.0)
         nodes = tuple(self._workspaces)
+        if len(nodes) < 2:
+            return NodeDurations(dict.fromkeys(nodes, seconds))
         name = parse_step_directory(handle.path.rpartition("/")[2])
         try:
             assert name is not None, "a save that is committed has a place"
@@ -189,35 +213,10 @@ class LocalNodeStore:
             self._checkpoint[node] = self._workspaces[node]
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, Committed):
-            self._seconds[event.step] = event.blocked_seconds + event.background_seconds
-
-
-def open_manager(
-    checkpoint: Checkpoint,
-    options: NodeStoreOptions,
-    note: Sink,
-    *,
-    cluster: Cluster | Literal["alone"],
-    liveness_seconds: float = LIVENESS_SECONDS,
-) -> CheckpointManager:
-    """What saves the workspaces of one process.
-
-    `note` gets each event first; `cluster` is "alone" if the session is this process, also beside others.
-    """
-    return CheckpointManager(
-        options.storage,
-        checkpoint,
-        keep=options.keep,
-        begin_anew=options.begin_anew,
-        # The manager raises failures of saves where it waits for them, and counts them.
-        failures_allowed=sys.maxsize,
-        sinks=[note, *options.sinks],
-        timeout_seconds=options.timeout_seconds,
-        threads=options.threads,
-        cluster=cluster,
-        liveness_seconds=liveness_seconds,
-    )
+        if isinstance(event, Staged):
+            self._seconds[event.step] = event.blocked_seconds
+        elif isinstance(event, Written):
+            self._seconds[event.step] = self._seconds.get(event.step, 0.0) + event.background_seconds
 
 
 def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOptions, emit: Sink) -> float:
@@ -257,12 +256,6 @@ def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOpt
         workspace.update(added)
     assert restoration is not None, "a step that was asked for is there, or an error"
     return restoration.seconds
-
-
-def warn_of_unmakeable(workspace: Workspace, emit: Sink) -> None:
-    """Says, at the first save that has it, what of a node is saved and cannot be made at a restart."""
-    for text in workspace.find_unmakeable():
-        emit(Warned(text=text))
 
 
 @dataclass(frozen=True, slots=True)

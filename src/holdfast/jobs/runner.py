@@ -199,7 +199,7 @@ class JobRunner:
             self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
             self._handle = None
             try:
-                self._listen()
+                self._listen(session)
                 epoch = self._train(session)
                 self._close()
             except BaseException as error:
@@ -379,14 +379,14 @@ class JobRunner:
             guard.pass_boundary(epoch)
             self._rest(epoch)
 
-    def _listen(self) -> None:
+    def _listen(self, session: Session) -> None:
         """Hears from now on that the job is to be taken away, if something is kept that it could go on from."""
         config, manager = self._termination, self._manager
         if config is None or manager is None:
             return
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
-        guard = EpochGuard(_Epochs(manager, self._emit), config, self._find_save, "epoch {}".format)
+        guard = EpochGuard(_Epochs(manager, self._emit), config, self._find_save, "epoch {}".format, session.note_exit)
         guard.pause(0)
         guard.open()
         self._guard = guard

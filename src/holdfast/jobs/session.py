@@ -131,6 +131,9 @@ class Session(ABC):
     def note_end(self, error: BaseException) -> None:  # noqa: B027  Most kinds of session need not know.
         """Called when an error has ended a run."""
 
+    def note_exit(self, leaving: SystemExit) -> None:  # noqa: B027  As above.
+        """Called when the job was asked to leave, before the process ends."""
+
     def try_replace(self, lost: NodeLostError) -> bool:
         """**Blocks.** Makes nodes that are gone anew, so that all can go on from a checkpoint.
 

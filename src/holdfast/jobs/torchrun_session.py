@@ -126,10 +126,16 @@ class _Gathering:
         self._left = _describe(error)
         # Where it is the store that does not answer, the others notice that by themselves.
         if isinstance(error, AbsentError):
-            self._report(error.ranks, _GONE)
+            self._report(error.ranks, self._describe_loss(error.ranks))
         elif not isinstance(error, ClusterError):
-            self._report((self._cluster.rank,), f"left the job: {self._left}")
+            self.report_end(error)
         self._peers.leave()
+
+    def report_end(self, error: BaseException) -> None:
+        """Tells the others why this worker is about to leave: they find it gone soon."""
+        is_exit = isinstance(error, SystemExit)
+        why = f" with exit code {error}" if is_exit else f": {_describe(error)}"
+        self._report((self._cluster.rank,), f"left the job{why}")
 
     def begin(self) -> None:
         """Called by all workers at the same place: what they meet for from now on is something new."""
@@ -225,8 +231,15 @@ class _Gathering:
 
     def _explain(self, error: AbsentError) -> AbsentError:
         """The same in words that say why, where that is known: one who leaves has others leave as well."""
-        trouble = self._report(error.ranks, _GONE)
+        trouble = self._report(error.ranks, self._describe_loss(error.ranks))
         return make_absent_error(self._cluster, trouble.ranks, trouble.what)
+
+    def _describe_loss(self, ranks: tuple[int, ...]) -> str:
+        """What is known of workers that are not there, as the end of a sentence."""
+        failures = self._peers.failures
+        if len(ranks) == 1 and ranks[0] in failures.dead:
+            return failures.describe_loss(ranks[0]).text
+        return _GONE
 
     def _report(self, ranks: tuple[int, ...], what: str) -> _Trouble:
         """Notes the trouble, unless there is some already; gives what stands."""
@@ -412,6 +425,10 @@ class TorchrunSession(Session):
         """Called when an error has ended a run: unless all workers have met with it, they are no longer together."""
         if not isinstance(error, _ALIKE):
             self._gathering.leave(error)
+
+    def note_exit(self, leaving: SystemExit) -> None:
+        """Called when the job was asked to leave, before the process ends."""
+        self._gathering.report_end(leaving)
 
     def check_open(self) -> None:
         """Makes sure that the session can be used.

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import (
@@ -25,17 +24,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.events import Event, Fanout, Staged, Written
-from holdfast.events.sinks import LoggingSink
-from holdfast.jobs.node_store import (
-    LoadOrder,
-    NodeDurations,
-    NodeStoreOptions,
-    Saving,
-    load_workspace,
-    open_manager,
-    warn_of_unmakeable,
-)
+from holdfast.jobs.node_store import LoadOrder, LocalNodeStore, NodeDurations, NodeStoreOptions, Saving
 from holdfast.jobs.workspace import Workspace
 from holdfast.save.handle import SaveHandle
 from holdfast.state import Differences
@@ -101,65 +90,41 @@ class NodePart:
         options: NodeStoreOptions,
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** Makes the manager."""
-        self._workspace = workspace
-        self._is_kept = is_kept
-        self._options = options
-        self._emit = Fanout([LoggingSink(), *options.sinks])
-        self._checkpoint = Checkpoint()
-        workspace.note_given()
-        self.handle: SaveHandle | None = None
-        self._seconds: dict[int, float] = {}
-        self._manager = open_manager(
-            self._checkpoint, options, self._note, cluster=cluster, liveness_seconds=liveness_seconds
+        """**Collective.** Makes the store."""
+        self._node = workspace.node
+        self._store = LocalNodeStore(
+            [workspace] if is_kept else [], options, cluster=cluster, liveness_seconds=liveness_seconds
         )
+        self._saving: Saving | None = None
+        self.handle: SaveHandle | None = None
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> None:
         """**Collective.** Copies the workspace and returns; `wait` tells how it ended."""
-        if self._is_kept:
-            self._checkpoint[self._workspace.node] = self._workspace
-            warn_of_unmakeable(self._workspace, self._emit)
-        self.handle = self._manager.save(epoch, metadata=metadata)
+        self._saving = self._store.save(epoch, metadata)
+        self.handle = self._saving.handle
 
     def wait(self) -> NodeOutcome:
         """**Blocks.** Waits until the save that was begun last is committed for all nodes, or has failed."""
-        handle = self.handle
-        assert handle is not None, "a save was begun before"
-        try:
-            handle.wait_committed()
-            handle.wait_ended()
-        except SaveFailedError as error:
-            return failed(error, is_fenced=isinstance(error.__cause__, FencedError))
-        except HoldfastError as error:
-            return failed(error)
-        seconds = self._seconds.pop(handle.step, 0.0)
-        return NodeOutcome(seconds if self._is_kept else None)
+        assert self._saving is not None, "a save was begun before"
+        return self._try(self._saving.wait)
 
     def load(self, order: LoadOrder) -> NodeOutcome:
         """**Blocks.** Gives the workspace its state, if it is to have one."""
-        if self._workspace.node not in order.nodes:
-            return NodeOutcome()
-        try:
-            return NodeOutcome(load_workspace(self._workspace, order, self._options, self._emit))
-        except HoldfastError as error:
-            return failed(error)
+        return self._try(lambda: self._store.load(order))
 
     def go_on_from(self, epoch: int) -> None:
         """**Collective.** Has what is saved next follow this epoch; all prove that they see the same one."""
-        for name in list(self._checkpoint):
-            del self._checkpoint[name]
-        self._manager.restore(epoch, strict=False)
+        self._store.go_on_from(epoch)
 
     def close(self) -> None:
         """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
-        self._manager.close()
+        self._store.close()
 
-    def _note(self, event: Event) -> None:
-        """Adds up what this node's own part of a save takes."""
-        if isinstance(event, Staged):
-            self._seconds[event.step] = event.blocked_seconds
-        elif isinstance(event, Written):
-            self._seconds[event.step] = self._seconds.get(event.step, 0.0) + event.background_seconds
+    def _try(self, act: Callable[[], NodeDurations]) -> NodeOutcome:
+        try:
+            return NodeOutcome(act().node_seconds.get(self._node))
+        except HoldfastError as error:
+            return failed(error, is_fenced=isinstance(error.__cause__, FencedError))
 
 
 class WorkerNodeStore(ABC):

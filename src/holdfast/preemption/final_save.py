@@ -16,7 +16,7 @@ from holdfast.format.records import Worker
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox
-from holdfast.preemption.pause import ATTEMPTS
+from holdfast.preemption.progress import ATTEMPTS
 from holdfast.save.drain import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,
@@ -128,6 +128,10 @@ class FinalSave:
                 participant.tell(participant.begin(step), error)
             return None
         return saved if isinstance(saved, SaveHandle) else None
+
+    def find_number(self, step: int | None) -> int | None:
+        """Under which number the last save has saved a step: a program may save under larger ones of its own."""
+        return self.tried[-1].step if self.tried and step is not None else step
 
     def save_last(self, step: int, end_at: float | None) -> str:
         """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.

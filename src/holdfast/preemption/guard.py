@@ -31,8 +31,7 @@ from holdfast.preemption.grace import (
 )
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.ownership import GuardOwnership
-from holdfast.preemption.pause import PausedState
-from holdfast.preemption.progress import LoopProgress, end_at_of
+from holdfast.preemption.progress import LoopProgress, PausedState, end_at_of
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
@@ -408,7 +407,8 @@ class Guard:
             is_first = step == self._safe_step + 1 == stop.step + 1
             return stop.step, "" if is_first else f"the loop had gone on when step {stop.step} was to be saved"
         if self._progress.early is None or self._may_save_again(call):
-            return step, save(end_at)
+            problem = save(end_at)
+            return self._final_save.find_number(step), problem
         early_step = self._progress.early_step
         return step if early_step is None else early_step, self._final_save.try_wait(self._progress.early, end_at)
 
@@ -476,6 +476,7 @@ class Guard:
                 self._failures.report(leaving, is_exit=True)
             raise
         self.leaving = False
+        self._final_save.tried = []
         self._forget(count)
         self._ownership.settle_all()
 

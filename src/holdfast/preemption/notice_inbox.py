@@ -22,7 +22,7 @@ from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
-from holdfast.save.drain import is_interactive
+from holdfast.save.drain import end_process, is_interactive
 from holdfast.save.say import say, say_from_signal_handler
 
 _MOST_SIGNALS: Final = 2
@@ -72,11 +72,10 @@ class NoticeInbox:
         self._takes_more = True
         self._told = 0
         self._telling = threading.Lock()
-        # What the signals say for which Python has run no handler yet, and since when. To take one out of the list is
-        # one step: the handler does so, or the thread that hears the signal in its stead.
+        # What the signals say for which Python has run no handler yet, and since when.
         self._unhandled: list[Notice] = []
         self._unhandled_at = 0.0
-        # What was heard in the stead of handlers that are still to run.
+        # What was heard in the stead of handlers that are still to run. It is replaced whole.
         self._heard_ahead: list[Notice] = []
 
     @property
@@ -119,7 +118,8 @@ class NoticeInbox:
         """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
-            if notice.insists and self._was_heard_ahead(notice):
+            if notice in self._heard_ahead:
+                self._heard_ahead = [each for each in self._heard_ahead if each != notice]
                 return True
         if not self._takes(notice):
             is_repeated = any(each.notice.by_hand and each.notice.insists for each in self.pending)
@@ -209,20 +209,13 @@ class NoticeInbox:
             return False
         return len(signals) < _MOST_SIGNALS
 
-    def _was_heard_ahead(self, notice: Notice) -> bool:
-        """Whether all signals for which Python runs this handler, once, have been heard without it."""
-        is_new = _take_all(self._unhandled, notice)
-        return _take_all(self._heard_ahead, notice) and not is_new
-
     def _stand_in(self) -> None:
         """Hears signals whose handlers Python does not come to run, but for those that have an effect of their own."""
-        for notice in [*self._unhandled]:
-            if not self._takes_more or not self._takes(notice):
-                continue
-            # In this order: a handler that runs this very moment either takes the signal out first, or finds it heard.
-            self._heard_ahead.append(notice)
-            if not (_take(self._unhandled, notice) and self.hear(notice)):
-                _take(self._heard_ahead, notice)
+        unhandled, self._unhandled = self._unhandled, []
+        for notice in unhandled:
+            if self._takes_more and self._takes(notice):
+                self._heard_ahead = [*self._heard_ahead, notice]
+                self.hear(notice)
 
 
 class EarlyNotices:
@@ -236,10 +229,7 @@ class EarlyNotices:
         self._config = config
         self._sources: list[Signals] = []
         self._heard: list[Heard] = []
-        # Guards that the signal is sent once more only while this listens.
-        self._lock = threading.Lock()
         self._closed = Latch()
-        self._is_late = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -271,12 +261,6 @@ class EarlyNotices:
             hear(replace(each.notice, left_seconds=left_seconds))
 
     def _hear(self, notice: Notice) -> bool:
-        if self._is_late and self._heard:
-            self._is_late = False
-            self._end(
-                f"{self._heard[0].notice.text} while the run was made, and it is not made after {_WAIT_SECONDS:g} s"
-            )
-            return True
         if notice.by_hand or len(self._heard) >= _MOST_SIGNALS:
             return False
         self._heard.append(Heard(notice, time.monotonic()))
@@ -287,13 +271,13 @@ class EarlyNotices:
         return True
 
     def _hurry(self) -> None:
-        """Sends a signal once more if the run is late, which ends what the main thread waits for."""
-        self._closed.wait(_WAIT_SECONDS)
-        with self._lock:
-            handled = [number for source in self._sources for number in source.numbers if source.handles(number)]
-            if handled:
-                self._is_late = True
-                signal.pthread_kill(threading.main_thread().ident or 0, handled[0])
+        """Ends the process if the run is late: the main thread waits for the other workers, or is in foreign code."""
+        if not self._closed.wait(_WAIT_SECONDS) and self._heard:
+            heard = self._heard[0].notice.text
+            try:
+                self._end(f"{heard} while the run was made, and it is not made after {_WAIT_SECONDS:g} s")
+            except SystemExit as leaving:
+                end_process(leaving.code if isinstance(leaving.code, int) else 1)
 
     def _end(self, text: str, error: Exception | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
@@ -305,23 +289,5 @@ class EarlyNotices:
 
     def _close(self) -> None:
         self._closed.open()
-        with self._lock:
-            sources, self._sources = self._sources, []
-        for source in sources:
-            source.close()
-
-
-def _take(notices: list[Notice], notice: Notice) -> bool:
-    """Takes one such notice out of the list, in one step; False if there is none."""
-    try:
-        notices.remove(notice)
-    except ValueError:
-        return False
-    return True
-
-
-def _take_all(notices: list[Notice], notice: Notice) -> bool:
-    is_any = False
-    while _take(notices, notice):
-        is_any = True
-    return is_any
+        while self._sources:
+            self._sources.pop().close()

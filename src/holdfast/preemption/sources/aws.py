@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
@@ -24,25 +24,6 @@ _NOTICE_SECONDS: Final = 120.0
 
 _TOKEN: Final = re.compile(r"[!-~]{1,1024}")
 """What can be sent as a header. What else a proxy may say in the service's place is no token."""
-
-_LONGEST_PAUSE_LOOKS: Final = 8
-
-
-@dataclass(eq=False)
-class _Question:
-    """One of the things that are asked for. When it fails and another does not, it is left out, ever longer.
-
-    Attributes:
-        ask: Asks.
-        is_told: Whether it was told that this one fails while another does not.
-        pause_looks: How many looks leave it out when it fails next.
-        left_looks: How many still do.
-    """
-
-    ask: Callable[[], Iterable[Notice]]
-    is_told: bool = False
-    pause_looks: int = 1
-    left_looks: int = 0
 
 
 class AWS(MetadataSource):
@@ -73,57 +54,25 @@ class AWS(MetadataSource):
         self.interval_seconds: float | None = interval_seconds
         self._token = ""
         self._told: set[str] = set()
-        self._questions = (_Question(self._hear_action), _Question(self._hear_rebalance))
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** Asks for both, each on its own: one that fails takes nothing from what the other says.
+        """**Blocks.** Asks whether the instance is to end, and if not, whether that has become likely.
 
-        Nor does what has been heard wait for the other one's answer. One that goes on failing alone is asked ever more
-        seldom, and raises once, in a look that has nothing to say. There is always one that does not rest, so a server
-        that fails altogether is the caller's business.
+        The second is advice: if the server fails at it alone, nothing is heard of it, and nothing else is held up.
 
         Raises:
             OSError: If the server fails.
         """
-        fresh: list[Notice] = []
-        failures: dict[_Question, Exception] = {}
-        is_answered = False
-        for question in self._questions:
-            if fresh:
-                break
-            if question.left_looks:
-                question.left_looks -= 1
-                continue
-            try:
-                fresh = [notice for notice in question.ask() if notice.text not in self._told]
-            except Exception as error:  # noqa: BLE001  Whatever it is, the other one is to be heard.
-                failures[question] = error
-            else:
-                is_answered = True
-                question.pause_looks = 1
-        self._told.update(notice.text for notice in fresh)
-        try:
-            if failures and not is_answered:
-                raise next(iter(failures.values()))
-            for question in failures:
-                question.left_looks = question.pause_looks
-                question.pause_looks = min(2 * question.pause_looks, _LONGEST_PAUSE_LOOKS)
-                if not (fresh or question.is_told):
-                    question.is_told = True
-                    raise failures[question]
-        finally:
-            failures.clear()  # An error keeps this frame, which would keep the error.
-        return fresh
-
-    def _hear_action(self) -> Iterable[Notice]:
         action = self._read(_ACTION_PATH)
-        return (self._action(action),) if action else ()
-
-    def _hear_rebalance(self) -> Iterable[Notice]:
-        if self._read(_REBALANCE_PATH) is None:
-            return ()
-        text = "an interruption of this spot instance is likely"
-        return (Notice(source=self.name, text=text, demand=Demand.SAVE),)
+        if action and (notice := self._action(action)).text not in self._told:
+            self._told.add(notice.text)
+            return (notice,)
+        with suppress(OSError):
+            text = "an interruption of this spot instance is likely"
+            if text not in self._told and self._read(_REBALANCE_PATH) is not None:
+                self._told.add(text)
+                return (Notice(source=self.name, text=text, demand=Demand.SAVE),)
+        return ()
 
     def _action(self, record: dict[str, Any]) -> Notice:
         action = record.get("action")

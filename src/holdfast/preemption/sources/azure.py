@@ -80,15 +80,12 @@ class Azure(MetadataSource):
         self._machine = machine
         self._acknowledge = acknowledge
         self._is_on = False
-        self._is_warned = False
         # What was reported, as `_shown` has it, and the events in it that end this machine.
         self._told: set[tuple[str, ...]] = set()
         self._ending: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** Asks for the events.
-
-        One that cannot be understood is passed over, and raises once, in a look that has nothing to say.
+        """**Blocks.** Asks for the events; one that cannot be understood is passed over.
 
         Raises:
             OSError: If the server fails.
@@ -102,20 +99,15 @@ class Azure(MetadataSource):
             raise unexpected(url, answer)
         self._is_on = True
         notices: list[Notice] = []
-        failure = ""
         for record in events:
             try:
                 event = msgspec.convert(record, _Event)
-            except msgspec.ValidationError as error:
-                failure = failure or f"{url} names an event that is none and is passed over: {error}"
+            except msgspec.ValidationError:
                 continue
             is_here = machine.casefold() in {name.casefold() for name in event.resources}
             if is_here and (shown := _shown(event)) not in self._told:
                 notices.append(self._notice(event))
                 self._told.add(shown)
-        if failure and not (notices or self._is_warned):
-            self._is_warned = True
-            raise OSError(failure)
         return notices
 
     def note_leaving(self) -> None:

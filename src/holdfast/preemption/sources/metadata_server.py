@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,9 +15,6 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
 from holdfast.preemption.sources.protocol import Hear, PolledSource
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _MAX_BODY_BYTES: Final = 1 << 20
 
@@ -50,36 +47,6 @@ def parse_record(url: str, answer: Answer) -> dict[str, Any]:
     return record
 
 
-class _Line(socket.socket):
-    """A connection on which everything has to be done by one moment, however the other side spreads its bytes.
-
-    The time-out of a plain socket begins anew with each byte.
-
-    Attributes:
-        end_at: That moment, by the monotonic clock.
-    """
-
-    end_at: float
-
-    def connect(self, address: Any) -> None:
-        self._set_left()
-        super().connect(address)
-
-    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
-        self._set_left()
-        super().sendall(data, flags)
-
-    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
-        self._set_left()
-        return super().recv_into(buffer, nbytes, flags)
-
-    def _set_left(self) -> None:
-        left_seconds = self.end_at - time.monotonic()
-        if left_seconds <= 0:
-            raise TimeoutError("timed out")
-        self.settimeout(left_seconds)
-
-
 class MetadataSource(PolledSource):
     """A source that asks one server, in one thread at a time; another may close it. It uses no proxy."""
 
@@ -88,7 +55,7 @@ class MetadataSource(PolledSource):
 
         Args:
             base_url: Such as `http://169.254.169.254`; a path in it stands before those that are asked for.
-            timeout_seconds: How long one request may take, up to the last byte of its answer.
+            timeout_seconds: How long the server may be silent.
 
         Raises:
             UsageError: If that is no such place, or no time.
@@ -105,9 +72,9 @@ class MetadataSource(PolledSource):
             )
         self._host, self._port, self._base = parts.hostname, port, parts.path.rstrip("/")
         self._timeout_seconds = timeout_seconds
-        # Guards the two below, so that a connection is either not made any more or found and ended.
+        # Guards the two below, so that a connection is either not used any more or found and ended.
         self._lock = threading.Lock()
-        self._line: _Line | None = None
+        self._connection: socket.socket | None = None
         self._is_closed = False
 
     def _request(
@@ -121,32 +88,31 @@ class MetadataSource(PolledSource):
     ) -> Answer:
         """**Blocks.** Sends one request on a connection of its own.
 
-        Its time is that of the whole answer; only looking up the host's name has the system's own limit.
-
         Raises:
             OSError: If the server cannot be reached, does not answer in time, or says what is no HTTP.
         """
         from http.client import HTTPConnection, HTTPException
 
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        connection = HTTPConnection(self._host, self._port)
+        connection = HTTPConnection(self._host, self._port, timeout=limit_seconds)
         try:
-            connection.sock = self._connect(time.monotonic() + limit_seconds)
+            connection.connect()
+            with self._lock:
+                self._connection = connection.sock
+            self._refuse_closed()
             connection.request(method, self._base + path, body, dict(headers))
             with connection.getresponse() as reply:
                 text = reply.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
                 self._refuse_closed()  # What was cut off then may look whole.
                 return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
         except TimeoutError:
-            raise TimeoutError(f"{self._url(path)} has not answered in full within {limit_seconds:g} s") from None
+            raise TimeoutError(f"{self._url(path)} has not answered within {limit_seconds:g} s") from None
         except HTTPException as error:
             raise OSError(f"{self._url(path)}: {type(error).__name__}: {error}") from error
         finally:
             with self._lock:
-                line, self._line = self._line, None
+                self._connection = None
             connection.close()
-            if line is not None:
-                line.close()
 
     def _url(self, path: str) -> str:
         return f"http://{self._host}:{self._port}{self._base}{path}"
@@ -160,35 +126,9 @@ class MetadataSource(PolledSource):
         """Ends a request under way, which fails then."""
         with self._lock:
             self._is_closed = True
-            if self._line is not None:
-                try:
-                    self._line.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # It has ended by itself, or has not begun.
-
-    def _connect(self, end_at: float) -> _Line:
-        """A connection to the first of the server's addresses that takes one."""
-        places = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        for tried, (family, kind, protocol, _, address) in enumerate(places):
-            line = _Line(family, kind, protocol)
-            with self._lock:
-                former, self._line = self._line, line
-            if former is not None:
-                former.close()
-            self._refuse_closed()
-            # One that is silent leaves time for the others.
-            now = time.monotonic()
-            line.end_at = now + (end_at - now) / (len(places) - tried)
-            try:
-                line.connect(address)
-            except OSError:
-                if tried + 1 == len(places):
-                    raise
-            else:
-                self._refuse_closed()
-                line.end_at = end_at
-                return line
-        raise OSError(f"{self._host} has no address")
+            if self._connection is not None:
+                with suppress(OSError):  # It may have ended by itself.
+                    self._connection.shutdown(socket.SHUT_RDWR)
 
     def _refuse_closed(self) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import threading
-from itertools import takewhile
 from typing import Final, NamedTuple
 
 ANSWERED: Final = 255
@@ -21,23 +20,22 @@ class Wakeup:
     Python runs the handler of a signal when its main thread is back in Python code, which a long kernel or a blocked
     collective may delay for minutes. The number of the signal is written to a file descriptor at once.
 
-    There may be several, and others who use that descriptor. Each passes on what rings to the one before it,
-    and they may be closed in any order.
+    There may be several bells. Signals ring the newest, and the thread that listens to it rings the others, and what
+    other code had put there before the newest.
     """
 
     def __init__(self) -> None:
         self._ear, self._bell = socket.socketpair()
         self._ear.setblocking(False)
         self._bell.setblocking(False)
-        # Not of this package, and there before this one: the last one last.
-        self._strangers: tuple[_Stranger, ...] = ()
+        self._stranger: _Stranger | None = None
 
     def take_signals(self) -> None:
         """Lets each signal that has a handler ring too, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-            stranger = None if before in _descriptors() else _recognize(before)
-            self._strangers = () if stranger is None else (stranger,)
+            is_ours = any(before == bell._bell.fileno() for bell in _ringing)
+            self._stranger = _ringing[-1]._stranger if is_ours else _recognize(before)
             _ringing.append(self)
 
     def ring(self) -> None:
@@ -57,22 +55,25 @@ class Wakeup:
             rung = [number for number in self._ear.recv(4096) if number]
         except OSError:
             return []
-        before = self._find_before()
-        if isinstance(before, Wakeup):
-            before._send(bytes(rung))
-        elif before is not None:
-            # Full, or closed this very moment.
-            with contextlib.suppress(OSError):
-                os.write(before.descriptor, bytes(number for number in rung if number != ANSWERED))
+        if rung and self in _ringing[-1:]:
+            for bell in _ringing[:-1]:
+                bell._send(bytes(rung))
+            if self._stranger is not None and _recognize(self._stranger.descriptor) == self._stranger:
+                # Full, or closed this very moment.
+                with contextlib.suppress(OSError):
+                    os.write(self._stranger.descriptor, bytes(number for number in rung if number != ANSWERED))
         return rung
 
     def close(self) -> None:
         """Puts back what was there before, and is still there. No thread may listen any more."""
-        if self._let_go():
-            self._ear.close()
-            self._bell.close()
-        else:
-            _left_open.append(self)
+        if self in _ringing:
+            _ringing.remove(self)
+            if not self._try_put_back():
+                # Other code may put this one back, and what has its number by then is not to be rung.
+                _left_open.append(self)
+                return
+        self._ear.close()
+        self._bell.close()
 
     def _send(self, rung: bytes) -> None:
         try:
@@ -80,33 +81,19 @@ class Wakeup:
         except OSError:
             return  # Full, so that it wakes in any case; or closed, so that no thread listens.
 
-    def _find_before(self) -> Wakeup | _Stranger | None:
-        """Whose turn it is after this one, of those that are still there."""
-        for stranger in reversed(self._strangers):
-            if _recognize(stranger.descriptor) == stranger:
-                return stranger
-        older = [*takewhile(lambda each: each is not self, _ringing)]
-        return older[-1] if older else None
-
-    def _let_go(self) -> bool:
-        """Lets signals ring here no more; False if other code may put this one back, so that it has to stay open."""
-        if self not in _ringing:
-            return True
-        newer = _ringing[_ringing.index(self) + 1 :]
-        before = self._find_before()
-        _ringing.remove(self)
-        if newer:
-            between, newer[0]._strangers = newer[0]._strangers, self._strangers + newer[0]._strangers
-            return not between
+    def _try_put_back(self) -> bool:
+        """Lets signals ring the newest that is left; False if it is not known what they ring now."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        own, descriptor = self._bell.fileno(), -1
-        if before is not None:
-            descriptor = before._bell.fileno() if isinstance(before, Wakeup) else before.descriptor
-        current = _replace(descriptor)
-        if current != own:
+        before = -1
+        if _ringing:
+            before = _ringing[-1]._bell.fileno()
+        elif self._stranger is not None and _recognize(self._stranger.descriptor) == self._stranger:
+            before = self._stranger.descriptor
+        current = _replace(before)
+        if current not in (-1, self._bell.fileno()):
             _replace(current)
-        return current in (own, -1)
+        return current in (-1, before, self._bell.fileno())
 
 
 class _Stranger(NamedTuple):
@@ -139,41 +126,21 @@ def _replace(descriptor: int) -> int:
         return signal.set_wakeup_fd(-1, warn_on_full_buffer=False)
 
 
-def _descriptors() -> set[int]:
-    return {bell._bell.fileno() for bell in _ringing}
-
-
-# Those that signals ring, the newest last: they ring that one, and it passes them on.
+# The newest last.
 _ringing: list[Wakeup] = []
 
-# No thread listens to them. Other code has taken their place, and may put them back.
+# No thread listens to them.
 _left_open: list[Wakeup] = []
-
-
-_fork = threading.local()
-
-
-def _hold_signals() -> None:
-    """A signal that reaches a child before that has let go would ring in its parent, and be taken for its own."""
-    if _ringing:
-        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
-
-def _let_signals_come() -> None:
-    mask = _fork.__dict__.pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _let_go_in_child() -> None:
     """Signals of a forked child would ring in its parent."""
     if _ringing and threading.current_thread() is threading.main_thread():
-        ours = _descriptors()
+        ours = {bell._bell.fileno() for bell in _ringing}
         current = _replace(-1)
         if current not in ours:
             _replace(current)
     _ringing.clear()
-    _let_signals_come()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)
