@@ -67,6 +67,7 @@ _GROUPS: Final = {
         "jobs.UploadTo",
         "jobs.JobResult",
     ],
+    "Frameworks": ["lightning.Resumable", "lightning.HoldfastCheckpointIO"],
     "A storage of your own": [
         "storage.open_storage",
         "storage.Storage",
@@ -85,6 +86,7 @@ _SESSION: Final = {
 }
 _INTERNAL: Final = {
     "SaveHandle": {"has_place", "must_be_replaced"},
+    "Resumable": {"setup", "teardown", "on_exception", "on_validation_end"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},
@@ -101,7 +103,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 def make_page() -> str:
     """The page, as Markdown."""
     named = {name for names in _GROUPS.values() for name in names}
-    modules = {"errors", "events", "jobs", "preemption", "__version__"}
+    modules = {"errors", "events", "jobs", "lightning", "preemption", "__version__"}
     wanted = {*hf.__all__, *(f"jobs.{name}" for name in hf.jobs.__all__ if name not in hf.__all__)}
     missing = wanted - named - modules
     assert not missing, f"in no group of the page: {missing}"
@@ -242,7 +244,7 @@ def _find(name: str) -> tuple[ast.ClassDef | _Function, str]:
     """A definition, and the module that it is in."""
     module, _, part = name.rpartition(".")
     if module:
-        return _find_in(f"holdfast.{module}", part)
+        return _find_in(hf._MODULES.get(module, f"holdfast.{module}"), part)
     home = hf._HOMES.get(name) or ("holdfast.checkpoint" if name == "Checkpoint" else "holdfast.policies")
     return _find_in(home, name)
 

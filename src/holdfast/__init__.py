@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
+    from holdfast.integrations import lightning
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -74,6 +75,7 @@ __all__ = [
     "import_checkpoint",
     "init_process_group",
     "jobs",
+    "lightning",
     "preemption",
     "register_codec",
     "register_type",
@@ -117,9 +119,13 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that brings it."""
 
 
+_MODULES: Final = {"jobs": "holdfast.jobs", "lightning": "holdfast.integrations.lightning"}
+"""Modules that are imported when they are asked for; those of frameworks are doors (`holdfast.extras`)."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "jobs":
-        return import_module("holdfast.jobs")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name]), name)

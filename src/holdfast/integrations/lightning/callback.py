@@ -1,0 +1,147 @@
+"""`Resumable`: a callback that makes `trainer.fit` begin where the last process stopped."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any, Final, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from holdfast.errors import UsageError
+from holdfast.integrations.lightning.fit import Fit
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.config import make_termination
+from holdfast.run import Run, resumable
+from holdfast.save import arguments
+from holdfast.storage import Storage
+from holdfast.tracebacks import short_traceback
+
+_OPTIONS: Final = frozenset(resumable.__kwdefaults__ or ())
+_STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+
+
+@short_traceback
+class Resumable(Callback):
+    """Saves a fit in the background, and begins it where the last process stopped, in the middle of an epoch too.
+
+    Example:
+        ```python
+        resumable = hf.lightning.Resumable("runs/a", save_every=hf.Steps(500), keep=hf.Latest(3) | hf.Best("val_loss"))
+        trainer = Trainer(max_epochs=10, callbacks=[resumable])
+        trainer.fit(model)
+        ```
+
+    It keeps the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged figures,
+    metrics, random generators and the place in the data. A step is one that `trainer.global_step` counts; with manual
+    optimization, it is a batch. The job hears notices of preemption as `hf.resumable` does, in place of Lightning's own
+    handling of signals, and leaves with the same exit codes.
+
+    The single-device strategy, DDP and `ModelParallelStrategy` are supported.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        save_every: SavePolicy | None = None,
+        keep: RetentionPolicy | None = None,
+        strict: bool = True,
+        preemption: Literal["auto", "off"] | Any = "auto",
+        **options: Any,
+    ) -> None:
+        """Checks the arguments. Nothing is read or written before `fit`.
+
+        Args:
+            directory: The run's directory, a URL, or an open storage.
+            save_every: When to save; None for `Auto()`, which measures what a save costs.
+            keep: What to keep; None for `Latest(3)`. `Best` chooses by the figures that validation has logged.
+            strict: False to take from the checkpoint what fits, if the model has changed since.
+            preemption: How to hear that the job is to be taken away: "auto", "off", or a `TerminationConfig`.
+            **options: Others of `hf.resumable`.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        super().__init__()
+        for name in options.keys() - _OPTIONS:
+            near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
+            raise UsageError(
+                f"Resumable has no option {name!r}",
+                hint=f"Write {near[0]}=." if near else "It takes the directory and the options of hf.resumable.",
+            )
+        self._directory = directory
+        self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption, **options}
+        defaults = {"save_every": Auto(), "keep": Latest(3)}
+        arguments.SaveOptions.pick({**(resumable.__kwdefaults__ or {}), **self._options}, **defaults)
+        make_termination(preemption, {})
+        arguments.check_switches(strict=strict)
+        self._fit: Fit | None = None
+
+    def __repr__(self) -> str:
+        return f"<Resumable in {self._directory!r}>"
+
+    @property
+    def run(self) -> Run | None:
+        """The run while a fit is in progress; None before and after. Its `report` adds figures to the next save."""
+        return None if self._fit is None else self._fit.run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning. Checks that the fit is one that can be kept.
+
+        Raises:
+            UsageError: If it is not.
+        """
+        if stage != "fit":
+            return
+        _check_trainer(trainer)
+        if trainer.fast_dev_run:
+            return
+        if self._fit is not None:
+            self._fit.forget()
+        self._fit = Fit(trainer, self._directory, self._options)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by Lightning."""
+        if self._fit is not None and not trainer.sanity_checking:
+            self._fit.has_validated = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning, when a fit has ended well."""
+        if stage == "fit":
+            self._end(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Called by Lightning, also when the job leaves after a notice."""
+        self._end(exception)
+
+    def _end(self, error: BaseException | None) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.end(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fit": None}
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Makes sure that a fit of this trainer can be kept.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    if not isinstance(trainer, Trainer):
+        raise UsageError(
+            f"Resumable works with lightning.pytorch.Trainer, and this one is {type(trainer).__module__}'s",
+            hint="Import Trainer and LightningModule from lightning.pytorch: pytorch_lightning is another package.",
+        )
+    strategy = trainer.strategy
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if not isinstance(strategy, _STRATEGIES) or any("XLA" in kind for kind in kinds):
+        raise UsageError(
+            f"Resumable does not support {type(strategy).__name__}",
+            hint='Use one device, strategy="ddp", or ModelParallelStrategy, which divides a model by fully_shard.',
+        )
+    if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
+        raise UsageError("a Trainer takes one Resumable", hint="Remove the others: each would resume the same fit.")

@@ -1,0 +1,267 @@
+"""One `trainer.fit` that is kept: when it restores, where a step ends, and what Lightning does otherwise meanwhile."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from types import MethodType
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UsageError
+from holdfast.events import Warned
+from holdfast.integrations.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
+from holdfast.integrations.lightning.places import IndexSource, find_lack, has_state, watch_loader
+from holdfast.integrations.lightning.trainer_state import (
+    end_restart,
+    load_gradients,
+    load_progress,
+    load_trainer,
+    read_gradients,
+    read_trainer,
+)
+from holdfast.integrations.lightning.trees import KeptTree, OwnTree
+from holdfast.run import Run, resumable
+from holdfast.state import RNG
+from holdfast.storage import Storage
+
+
+class Fit:
+    """Follows one fit from its setup to its end.
+
+    Lightning's hooks come too late for the data and the random generators, and before the end of a step. So some
+    methods of this Trainer's loops and connectors are replaced until the fit ends.
+
+    Attributes:
+        run: Saves, once training is about to begin; None before.
+        has_validated: Whether validation has logged figures that no save has yet.
+    """
+
+    def __init__(self, trainer: Any, directory: str | os.PathLike[str] | Storage, options: dict[str, Any]) -> None:
+        """Replaces the methods."""
+        self.run: Run | None = None
+        self.has_validated = False
+        self._trainer, self._directory, self._options = trainer, directory, options
+        self._is_in_epoch = False
+        self._sources: list[IndexSource | None] = []
+        self._trained = KeptTree(self._read_shared)
+        self._own = OwnTree(self._read_own)
+        # What was restored and is not applied yet.
+        self._progress: dict[str, Any] | None = None
+        self._places: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
+        self._undo: list[Callable[[], object]] = []
+        loop = trainer.fit_loop
+        self._replace(trainer._checkpoint_connector, "restore_training_state", self._restore)
+        self._replace(trainer._signal_connector, "register_signal_handlers", lambda _: None)
+        self._replace(loop, "_load_combined_loader_states", self._watch_loaders)
+        self._replace(loop, "run", self._run_fit)
+        self._replace(loop, "on_run_start", self._begin_fit)
+        self._replace(loop, "on_run_end", self._end_fit)
+        self._replace(loop.epoch_loop, "reset", self._reset_epoch)
+        self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
+        self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
+
+    def end(self, error: BaseException | None) -> None:
+        """**Blocks.** Leaves the run, unless training has left it already, and puts Lightning's methods back.
+
+        Raises:
+            HoldfastError: If the last save has failed.
+        """
+        self.forget()
+        run, self.run = self.run, None
+        if run is not None:
+            run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    def forget(self) -> None:
+        """Puts Lightning's methods back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Has `call` called in the place of a method, with that method before all other arguments."""
+        original = getattr(owner, name)
+        setattr(owner, name, MethodType(lambda _, *args, **options: call(original, *args, **options), owner))
+
+        def undo() -> None:
+            with suppress(AttributeError):
+                delattr(owner, name)
+
+        self._undo.append(undo)
+
+    # The restore, when model, optimizers and schedulers are there, and no data is.
+
+    def _restore(self, original: Callable[[], None]) -> None:
+        original()  # With `ckpt_path`, a new run begins from there.
+        trainer = self._trainer
+        objects: dict[str, Any] = {"model": trainer.lightning_module}
+        objects |= _name_all("optimizer", trainer.optimizers)
+        objects |= _name_all("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+        objects |= {"trainer": self._trained, "worker": self._own, "rng": RNG()}
+        run = resumable(self._directory, Checkpoint(**objects), **self._options)
+        run.__enter__()
+        self.run = run
+        if self._trained.loaded is None:
+            return
+        state, self._trained.loaded = self._trained.loaded, None
+        load_trainer(trainer, state)
+        load_progress(trainer, state["progress"])
+        self._is_in_epoch = state["is_in_epoch"]
+        self._progress, self._random = state["progress"], RNG().state_dict()
+        _ = run.step  # The loops of the trainer begin there.
+        self._places, self._own.loaded = self._own.loaded, None
+
+    # The data, as soon as there are loaders.
+
+    def _watch_loaders(self, original: Callable[[], None]) -> None:
+        original()
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        combined = loop._combined_loader
+        watched = [watch_loader(loader, trainer.global_rank) for loader in combined.flattened]
+        for loader, source in watched:
+            if source is None and (lack := find_lack(loader)):
+                self._warn(
+                    f"the place in the data cannot be kept: {lack}. After a restart within an epoch, its data "
+                    "begins anew: use a map-style dataset, or torchdata's StatefulDataLoader"
+                )
+        combined.flattened = [loader for loader, _ in watched]
+        self._sources = [source for _, source in watched]
+        if self._places is None:
+            return
+        for (loader, source), state in zip(watched, self._places["loaders"], strict=False):
+            if state is not None and source is not None:
+                _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+                source.load(state, is_in_epoch=self._is_in_epoch)
+            elif state is not None and has_state(loader):
+                loader.load_state_dict(state)
+
+    # The beginning: Lightning's own restart is played, so that no hook is called twice, and corrected afterwards.
+
+    def _run_fit(self, original: Callable[[], None]) -> None:
+        loop = self._trainer.fit_loop
+        loop.setup_data()
+        if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise UsageError(
+                "Resumable does not support training_step(self, dataloader_iter)",
+                hint="Take the batch as the argument: training_step(self, batch, batch_idx).",
+            )
+        if self._progress is None or not self._is_in_epoch or not loop.done:
+            original()
+            return
+        # The last step is complete, and what comes after it is not: Lightning would take the fit for done.
+        loop.reset()
+        loop.on_run_start()
+        try:
+            loop.on_advance_start()
+            loop.advance()
+            loop.on_advance_end()
+        finally:
+            loop.on_iteration_done()
+        loop.on_run_end()
+
+    def _begin_fit(self, original: Callable[[], None]) -> None:
+        loop = self._trainer.fit_loop
+        is_restored_between = self._progress is not None and not self._is_in_epoch
+        original()
+        if self._places is not None and self._progress is not None:
+            reloaded_at = self._places["reloaded_at"]
+            loop._last_train_dl_reload_epoch = float("-inf") if reloaded_at is None else reloaded_at
+        if is_restored_between:
+            self._settle()
+
+    def _reset_epoch(self, original: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            # Of a loader that is not resumable: it is, here.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            original()
+
+    def _begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        counts = [source and source.begun for source in self._sources]
+        original(fetcher)
+        for source, count in zip(self._sources, counts, strict=True):
+            if source is not None and source.begun != count:
+                source.begin_epoch()
+        if self._progress is not None:
+            if self._places is not None and self._places["ahead"]:
+                fetcher.batches = [*self._places["ahead"], *fetcher.batches]
+            self._settle()
+        self._is_in_epoch = True
+
+    def _settle(self) -> None:
+        """Applies what hooks, loaders and Lightning's own restart may have disturbed, last of all the generators."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        assert self._progress is not None
+        load_progress(trainer, self._progress)
+        end_restart(loop)
+        own = self._places
+        if own is not None:
+            for source, state in zip(self._sources, own["loaders"], strict=False):
+                if source is not None and state is not None and not self._is_in_epoch:
+                    source.load_generators(state)
+            load_logged(trainer, own["logged"])
+            load_metrics(trainer.lightning_module, own["metrics"])
+            load_gradients(trainer.lightning_module, own["gradients"])
+        if self._random is not None:
+            RNG().load_state_dict(self._random)
+        self._progress = self._places = self._random = None
+
+    # The end of a step, and of the fit.
+
+    def _end_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        original(fetcher)
+        trainer, run = self._trainer, self.run
+        if run is None:
+            return
+        if trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if self.has_validated:
+            self.has_validated = False
+            run.report(**{name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1})
+        run.finish_step()
+
+    def _end_fit(self, original: Callable[[], None]) -> None:
+        original()
+        self._is_in_epoch = False
+        run, self.run = self.run, None
+        if run is not None:
+            run.__exit__(None, None, None)
+
+    # What is kept beside model, optimizers, schedulers and generators.
+
+    def _read_shared(self) -> dict[str, Any]:
+        return read_trainer(self._trainer, is_in_epoch=self._is_in_epoch)
+
+    def _read_own(self) -> dict[str, Any]:
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        module = trainer.lightning_module
+        combined, fetcher = loop._combined_loader, loop._data_fetcher
+        trained = loop.epoch_loop.batch_progress.current.ready
+        loaders = [] if combined is None else combined.flattened
+        places = [
+            loader.state_dict() if source is None and has_state(loader) else source and source.state(trained)
+            for loader, source in zip(loaders, self._sources, strict=False)
+        ]
+        ahead = getattr(fetcher, "batches", ()) if self._is_in_epoch and None not in places else ()
+        reloaded_at = loop._last_train_dl_reload_epoch
+        return {
+            "loaders": places,
+            "ahead": list(ahead) if any(map(has_state, loaders)) else [],
+            "reloaded_at": None if reloaded_at == float("-inf") else reloaded_at,
+            "logged": read_logged(trainer),
+            "metrics": read_metrics(module),
+            "gradients": {} if module.automatic_optimization else read_gradients(module),
+        }
+
+    def _warn(self, text: str) -> None:
+        if self.run is not None:
+            self.run.manager.emit(Warned(text=text))
+
+
+def _name_all(name: str, objects: list[Any]) -> dict[str, Any]:
+    """By name: the first one is called so, the others have a number as well."""
+    return {f"{name}_{number}" if number else name: obj for number, obj in enumerate(objects)}

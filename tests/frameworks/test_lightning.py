@@ -1,0 +1,195 @@
+"""A fit of Lightning's Trainer goes on where it was killed, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast as hf
+from holdfast.errors import MismatchError, StorageError, UsageError
+
+PROGRAM = Path(__file__).parent / "programs" / "lightning_fit.py"
+SEED = int(os.environ.get("HOLDFAST_SEED", random.randrange(10_000)))
+
+
+class Fit:
+    """A process that fits; `lines` are what it has printed."""
+
+    def __init__(
+        self, directory: Path, variant: str, *, ended_by: signal.Signals | None = None, after: int = 0
+    ) -> None:
+        self.lines: list[str] = []
+        command = [sys.executable, str(PROGRAM), str(directory), variant]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self.lines.append(line.strip())
+                if len(self.lines) == after and ended_by is not None:
+                    process.send_signal(ended_by)
+        self.code = process.returncode
+
+    def by_name(self) -> dict[str, str]:
+        return dict(line.rsplit(" ", 1) for line in self.lines)
+
+
+@pytest.mark.parametrize(
+    "variant", ["plain", "accumulation", "plateau", "manual", "several", "workers", "reload", "own"]
+)
+def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
+    draw = random.Random(f"{SEED} {variant}")
+    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
+    untouched = Fit(tmp_path / "untouched", variant)
+    assert untouched.code == 0
+    killed = Fit(tmp_path / "other", variant, ended_by=signal.SIGKILL, after=draw.randint(4, 20))
+    stopped = Fit(tmp_path / "other", variant, ended_by=signal.SIGTERM, after=draw.randint(2, 12))
+    resumed = Fit(tmp_path / "other", variant)
+    assert [killed.code, stopped.code, resumed.code] == [-signal.SIGKILL, 42, 0]
+    expected = untouched.by_name()
+    for fit in (killed, stopped, resumed):
+        assert fit.by_name().items() <= expected.items()
+    assert len(stopped.lines) + len(resumed.lines) < len(expected) + 2
+    assert resumed.lines[-1] == untouched.lines[-1]
+
+
+@pytest.mark.slow
+def test_callbacks_and_averages_survive_five_kills_and_two_notices(tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
+    expected = Fit(tmp_path / "untouched", "callbacks").by_name()
+    for ended_by in draw.sample([signal.SIGKILL] * 5 + [signal.SIGTERM] * 2, 7):
+        fit = Fit(tmp_path / "other", "callbacks", ended_by=ended_by, after=draw.randint(2, 9))
+        assert fit.code == (42 if ended_by == signal.SIGTERM else -signal.SIGKILL)
+        assert fit.by_name().items() <= expected.items()
+    last = Fit(tmp_path / "other", "callbacks")
+    assert last.code == 0
+    assert last.by_name().items() <= expected.items()
+
+
+class Line(LightningModule):
+    """The smallest model there is."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_trainer(*callbacks: Any, epochs: int = 1, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {"enable_checkpointing": False, **options}
+    return Trainer(callbacks=list(callbacks), max_epochs=epochs, **quiet, **options)
+
+
+def make_loader() -> Any:
+    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, shuffle=True)
+
+
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+    resumable = hf.lightning.Resumable(tmp_path / "run")
+    model = Line()
+    trainer = make_trainer(resumable)
+    trainer.fit(model, make_loader())
+    assert trainer.global_step == 4
+    assert resumable.run is None
+    again = make_trainer(hf.lightning.Resumable(tmp_path / "run"), epochs=3)
+    other = Line()
+    again.fit(other, make_loader())
+    assert (again.global_step, again.current_epoch) == (12, 3)
+    assert not torch.equal(other.layer.weight, model.layer.weight)
+
+
+def test_a_fit_that_is_done_trains_nothing_when_it_is_started_again(tmp_path: Path) -> None:
+    first, second = Line(), Line()
+    make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(first, make_loader())
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path / "run"))
+    trainer.fit(second, make_loader())
+    assert trainer.global_step == 4
+    assert torch.equal(first.layer.weight, second.layer.weight)
+
+
+def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
+    make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(), make_loader())
+    with pytest.raises(MismatchError, match=r"layer\.weight"):
+        make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(width=2), make_loader())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"save_every": 500}, "save_every"),
+        ({"save_evry": hf.Steps(5)}, "no option 'save_evry'"),
+        ({"keep": 3}, "keep"),
+        ({"preemption": "never"}, "preemption"),
+    ],
+)
+def test_wrong_arguments_are_errors_when_the_callback_is_made(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        hf.lightning.Resumable(tmp_path, **options)
+
+
+def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path / "a"), hf.lightning.Resumable(tmp_path / "b"))
+    with pytest.raises(UsageError, match="one Resumable"):
+        trainer.fit(Line(), make_loader())
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path / "file" / "run"))
+    with pytest.raises(StorageError):
+        trainer.fit(Line(), make_loader())
+    assert trainer.global_step == 0
+
+
+def test_lightning_has_its_own_methods_back_after_a_fit(tmp_path: Path) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path / "run"))
+    trainer.fit(Line(), make_loader())
+    loop = trainer.fit_loop
+    for owner in (loop, loop.epoch_loop, trainer._checkpoint_connector, trainer._signal_connector):
+        assert not [name for name, value in vars(owner).items() if callable(value) and hasattr(type(owner), name)]
+
+
+def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> None:
+    chosen = ModelCheckpoint(tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [hf.lightning.HoldfastCheckpointIO()]}
+    trainer = make_trainer(chosen, epochs=3, **options)
+    trainer.fit(Line(), make_loader())
+    assert len([path for path in tmp_path.iterdir() if path.name != "last.ckpt"]) == 2
+    loaded = hf.lightning.HoldfastCheckpointIO().load_checkpoint(chosen.best_model_path)
+    assert loaded["global_step"] == 12
+    again = make_trainer(ModelCheckpoint(tmp_path, save_last=True), epochs=4, **options)
+    again.fit(Line(), make_loader(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert again.global_step == 16
+
+
+def test_the_plug_in_leaves_out_hyperparameters_that_are_no_values(tmp_path: Path) -> None:
+    plug_in = hf.lightning.HoldfastCheckpointIO()
+    with pytest.warns(UserWarning, match="hyperparameter 'activation'"):
+        plug_in.save_checkpoint(
+            {"hyper_parameters": {"width": 3, "activation": torch.nn.ReLU().forward}}, tmp_path / "a"
+        )
+    assert plug_in.load_checkpoint(tmp_path / "a") == {"hyper_parameters": {"width": 3}}
+    plug_in.teardown()
