@@ -40,6 +40,7 @@ _GROUPS: Final = {
         "register_type",
         "register_codec",
     ],
+    "Frameworks": ["transformers.Resumable", "accelerate.resumable"],
     "Leaving in time": ["PreemptionCheckpointHandler", "TerminationConfig"],
     "Process groups": ["init_process_group"],
     "Files of other programs": ["export_checkpoint", "import_checkpoint"],
@@ -84,6 +85,7 @@ _SESSION: Final = {
     *("share", "try_replace"),
 }
 _INTERNAL: Final = {
+    "Resumable": {"on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"},
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
@@ -101,7 +103,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 def make_page() -> str:
     """The page, as Markdown."""
     named = {name for names in _GROUPS.values() for name in names}
-    modules = {"errors", "events", "jobs", "preemption", "__version__"}
+    modules = {"errors", "events", "jobs", "preemption", "__version__", *hf._DOORS}
     wanted = {*hf.__all__, *(f"jobs.{name}" for name in hf.jobs.__all__ if name not in hf.__all__)}
     missing = wanted - named - modules
     assert not missing, f"in no group of the page: {missing}"
@@ -242,7 +244,7 @@ def _find(name: str) -> tuple[ast.ClassDef | _Function, str]:
     """A definition, and the module that it is in."""
     module, _, part = name.rpartition(".")
     if module:
-        return _find_in(f"holdfast.{module}", part)
+        return _find_in(hf._DOORS.get(module, f"holdfast.{module}"), part)
     home = hf._HOMES.get(name) or ("holdfast.checkpoint" if name == "Checkpoint" else "holdfast.policies")
     return _find_in(home, name)
 

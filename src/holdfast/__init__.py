@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
+    from holdfast.integrations import accelerate, transformers
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -67,6 +68,7 @@ __all__ = [
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
+    "accelerate",
     "epoch_limiter",
     "errors",
     "events",
@@ -78,6 +80,7 @@ __all__ = [
     "register_codec",
     "register_type",
     "resumable",
+    "transformers",
 ]
 
 
@@ -113,6 +116,12 @@ _HOMES: Final = {
 """What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
 engine behind saves and restores, what needs a framework, and what few programs use."""
 
+_DOORS: Final = {
+    "accelerate": "holdfast.integrations.accelerate",
+    "transformers": "holdfast.integrations.transformers",
+}
+"""By name, the module for one framework. Importing it does not import the framework."""
+
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that brings it."""
 
@@ -120,6 +129,8 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 def __getattr__(name: str) -> Any:
     if name == "jobs":
         return import_module("holdfast.jobs")
+    if name in _DOORS:
+        return import_module(_DOORS[name])
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name]), name)
