@@ -111,11 +111,11 @@ def follow(loader: Any) -> DataPlace:
         )
     if inner is loader:
         return DataPlace(loader)
-    lookahead = 1
     # What accelerate prepares says that it is of torch's class.
     if issubclass(type(loader), DataLoaderDispatcher):
         lookahead = 1 if loader.split_batches else loader.state.num_processes
-    return DataPlace(inner, loader, lookahead)
+        return DataPlace(inner, loader, lookahead, may_be_empty=False)
+    return DataPlace(inner, loader, 1)
 
 
 def unwrap(obj: Any) -> Any:

@@ -42,13 +42,16 @@ class DataPlace:
         on_resume: Called when it does.
     """
 
-    def __init__(self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, may_be_empty: bool = True
+    ) -> None:
         """Follows a loader from now on; the loader is changed where it is.
 
         Args:
             loader: A loader of torch.
             owner: What iterates it and hands its batches on, if anything does; its `iteration` counts the epochs.
             lookahead: How many batches the owner takes from the loader before it hands on the one before.
+            may_be_empty: Whether the owner can go through an epoch of which nothing is left.
 
         Raises:
             UsageError: If the loader has a way of its own to be iterated.
@@ -61,6 +64,7 @@ class DataPlace:
                 hint="Use torch's DataLoader, or a subclass that leaves __iter__ alone.",
             )
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
+        self._may_be_empty = may_be_empty
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
         self._inner: DataLoader[Any] | None = None
@@ -76,7 +80,12 @@ class DataPlace:
 
     @property
     def caveat(self) -> str:
-        """What a restart will have to do all the same; empty if it loads nothing again."""
+        """What a restart will have to do all the same, or cannot; empty if there is no such thing."""
+        if self._lookahead > 1 and not self._loader.drop_last and len(self._loader) % self._lookahead:
+            return (
+                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
+                "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
+            )
         if not self._is_stream or self._keeps_stream:
             return ""
         return (
@@ -109,6 +118,7 @@ class DataPlace:
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
         state = {"iteration": iteration, "parts": self._read_parts()}
+        has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
         stream = None
@@ -116,15 +126,18 @@ class DataPlace:
             dataset: Any = self._loader.dataset
             # What the owner holds is loaded again.
             stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
-        return {**state, "begin": self._begin, "taken": self._taken, "ended": self._has_ended, "stream": stream}
+        return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes note of the place for the next epoch that begins."""
+        self._write_parts(state["parts"])
         self._restored, self._begin = state, None
         self.resumes = state["begin"] is not None
-        self._write_parts(state["parts"])
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
+        if state["ended"] and not self._may_be_empty:
+            self._owner.iteration += 1
+            self._restored, self.resumes = None, False
 
     def resume_at(self, taken: int) -> None:
         """Has the next epoch go on in the one that was restored, after so many batches."""
