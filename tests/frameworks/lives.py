@@ -22,12 +22,18 @@ class Life:
 
     Attributes:
         lines: What it has told.
+        last: The last line that it has written, whatever it is.
     """
 
     def __init__(
-        self, program: str, *options: str | Path, preload: tuple[str, ...], variables: Mapping[str, str] | None = None
+        self,
+        program: str | Path,
+        *options: str | Path,
+        preload: tuple[str, ...],
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.lines: list[str] = []
+        self.last = ""
         # A file, so that nothing waits for it to be read.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it goes with this object
         self.process = preloaded.Popen(
@@ -39,12 +45,13 @@ class Life:
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
         )
 
-    def wait_steps(self, count: int) -> None:
+    def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
         """Reads until so many steps are told, or the program ends."""
         found = 0
+        assert self.process.stdout is not None
         while found < count and (line := self.process.stdout.readline()):
             self._take(line)
-            found += line.startswith('{"step"')
+            found += line.startswith(beginning)
 
     def send(self, number: int) -> None:
         """Sends a signal."""
@@ -52,12 +59,14 @@ class Life:
 
     def end(self) -> int:
         """Reads what is left, and gives the exit code."""
+        assert self.process.stdout is not None
         with self.process.stdout as told:
             for line in told:
                 self._take(line)
         return int(self.process.wait(timeout=120))
 
     def _take(self, line: str) -> None:
+        self.last = line
         # The framework prints as well, and a process that was killed may have been in the middle of a line.
         if line.startswith('{"') and line.endswith("}\n"):
             self.lines.append(line)
@@ -73,7 +82,7 @@ class Life:
         return next(line for line in self.lines if line.startswith('{"step"'))
 
 
-def live(program: str, *options: str | Path, preload: tuple[str, ...]) -> Life:
+def live(program: str | Path, *options: str | Path, preload: tuple[str, ...]) -> Life:
     """A whole life, which ends well."""
     life = Life(program, *options, preload=preload)
     assert life.end() == 0, life.errors

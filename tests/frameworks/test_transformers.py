@@ -22,8 +22,8 @@ def train(*options: str | Path) -> Life:
     return live(PROGRAM, *options, preload=PRELOAD)
 
 
-def begin(*options: str | Path) -> Life:
-    return Life(PROGRAM, *options, preload=PRELOAD)
+def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
+    return Life(program, *options, preload=PRELOAD)
 
 
 @pytest.mark.parametrize("options", [(), ("--workers=2", "--accumulate=2", "--evaluate=steps")], ids=["plain", "rich"])
@@ -52,8 +52,8 @@ def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
         assert lives[-1].end() == 42, lives[-1].errors
     lives.append(train(tmp_path / "asked"))
     check_same(lives, untouched)
-    steps = [line for life in lives for line in life.lines if line.startswith('{"step"')]
-    assert len(steps) == len(set(steps)) == 42
+    steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
+    assert len(steps_told) == len(set(steps_told)) == 42
 
 
 def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path) -> None:
@@ -82,6 +82,19 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
     again = train(tmp_path, *options)
     assert not [line for line in again.lines if line.startswith('{"step"')]
     assert again.lines[-1] == first.lines[-1]
+
+
+def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
+    killed = begin(tmp_path / "killed", program=example)
+    killed.wait_steps(2, "{'loss'")
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = live(example, tmp_path / "killed", preload=PRELOAD)
+    assert "resumed" in after.errors
+    assert after.last == untouched.last
+    assert after.last.startswith("step 630: loss ")
 
 
 def test_a_second_call_of_train_is_left_alone_with_a_warning(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def digest(*parts: object) -> str:
     return content.hexdigest()[:16]
 
 
+def _numpy_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
+
+
 def tell(**record: object) -> None:
     """Writes one line at once."""
     sys.stdout.write(json.dumps(record) + "\n")
@@ -136,7 +141,7 @@ def main() -> None:
                         seen=indices.tolist(),
                         rate=scheduler.get_last_lr(),
                         state=digest(*layers.parameters(), *momenta),
-                        generators=digest(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+                        generators=digest(random.getstate(), _numpy_state(), torch.get_rng_state()),
                     )
             tell(epoch=epoch, worker=rank, drawn=torch.rand(1).item())
     tell(ended=run.step, worker=rank)

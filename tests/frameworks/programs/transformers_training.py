@@ -62,7 +62,7 @@ def digest(*parts: object) -> str:
     return content.hexdigest()[:16]
 
 
-class Teller(TrainerCallback):
+class Teller(TrainerCallback):  # type: ignore[misc]
     """Writes a line for each step and for each log."""
 
     def __init__(self, stopping: EarlyStoppingCallback) -> None:
@@ -80,7 +80,7 @@ class Teller(TrainerCallback):
             parameters=digest(*model.state_dict().values()),
             optimizer=digest(*momenta, *(group["lr"] for group in optimizer.param_groups)),
             scheduler=digest(scheduler.last_epoch, scheduler.get_last_lr()),
-            generators=digest(random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+            generators=digest(random.getstate(), _numpy_state(), torch.get_rng_state()),
             patience=self.stopping.early_stopping_patience_counter,
             best=state.best_metric,
             logged=len(state.log_history),
@@ -90,6 +90,11 @@ class Teller(TrainerCallback):
         """Tells of what was logged, without times."""
         kept = {name: value for name, value in logs.items() if "runtime" not in name and "per_second" not in name}
         tell(log=state.global_step, worker=args.process_index, **kept)
+
+
+def _numpy_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
 
 
 def tell(**record: object) -> None:

@@ -81,7 +81,7 @@ class DataPlace:
     @property
     def caveat(self) -> str:
         """What a restart will have to do all the same, or cannot; empty if there is no such thing."""
-        if self._lookahead > 1 and not self._loader.drop_last and len(self._loader) % self._lookahead:
+        if not self._may_be_empty and self._fills_last_batch():
             return (
                 "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
                 "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
@@ -93,6 +93,14 @@ class DataPlace:
             "middle of an epoch loads what was trained once more, and passes over it. A dataset with indices, or one "
             "with state_dict and load_state_dict and num_workers=0, does without"
         )
+
+    def _fills_last_batch(self) -> bool:
+        batches: Any = self._loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if self._is_stream or size is None or getattr(batches, "drop_last", False):
+            return False
+        dataset: Any = self._loader.dataset
+        return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
     def has_ended(self) -> bool:
