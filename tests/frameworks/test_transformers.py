@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from pathlib import Path
@@ -119,3 +120,24 @@ def test_wrong_options_are_refused_where_they_are_given(tmp_path: Path) -> None:
         hf.transformers.Resumable(tmp_path, save_every=500)  # type: ignore[arg-type]
     with pytest.raises(hf.errors.UsageError, match="did you mean"):
         hf.transformers.Resumable(tmp_path, save_evry=hf.Steps(5))
+
+
+@pytest.mark.parametrize(("kind", "file"), [("model", "model"), ("adapter", "adapter_model")])
+def test_a_model_is_exported_as_save_pretrained_writes_it(tmp_path: Path, kind: str, file: str) -> None:
+    from safetensors.torch import load_file
+
+    live("transformers_language.py", tmp_path, kind, preload=(*PRELOAD, "peft"))
+    hf.export_checkpoint(tmp_path / "run", tmp_path / "exported", to="transformers")
+    exported, written = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("exported", "written"))
+    assert exported.keys() == written.keys()
+    assert all(exported[name].equal(array) for name, array in written.items())
+    for config in (tmp_path / "written").glob("*config.json"):
+        own = json.loads((tmp_path / "exported" / config.name).read_text())
+        assert own.keys() == json.loads(config.read_text()).keys()
+
+
+def test_a_frozen_base_is_written_once_with_incremental(tmp_path: Path) -> None:
+    live("transformers_language.py", tmp_path, "adapter", preload=(*PRELOAD, "peft"))
+    sizes = [each.stat().st_size for each in sorted((tmp_path / "run").glob("step-*/data-*"))]
+    assert len(sizes) == 3
+    assert max(sizes[1:]) < sizes[0] / 2

@@ -161,6 +161,11 @@ def describe_model(model: Any) -> dict[str, str]:
         write = getattr(config, "to_json_string", None)
         if callable(write):
             files[file] = write()
+    if "config.json" in files:
+        # `save_pretrained` adds these two.
+        added = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+        settings = {**json.loads(files["config.json"]), **added}
+        files["config.json"] = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     return files
 
 
