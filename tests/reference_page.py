@@ -67,7 +67,12 @@ _GROUPS: Final = {
         "jobs.UploadTo",
         "jobs.JobResult",
     ],
-    "Frameworks": ["lightning.Resumable", "lightning.HoldfastCheckpointIO"],
+    "Frameworks": [
+        "lightning.Resumable",
+        "lightning.HoldfastCheckpointIO",
+        "transformers.Resumable",
+        "accelerate.resumable",
+    ],
     "A storage of your own": [
         "storage.open_storage",
         "storage.Storage",
@@ -85,8 +90,11 @@ _SESSION: Final = {
     *("share", "try_replace"),
 }
 _INTERNAL: Final = {
+    "Resumable": {
+        *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"),
+        *("setup", "teardown", "on_exception", "on_validation_end"),
+    },
     "SaveHandle": {"has_place", "must_be_replaced"},
-    "Resumable": {"setup", "teardown", "on_exception", "on_validation_end"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},
@@ -103,7 +111,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 def make_page() -> str:
     """The page, as Markdown."""
     named = {name for names in _GROUPS.values() for name in names}
-    modules = {"errors", "events", "jobs", "lightning", "preemption", "__version__"}
+    modules = {"errors", "events", "preemption", "__version__", *hf._MODULES}
     wanted = {*hf.__all__, *(f"jobs.{name}" for name in hf.jobs.__all__ if name not in hf.__all__)}
     missing = wanted - named - modules
     assert not missing, f"in no group of the page: {missing}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
-    from holdfast.integrations import lightning
+    from holdfast.integrations import accelerate, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -68,6 +68,7 @@ __all__ = [
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
     "__version__",
+    "accelerate",
     "epoch_limiter",
     "errors",
     "events",
@@ -80,6 +81,7 @@ __all__ = [
     "register_codec",
     "register_type",
     "resumable",
+    "transformers",
 ]
 
 
@@ -119,7 +121,12 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that brings it."""
 
 
-_MODULES: Final = {"jobs": "holdfast.jobs", "lightning": "holdfast.integrations.lightning"}
+_MODULES: Final = {
+    "accelerate": "holdfast.integrations.accelerate",
+    "jobs": "holdfast.jobs",
+    "lightning": "holdfast.integrations.lightning",
+    "transformers": "holdfast.integrations.transformers",
+}
 """Modules that are imported when they are asked for; those of frameworks are doors (`holdfast.extras`)."""
 
 

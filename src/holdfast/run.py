@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
@@ -158,6 +158,7 @@ class Run:
     Attributes:
         manager: The manager that saves and restores.
         checkpoint: The objects by name. What cannot be changed where it is, as arrays of JAX, is put here anew.
+        completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Run:
         self._restored: Restoration | None = None
         self._strict, self._keep_current = strict, keep_current
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
+        self.completes_step: Callable[[], bool] = lambda: True
         self._loops = itertools.count(1)
         # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
         self._newest_loop = -1
@@ -241,7 +243,20 @@ class Run:
                 "finish_step would count a step of run.steps once more",
                 hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
             )
-        self._loop.count_own_step()
+        if self.completes_step():
+            self._loop.count_own_step()
+
+    def begin_at(self, step: int) -> None:
+        """Counts on from a step that another program's checkpoint has brought; before the first step of a new run.
+
+        Raises:
+            UsageError: If the run has steps of its own.
+        """
+        self._check_entered()
+        if self._restored is not None or self._loop.count_with_open_step():
+            raise UsageError(f"the run is at step {self._count.done}, and cannot begin at another")
+        self._count.done = check_whole("step", step)
+        self._guard.pause(self._count.done)
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Notes figures; the next save keeps those that were reported since the save before.

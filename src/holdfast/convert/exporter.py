@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
+from msgspec import structs
 
 from holdfast.catalog import Catalog, is_committed, read_catalog
 from holdfast.convert.dcp import write_dcp
 from holdfast.convert.leaf_stream import LeafReader
 from holdfast.convert.leaf_tree import KeyPath, LeftOut, ObjectState, join_objects, list_arrays, list_values, make_tree
-from holdfast.convert.safetensors import write_safetensors
+from holdfast.convert.safetensors import ADAPTER_CONFIG, DESCRIPTIONS, write_safetensors
 from holdfast.convert.torch_file import TORCH_DTYPES, write_torch
 from holdfast.errors import DamageError, FormatError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
@@ -27,7 +28,7 @@ from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.tracebacks import short_traceback
 
-FORMATS: Final = ("safetensors", "torch", "dcp")
+FORMATS: Final = ("safetensors", "transformers", "torch", "dcp")
 FILE_BYTES: Final = 5_000_000_000
 """How large a file of several gets: what Hugging Face's hub likes."""
 
@@ -89,7 +90,7 @@ def export_checkpoint(
     run: str | os.PathLike[str] | Storage,
     out: str | os.PathLike[str],
     *,
-    to: Literal["safetensors", "torch", "dcp"],
+    to: Literal["safetensors", "transformers", "torch", "dcp"],
     step: int | None = None,
     only: str | Iterable[str] | None = None,
     keep_prefix: bool = False,
@@ -107,7 +108,8 @@ def export_checkpoint(
         run: The run's directory, a URL, or an open storage.
         out: Where to write. For safetensors a directory, which gets `model.safetensors` or several files and an index,
             or one file, if its name ends in `.safetensors`; for torch a file; for dcp a directory.
-        to: The format: `safetensors`; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
+        to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Trainer of
+            Hugging Face has trained; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
             `torch.distributed.checkpoint`.
         step: The step; None for the newest of the living line.
         only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); None for everything.
@@ -202,9 +204,13 @@ def export_step(
     _check(options)
     opened = open_step(storage, directory, expected)
     step = opened.manifest.step
-    selection = make_selection(options.only)
     joined = join_objects([index.objects for index in opened.indexes])
     objects = {name: node for name, node in joined.items() if not is_own(name)}
+    descriptions: dict[str, str] | None = None
+    if options.to == "transformers":
+        descriptions = find_descriptions(objects, step)
+        options = structs.replace(options, only=options.only or "model")
+    selection = make_selection(options.only)
     tree, left = make_tree(objects, selection)
     _check_found(selection, list(objects), step)
     inner = None
@@ -217,9 +223,11 @@ def export_step(
             raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=step, tensor=leaf)
         _check_types(reader, leaves, options.to)
         names: dict[str, str] = {}
-        if options.to == "safetensors":
+        if options.to in ("safetensors", "transformers"):
             names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=options.repeat_shared)
             left += notes
+            if descriptions is not None and ADAPTER_CONFIG in descriptions:
+                names = name_adapters(names)
             if not names:
                 raise UsageError(
                     f"there is no array in what is asked for of step {step}",
@@ -227,10 +235,14 @@ def export_step(
                 )
         if options.watcher is not None:
             options.watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
-        if options.to == "safetensors":
+        if options.to in ("safetensors", "transformers"):
             metadata = {"format": "pt", "holdfast.step": str(step)}
             files = write_safetensors(
-                *(reader, names, out), file_bytes=options.file_bytes, metadata=metadata, overwrite=options.overwrite
+                *(reader, names, out),
+                file_bytes=options.file_bytes,
+                metadata=metadata,
+                overwrite=options.overwrite,
+                beside=descriptions,
             )
         elif options.to == "torch":
             files = write_torch(reader, tree if inner is None else inner, out, overwrite=options.overwrite, left=left)
@@ -252,6 +264,30 @@ def export_step(
         left_out=tuple(left),
         seconds=time.monotonic() - begun_at,
     )
+
+
+def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
+    """**Pure.** The text of the files that say what model the Trainer of Hugging Face has trained, by name.
+
+    Raises:
+        UsageError: If the checkpoint has none.
+    """
+    tree, _ = make_tree({name: node for name, node in objects.items() if name == "trainer"}, None)
+    state = getattr(tree.get("trainer"), "state", None)
+    files = state.get("files") if isinstance(state, dict) else None
+    known = {name: text for name, text in (files or {}).items() if name in DESCRIPTIONS and isinstance(text, str)}
+    if not known:
+        raise UsageError(
+            f"step {step} does not say what model of transformers it holds",
+            hint="hf.transformers.Resumable keeps that. Export it --to safetensors, and add the model's config.json.",
+        )
+    return known
+
+
+def name_adapters(names: dict[str, str]) -> dict[str, str]:
+    """**Pure.** The arrays of the default adapter of PEFT, under the names that its files have."""
+    found = {name.replace(".default", ""): leaf for name, leaf in names.items() if ".default" in name}
+    return {name.replace(".modules_to_save", ""): leaf for name, leaf in found.items()}
 
 
 def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
@@ -295,7 +331,7 @@ def _check(options: ExportOptions) -> None:
 
 
 def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
-    held = ITEM_BYTES.keys() - RAW_TYPES if to == "safetensors" else TORCH_DTYPES.keys()
+    held = ITEM_BYTES.keys() - RAW_TYPES if to in ("safetensors", "transformers") else TORCH_DTYPES.keys()
     for leaf in sorted(leaves):
         dtype = reader.leaves[leaf].dtype
         if dtype not in held:

@@ -27,6 +27,12 @@ _SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _MAX_INDEX_BYTES: Final = 256 << 20
 
 
+ADAPTER_NAME: Final = "adapter_model.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+DESCRIPTIONS: Final = ("config.json", "generation_config.json", ADAPTER_CONFIG)
+"""The files that say what a model is, beside its weights."""
+
+
 class PlannedFile(msgspec.Struct, frozen=True):
     """One file that is to be written."""
 
@@ -50,10 +56,12 @@ def write_safetensors(
     file_bytes: int,
     metadata: Mapping[str, str],
     overwrite: bool,
+    beside: Mapping[str, str] | None = None,
 ) -> list[str]:
     """**Blocks.** Writes leaves as safetensors files.
 
-    Writes one file if the name of `out` ends so, or else into a directory, and gives the names of the files.
+    Writes one file if the name of `out` ends so, or else into a directory, and gives the names of the files. `beside`
+    is the text of further files, by name, for a directory as `save_pretrained` makes it.
 
     Raises:
         UsageError: If something is there already, or the arrays cannot stand in such files.
@@ -61,23 +69,31 @@ def write_safetensors(
         StorageError: If a place fails.
     """
     arrays = {name: reader.leaves[leaf] for name, leaf in names.items()}
-    is_file = out.name.endswith(SUFFIX)
-    planned = plan_files(arrays, None if is_file else file_bytes, metadata)
+    texts = beside or {}
+    is_file, is_adapter = out.name.endswith(SUFFIX), ADAPTER_CONFIG in texts
+    planned = plan_files(arrays, None if is_file or is_adapter else file_bytes, metadata)
+    if is_adapter:
+        planned = [PlannedFile(ADAPTER_NAME, planned[0].layout)]
     size_bytes = sum(file.layout.size_bytes for file in planned)
     if is_file:
         with open_output_file(out, size_bytes, overwrite=overwrite) as files:
             _write(reader, names, planned[0], files)
             files.publish_file(planned[0].name, overwrite=overwrite)
         return [out.name]
-    written = [file.name for file in planned]
-    with open_output_directory(out, size_bytes, _is_model_file, overwrite=overwrite) as files:
+    written = [*texts, *(file.name for file in planned)]
+    # A directory with a model's description may get its weights; one that gets both is to have neither.
+    is_ours = _is_described_file if texts else _is_model_file
+    with open_output_directory(out, size_bytes, is_ours, overwrite=overwrite) as files:
+        for name, text in texts.items():
+            with files.create(name) as described:
+                described.write(text.encode())
         for file in planned:
             _write(reader, names, file, files)
         if len(planned) > 1:
             written.append(INDEX_NAME)
             with files.create(INDEX_NAME) as index:
                 index.write(encode_weight_map(planned, arrays))
-        files.publish_files(written[-1], _is_model_file)
+        files.publish_files(written[-1], is_ours)
     return written
 
 
@@ -127,6 +143,11 @@ def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredL
 def _is_model_file(name: str) -> bool:
     """Whether a name is one of those that are written into a directory here."""
     return name in (SINGLE_NAME, INDEX_NAME) or bool(_SHARD.fullmatch(name))
+
+
+def _is_described_file(name: str) -> bool:
+    """The same for a directory that gets a description of the model as well."""
+    return name in (ADAPTER_NAME, *DESCRIPTIONS) or _is_model_file(name)
 
 
 def list_files(directory: Path) -> list[str]:

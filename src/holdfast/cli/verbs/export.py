@@ -24,8 +24,9 @@ from holdfast.errors import DamageError, UsageError
 @click.option(
     "--to",
     required=True,
-    type=click.Choice(["safetensors", "torch", "dcp"]),
-    help="safetensors; torch, a file for torch.load(weights_only=True); dcp, for torch.distributed.checkpoint.",
+    type=click.Choice(["safetensors", "transformers", "torch", "dcp"]),
+    help="safetensors; transformers, a directory for from_pretrained; torch, a file for torch.load(weights_only=True); "
+    "dcp, for torch.distributed.checkpoint.",
 )
 @click.option(
     "--only", metavar="NAME", multiple=True, help="Export this object, leaf or pattern alone; several may be."

@@ -248,22 +248,26 @@ class _SeededDataset(Dataset[Any]):
 
     def _seed(self, *words: int) -> None:
         if self._seed_samples:
-            number = derive(*words)
-            random.seed(number)
-            # A number of 32 bits is what NumPy takes quickly. Another part of it keeps the generators apart.
-            np.random.seed(number >> 32)
-            # Not `torch.manual_seed`, which would seed the devices' generators as well.
-            torch.default_generator.manual_seed(derive(number))
+            seed_generators(derive(*words))
 
     def _putting_back(self) -> AbstractContextManager[None]:
         # A worker's generators are its own.
         if not self._seed_samples or get_worker_info() is not None:
             return nullcontext()
-        return _generators_put_back()
+        return generators_put_back()
+
+
+def seed_generators(number: int) -> None:
+    """Seeds the generators that samples are made with: Python's, NumPy's and torch's (CPU)."""
+    random.seed(number)
+    # A number of 32 bits is what NumPy takes quickly. Another part of it keeps the generators apart.
+    np.random.seed(number >> 32)
+    # Not `torch.manual_seed`, which would seed the devices' generators as well.
+    torch.default_generator.manual_seed(derive(number))
 
 
 @contextmanager
-def _generators_put_back() -> Iterator[None]:
+def generators_put_back() -> Iterator[None]:
     """Puts the generators that samples are seeded in back afterwards: quicker than all that there are, once a batch."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -431,12 +435,13 @@ class SignalProofLoader(DataLoader[Any]):
         if self.num_workers and not is_forked:
             # It unblocks signals when it starts, so it starts before they are blocked.
             resource_tracker.ensure_running()
-        with _blocked():
+        with signals_blocked():
             return super().__iter__()
 
 
 @contextmanager
-def _blocked() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
+    """Blocks the signals that a loader's workers pass over, for processes that begin in this block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)
     try:
         yield

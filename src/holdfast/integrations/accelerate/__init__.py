@@ -1,0 +1,28 @@
+"""Loops that accelerate prepares: `hf.accelerate.resumable`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.extras import Door
+
+if TYPE_CHECKING:
+    from holdfast.integrations.accelerate.loop import resumable
+
+__all__ = ["resumable"]
+
+_DOOR: Final = Door(
+    "accelerate",
+    package="accelerate",
+    oldest="1.10",
+    extra="transformers",
+    homes=dict.fromkeys(__all__, "holdfast.integrations.accelerate.loop"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    return _DOOR.load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,160 @@
+"""A run over what an `Accelerator` has prepared: models, optimizers, schedulers, the scaler, and places in the data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+import holdfast.run
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.events import Warned
+from holdfast.integrations.torch.places import DataPlace
+from holdfast.run import Run
+from holdfast.state import RNG, PerWorker
+from holdfast.storage import Storage
+
+_SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
+
+
+def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
+    """A run, as `hf.resumable` gives it, that keeps all that the accelerator has prepared.
+
+    Call it when everything is prepared, and `run.finish_step()` at the end of each batch: it counts a step when the
+    gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives what is
+    left of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training goes on.
+
+    Example:
+        ```python
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with hf.accelerate.resumable(accelerator, "runs/a", save_every=hf.Steps(500)) as run:
+            for epoch in range(loader.iteration, epochs):
+                for batch in loader:
+                    train_step(batch)
+                    run.finish_step()
+        ```
+
+    Args:
+        accelerator: What has prepared models, optimizers, schedulers and loaders.
+        directory: The run's directory, a URL, or an open storage.
+        **options: Those of `hf.resumable`, and further objects to keep, by name.
+
+    Raises:
+        UnsupportedValueError: If the accelerator divides the job in a way that cannot be kept, as DeepSpeed does.
+        UsageError: If an argument is wrong, or nothing is prepared.
+    """
+    check_strategy(accelerator)
+    kept, places = _list_objects(accelerator), _follow_loaders(accelerator)
+    if not kept:
+        raise UsageError(
+            "the accelerator has prepared nothing yet", hint="Call accelerator.prepare(...) before resumable(...)."
+        )
+    known = holdfast.run.resumable.__kwdefaults__ or {}
+    for name in [name for name in options if name not in known]:
+        if name in kept:
+            raise UsageError(f"{name} is what the accelerator has prepared, and is kept already")
+        kept[name] = options.pop(name)
+    kept["accelerator"] = PerWorker(_Progress(accelerator, places))
+    kept["rng"] = RNG()
+    options.setdefault("on_resize", "refuse")
+    run = holdfast.run.resumable(directory, Checkpoint(**kept), **options)
+    run.completes_step = lambda: bool(accelerator.sync_gradients)
+    for place in places:
+        # The loop goes on where it was by the loader: it need not ask for the step.
+        place.on_resume = lambda: run.step
+    for text in {place.caveat for place in places if place.caveat}:
+        run.manager.emit(Warned(text=text))
+    return run
+
+
+def check_strategy(accelerator: Any) -> None:
+    """Makes sure that the job is divided in a way that can be kept.
+
+    Raises:
+        UnsupportedValueError: If it is not.
+    """
+    kind = accelerator.distributed_type
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) != 2:
+        raise UnsupportedValueError(
+            "FSDP1 has a flat piece of the parameters on each worker, and cannot be saved",
+            path="accelerator",
+            hint="Use fsdp_version=2: its shards say where they belong.",
+        )
+    if kind.name not in _SUPPORTED:
+        raise UnsupportedValueError(
+            f"jobs of accelerate's kind {kind.name} cannot be saved",
+            path="accelerator",
+            hint="Use one process, several with DDP, or FSDP with fsdp_version=2; or that framework's own checkpoints.",
+        )
+
+
+def follow(loader: Any) -> DataPlace:
+    """Follows the place in a loader, which accelerate may have prepared.
+
+    Raises:
+        UsageError: If it is no loader of torch, or iterates in a way of its own.
+    """
+    inner = getattr(loader, "base_dataloader", loader)
+    place: DataPlace | None = getattr(inner, "__dict__", {}).get("_place")
+    if place is not None:
+        return place
+    if not hasattr(inner, "worker_init_fn"):
+        raise UsageError(
+            f"{type(loader).__name__} is no DataLoader of torch, so its place in the data cannot be kept",
+            hint="Give a plain DataLoader(dataset, shuffle=True); it needs nothing of its own to be resumed.",
+        )
+    if inner is loader:
+        return DataPlace(loader)
+    # What accelerate prepares says that it is of torch's class.
+    if issubclass(type(loader), DataLoaderDispatcher):
+        lookahead = 1 if loader.split_batches else loader.state.num_processes
+        return DataPlace(inner, loader, lookahead, may_be_empty=False)
+    return DataPlace(inner, loader, 1)
+
+
+def unwrap(obj: Any) -> Any:
+    """The optimizer or scheduler in accelerate's wrapper; or the object, if it is in none."""
+    if isinstance(obj, AcceleratedOptimizer):
+        return obj.optimizer
+    return obj.scheduler if isinstance(obj, AcceleratedScheduler) else obj
+
+
+def _follow_loaders(accelerator: Any) -> list[DataPlace]:
+    return [follow(loader) for loader in accelerator._dataloaders]
+
+
+def _list_objects(accelerator: Any) -> dict[str, Any]:
+    """What is prepared and registered, by names that the next process gives them as well."""
+    groups = {
+        "model": accelerator._models,
+        "optimizer": [unwrap(each) for each in accelerator._optimizers],
+        "scheduler": [unwrap(each) for each in accelerator._schedulers],
+        "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
+        "registered": accelerator._custom_objects,
+    }
+    return {
+        name if number == 0 else f"{name}_{number}": obj
+        for name, group in groups.items()
+        for number, obj in enumerate(group)
+    }
+
+
+class _Progress:
+    """How far the accelerator has accumulated, and the places in its loaders."""
+
+    def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
+        self._accelerator, self._places = accelerator, places
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step, "places": [place.state_dict() for place in self._places]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        for place, stored in zip(self._places, state["places"], strict=True):
+            place.load_state_dict(stored)

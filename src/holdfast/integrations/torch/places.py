@@ -1,0 +1,387 @@
+"""The place of a training loop in the data of a plain `DataLoader`, which the program does not have to change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from holdfast.errors import UsageError
+from holdfast.format.digests import derive, digest
+from holdfast.integrations.torch.loader import (
+    IgnoreSignals,
+    SignalProofLoader,
+    generators_put_back,
+    seed_generators,
+    signals_blocked,
+)
+
+_COUNTERS: Final = ("epoch", "seed", "initial_seed")
+"""Attributes by which samplers choose the order of an epoch."""
+
+_PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator")
+
+
+class DataPlace:
+    """How many batches training has taken in the current epoch of a loader, and how the order of the epoch came about.
+
+    The order is not stored. It follows from the random generators as they were when the epoch began, and these are: a
+    restart draws the indices of the epoch again and passes over those that were trained, without loading their samples.
+
+    Python's, NumPy's and torch's (CPU) generators are seeded for each batch of a dataset with indices, from what they
+    were when the epoch began. So an augmentation, or a mask that is drawn while a batch is collated, is the same after
+    a restart, whatever workers have loaded ahead, and loading does not disturb the generators of training.
+
+    Attributes:
+        resumes: Whether the next epoch that begins goes on at the place that was restored.
+        on_resume: Called when it does.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, may_be_empty: bool = True
+    ) -> None:
+        """Follows a loader from now on; the loader is changed where it is.
+
+        Args:
+            loader: A loader of torch.
+            owner: What iterates it and hands its batches on, if anything does; its `iteration` counts the epochs.
+            lookahead: How many batches the owner takes from the loader before it hands on the one before.
+            may_be_empty: Whether the owner can go through an epoch of which nothing is left.
+
+        Raises:
+            UsageError: If the loader has a way of its own to be iterated.
+        """
+        cls = type(loader)
+        # The one of torchdata has, and needs none once its place is kept here.
+        if cls.__iter__ is not DataLoader.__iter__ and cls.__name__ != "StatefulDataLoader":
+            raise UsageError(
+                f"{cls.__name__} iterates in a way of its own, so its place in the data cannot be kept",
+                hint="Use torch's DataLoader, or a subclass that leaves __iter__ alone.",
+            )
+        self._loader, self._owner, self._lookahead = loader, owner, lookahead
+        self._may_be_empty = may_be_empty
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
+        self._inner: DataLoader[Any] | None = None
+        self._begin: dict[str, Any] | None = None
+        self._stream_states: list[Any] = []
+        self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
+        self._restored: Mapping[str, Any] | None = None
+        self.resumes = False
+        self.on_resume: Callable[[], object] = lambda: None
+        loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
+        vars(loader)["_place"] = self
+        loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, DataLoader), {})
+
+    @property
+    def caveat(self) -> str:
+        """What a restart will have to do all the same, or cannot; empty if there is no such thing."""
+        if not self._may_be_empty and self._fills_last_batch():
+            return (
+                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
+                "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
+            )
+        if not self._is_stream or self._keeps_stream:
+            return ""
+        return (
+            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no place: a restart in the "
+            "middle of an epoch loads what was trained once more, and passes over it. A dataset with indices, or one "
+            "with state_dict and load_state_dict and num_workers=0, does without"
+        )
+
+    def _fills_last_batch(self) -> bool:
+        batches: Any = self._loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if self._is_stream or size is None or getattr(batches, "drop_last", False):
+            return False
+        dataset: Any = self._loader.dataset
+        return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loader has nothing left in this epoch."""
+        return self._has_ended
+
+    def __repr__(self) -> str:
+        return f"<DataPlace: {self._taken} batches of {self._loader!r}>"
+
+    @property
+    def _taken(self) -> int:
+        return self._fetched if self._has_ended else max(self._fetched - self._lookahead, 0)
+
+    @property
+    def _key(self) -> int:
+        assert self._begin is not None  # It was read, or restored.
+        contents = (self._begin["python"][1], self._begin["numpy"][1], self._begin["torch"])
+        return derive(*(int(digest(content)[:16], 16) for content in contents))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, as plain values."""
+        iteration = getattr(self._owner, "iteration", self._begun_iteration)
+        if self._restored is not None and self._begin is None:
+            return dict(self._restored)  # Nothing was taken since it was restored.
+        state = {"iteration": iteration, "parts": self._read_parts()}
+        has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
+        if self._begin is None or iteration != self._begun_iteration:
+            return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
+        stream = None
+        if self._keeps_stream and not self._has_ended:
+            dataset: Any = self._loader.dataset
+            # What the owner holds is loaded again.
+            stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
+        return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes note of the place for the next epoch that begins."""
+        self._write_parts(state["parts"])
+        self._restored, self._begin = state, None
+        self.resumes = state["begin"] is not None
+        if hasattr(self._owner, "iteration"):
+            self._owner.iteration = state["iteration"]
+        if state["ended"] and not self._may_be_empty:
+            self._owner.iteration += 1
+            self._restored, self.resumes = None, False
+
+    def resume_at(self, taken: int) -> None:
+        """Has the next epoch go on in the one that was restored, after so many batches."""
+        assert self._restored is not None  # Asked only where `resumes` was true.
+        if self._restored["taken"] != taken:
+            # The program takes other batches than before.
+            self._restored = {**self._restored, "taken": taken, "ended": False, "stream": None}
+        self.resumes = True
+
+    def start(self) -> Iterator[Any]:
+        """Begins an epoch, or goes on in the one that was restored."""
+        state = self._restored if self.resumes else None
+        self._restored, self.resumes = None, False
+        self._has_ended, self._stream_states = False, []
+        self._begun_iteration = getattr(self._owner, "iteration", 0)
+        if state is None:
+            self._begin, self._fetched = {**_read_generators(), "parts": self._read_parts()}, 0
+            return self._follow(self._open(0))
+        self.on_resume()
+        now = _read_generators()
+        self._begin, self._fetched = dict(state["begin"]), state["taken"]
+        _write_generators(self._begin)
+        self._write_parts(self._begin["parts"])
+        batches = self._open(self._fetched, state)
+        _write_generators(now)
+        if state["ended"] and hasattr(self._owner, "iteration"):
+            self._owner.iteration += 1  # The owner does not count an epoch that has no batch.
+        return self._follow(batches)
+
+    def _open(self, taken: int, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        if self._is_stream:
+            return self._open_stream(taken, state)
+        inner = self._inner or self._make_inner()
+        if inner.num_workers and inner.persistent_workers:
+            self._inner = inner
+        tasks: Any = inner.batch_sampler
+        tasks.begin(self._key, taken)
+        batches = iter(inner)
+        if state is not None:
+            # Has the sampler draw what it draws while the generators are as they were.
+            tasks.newest.prime()
+        return batches
+
+    def _make_inner(self) -> DataLoader[Any]:
+        loader = self._loader
+        is_batched = loader.batch_sampler is not None
+        options = {name: getattr(loader, name) for name in _PASSED_ON}
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+            options["persistent_workers"] = loader.persistent_workers
+        return SignalProofLoader(
+            _SeededBatches(loader.dataset, loader.collate_fn, is_batched),
+            batch_sampler=_BatchTasks(loader.batch_sampler if is_batched else loader.sampler),
+            collate_fn=_as_it_is,
+            worker_init_fn=IgnoreSignals(loader.worker_init_fn),
+            **options,
+        )
+
+    def _open_stream(self, taken: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        if state is not None and state["ended"]:
+            return iter(())
+        kept = None if state is None else state["stream"]
+        if kept is not None:
+            dataset: Any = self._loader.dataset
+            dataset.load_state_dict(kept)
+        with signals_blocked() if self._loader.num_workers else nullcontext():
+            batches = DataLoader.__iter__(self._loader)
+        if state is not None and kept is None:
+            for number in range(taken):
+                self._next_of_stream(batches, number)
+        return batches
+
+    def _next_of_stream(self, batches: Iterator[Any], number: int) -> Any:
+        if self._loader.num_workers:
+            return next(batches)  # Its workers' generators follow from the seed of the epoch.
+        with generators_put_back():
+            seed_generators(derive(self._key, number))
+            return next(batches)
+
+    def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        dataset: Any = self._loader.dataset
+        while True:
+            if self._keeps_stream and self._lookahead:
+                self._stream_states = [*self._stream_states, dataset.state_dict()][-self._lookahead :]
+            try:
+                batch = self._next_of_stream(batches, self._fetched) if self._is_stream else next(batches)
+            except StopIteration:
+                self._has_ended = True
+                if self._owner is None:
+                    self._begin = None  # The loop has asked for a batch after the last one.
+                return
+            self._fetched += 1
+            yield batch
+
+    def _read_parts(self) -> list[dict[str, Any]]:
+        states = []
+        for part in _list_parts(self._loader):
+            state = {name: getattr(part, name) for name in _COUNTERS if type(getattr(part, name, None)) is int}
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                state["generator"] = generator.get_state().numpy().tobytes()
+            states.append(state)
+        return states
+
+    def _write_parts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for part, state in zip(_list_parts(self._loader), states, strict=False):
+            for name, value in state.items():
+                if name != "generator":
+                    setattr(part, name, value)
+                    continue
+                if not isinstance(part.generator, torch.Generator):
+                    part.generator = torch.Generator()
+                part.generator.set_state(_tensor_of(value))
+
+
+class _FollowedLoader(DataLoader[Any]):
+    """A plain loader that tells its `DataPlace` of each batch."""
+
+    _place: DataPlace
+
+    def __iter__(self) -> Any:
+        return self._place.start()
+
+
+def has_state(obj: object) -> bool:
+    """Whether an object can say where it is, and go there."""
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def _list_parts(loader: Any) -> list[Any]:
+    """The loader and all samplers under it, in an order that the next process has as well."""
+    parts, found = [loader], {id(loader)}
+    for part in parts:
+        for value in (getattr(part, "batch_sampler", None), getattr(part, "sampler", None)):
+            if isinstance(value, Sampler | BatchSampler) and id(value) not in found:
+                found.add(id(value))
+                parts.append(value)
+    return parts
+
+
+def _read_generators() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    return {
+        "python": [version, np.array(words, np.uint32).tobytes(), gauss],
+        "numpy": [numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:]],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+def _write_generators(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+    torch.set_rng_state(_tensor_of(state["torch"]))
+
+
+def _tensor_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class _BatchTasks:
+    """A `batch_sampler` that gives tasks in the order of another sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._key = self._taken = 0
+        self.newest = _TaskIterator(iter(()), 0, 0)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def begin(self, key: int, taken: int) -> None:
+        """Says how the next iterator begins: the key of the epoch's seeds, and how many batches it passes over."""
+        self._key, self._taken = key, taken
+
+    def __iter__(self) -> _TaskIterator:
+        self.newest = _TaskIterator(iter(self._sampler), self._key, self._taken)
+        return self.newest
+
+
+class _TaskIterator(Iterator[Any]):
+    """Passes over the first batches' indices when it is asked for the first task."""
+
+    def __init__(self, indices: Iterator[Any], key: int, taken: int) -> None:
+        self._indices, self._key, self._number, self._left = indices, key, taken, taken
+        self._ready: list[Any] = []
+        self._has_begun = False
+
+    def prime(self) -> None:
+        """Has the next task ready, if it is not under way already."""
+        if not self._has_begun:
+            with suppress(StopIteration):
+                self._ready.append(next(self))
+
+    def __next__(self) -> Any:
+        self._has_begun = True
+        if self._ready:
+            return self._ready.pop()
+        while self._left:
+            next(self._indices)
+            self._left -= 1
+        task = next(self._indices), derive(self._key, self._number)
+        self._number += 1
+        return task
+
+
+class _SeededBatches(Dataset[Any]):
+    """A dataset that makes the whole of a batch, with every generator seeded for it.
+
+    It has the attributes of the user's dataset, which a `worker_init_fn` may read and set by `get_worker_info()`.
+    """
+
+    def __init__(self, dataset: Any, collate: Any, is_batched: bool) -> None:
+        vars(self)["_kept"] = dataset, collate, is_batched
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_kept" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._kept[0], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._kept[0], name, value)
+
+    def __getitems__(self, task: tuple[Any, int]) -> Any:
+        indices, seed = task
+        # A worker's generators belong to nothing else.
+        with generators_put_back() if get_worker_info() is None else nullcontext():
+            seed_generators(seed)
+            dataset, collate, is_batched = self._kept
+            if not is_batched:
+                return collate(dataset[indices])
+            load_many = getattr(dataset, "__getitems__", None)
+            return collate(load_many(indices) if callable(load_many) else [dataset[index] for index in indices])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,28 @@
+"""The Trainer of Hugging Face: `hf.transformers.Resumable`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.extras import Door
+
+if TYPE_CHECKING:
+    from holdfast.integrations.transformers.callback import Resumable
+
+__all__ = ["Resumable"]
+
+_DOOR: Final = Door(
+    "transformers",
+    package="transformers",
+    oldest="4.57",
+    extra="transformers",
+    homes=dict.fromkeys(__all__, "holdfast.integrations.transformers.callback"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    return _DOOR.load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,403 @@
+"""`Resumable`: what makes the Trainer of Hugging Face begin where the last process stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import Trainer, TrainerCallback
+from transformers import trainer as trainer_module
+
+import holdfast.run
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.events import Warned
+from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
+from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
+from holdfast.manager import CheckpointManager
+from holdfast.policies import RetentionPolicy, SavePolicy
+from holdfast.run import Run
+from holdfast.save import arguments
+from holdfast.state import RNG, PerWorker
+from holdfast.storage import Storage
+
+_LOADING: Final = (
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_callback_state",
+)
+"""By what methods the Trainer loads a checkpoint of its own. There is none where holdfast has restored."""
+
+_OF_A_READER: Final = ("cluster", "liveness_seconds", "timeout_seconds", "threads")
+"""The options that a look at the newest checkpoint needs as well."""
+
+_BEYOND_ANY: Final = 10**15
+"""A step that is in no epoch of any training: the Trainer trains no more, and ends as it does after the last one."""
+
+
+class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Saves a `Trainer` in the background, and has `trainer.train()` begin where the last process stopped.
+
+    Example:
+        ```python
+        trainer = Trainer(
+            model,
+            TrainingArguments("out", save_strategy="no"),
+            train_dataset=dataset,
+            callbacks=[hf.transformers.Resumable("runs/a", save_every=hf.Steps(500), keep=hf.Latest(3))],
+        )
+        trainer.train()
+        ```
+
+    A step is one of the Trainer's: `state.global_step`. What `trainer.log` reports goes along with the checkpoint, for
+    `hf.Best("eval_loss")`. Objects of the program's own are kept by name, as by `hf.resumable`: `Resumable("runs/a",
+    average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        save_every: SavePolicy | None = None,
+        keep: RetentionPolicy | None = None,
+        **options: Any,
+    ) -> None:
+        """Takes note of what to do; nothing is looked at before `trainer.train()`.
+
+        Args:
+            directory: The run's directory, a URL, or an open storage.
+            save_every: When to save; None for `hf.Auto()`, which measures what a save costs.
+            keep: What to keep; None for `hf.Latest(3)`.
+            **options: Others of `hf.resumable`, and further objects to keep, by name. `on_resize` is "refuse" here.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        known = holdfast.run.resumable.__kwdefaults__ or {}
+        options = {"save_every": save_every, "keep": keep, "on_resize": "refuse", **options}
+        self._objects = {name: value for name, value in options.items() if name not in known}
+        self._options = {name: value for name, value in options.items() if name in known}
+        arguments.check_names(self._objects, {**known, **self._options})
+        arguments.SaveOptions.pick({**known, **self._options}, save_every=None, keep=None)
+        self._directory = directory
+        self._trainer: Any = None
+        self._session: _Session | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Takes hold of the Trainer that is being made.
+
+        Raises:
+            UnsupportedValueError: If it trains in a way that cannot be kept.
+            UsageError: If its arguments contradict this callback.
+        """
+        trainer = self._trainer = _find_trainer(self)
+        _check_trainer(trainer)
+        # This is to restore before the others look at the state.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+        begin = trainer._inner_training_loop
+        is_used = False
+
+        def train(*positional: Any, **named: Any) -> Any:
+            nonlocal is_used
+            if is_used:
+                trainer_module.logger.warning(
+                    "holdfast: the second train() in this process is left alone, and nothing of it is saved"
+                )
+                return begin(*positional, **named)
+            result = self._train(begin, *positional, **named)
+            is_used = True
+            return result
+
+        trainer._inner_training_loop = train
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Restores.
+
+        Raises:
+            UsageError: If the callback was added to a Trainer that was there already.
+        """
+        if self._trainer is None:
+            raise UsageError(
+                "hf.transformers.Resumable was added after the Trainer was made",
+                hint="Write Trainer(..., callbacks=[hf.transformers.Resumable(...)]).",
+            )
+        if self._session is not None:
+            self._session.enter()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Takes note of it."""
+        if self._session is not None:
+            self._session.begin_epoch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Takes note of it."""
+        if self._session is not None:
+            self._session.is_epoch_over = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """Notes figures for the next save."""
+        if self._session is not None:
+            self._session.report(logs or {})
+
+    def _train(self, begin: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        step: int | None = None
+        is_finished: bool | None = None
+        given = named.pop("resume_from_checkpoint", None)
+        while True:
+            progress = self._peek(step)
+            with ExitStack() as stack:
+                session = self._session = _Session(self._trainer, self._open_run, stack, progress, is_finished)
+                stack.callback(self._leave)
+                try:
+                    return begin(*positional, resume_from_checkpoint=session.prepare(given), **named)
+                except _BeginAgain as found:
+                    step, is_finished = found.step, found.is_finished
+
+    def _leave(self) -> None:
+        self._session = None
+
+    def _peek(self, step: int | None) -> TrainerProgress | None:
+        """How far the newest checkpoint that is whole has come; None if there is none."""
+        if self._options.get("begin_anew"):
+            return None
+        progress = TrainerProgress()
+        given = {name: self._options[name] for name in _OF_A_READER if name in self._options}
+        with CheckpointManager(self._directory, Checkpoint(trainer=progress), **given) as manager:
+            return None if manager.restore(step, only="trainer") is None else progress
+
+    def _open_run(self, objects: dict[str, Any]) -> Run:
+        for name in self._objects:
+            if name in objects:
+                raise UsageError(f"{name} is an object of the Trainer's, and is kept already")
+        return holdfast.run.resumable(self._directory, Checkpoint(**objects, **self._objects), **self._options)
+
+
+class _BeginAgain(Exception):  # noqa: N818 - no error
+    """The Trainer's loop has begun at another step than the one that was restored, and is begun again there."""
+
+    def __init__(self, step: int, *, is_finished: bool) -> None:
+        super().__init__(step)
+        self.step, self.is_finished = step, is_finished
+
+
+class _Session:
+    """One call of `train()`: what is hooked into the Trainer meanwhile, and the run."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        open_run: Callable[[dict[str, Any]], Run],
+        stack: ExitStack,
+        progress: TrainerProgress | None,
+        is_finished: bool | None,
+    ) -> None:
+        self._trainer, self._open_run, self._stack, self._progress = trainer, open_run, stack, progress
+        self._is_finished = is_finished
+        if is_finished is None:
+            self._is_finished = progress is not None and progress.is_finished(int(progress.fields["max_steps"]))
+        self._run: Run | None = None
+        self._place: DataPlace | None = None
+        self._loader: Any = None
+        self._is_place_kept = False
+        self._counted = 0
+        self._worker = TrainerWorker(trainer)
+        self._generators: dict[str, Any] | None = None
+        self.is_epoch_over = False
+
+    def prepare(self, given: str | None) -> str | None:
+        """Hooks in. Returns the folder from which the Trainer is to read its state, if it is to begin in the middle."""
+        trainer, stack, progress = self._trainer, self._stack, self._progress
+        stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
+        stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))
+        if progress is None:
+            return given
+        if given is not None:
+            trainer_module.logger.warning(
+                f"holdfast: goes on from its own checkpoint of step {progress.global_step}, not from {given}"
+            )
+        for name in _LOADING:
+            hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
+            stack.enter_context(_replaced(trainer, name, lambda _, *__, hook=hook, **___: hook()))
+        stack.enter_context(_replaced(trainer_module, "skip_first_batches", self._skip_batches))
+        if trainer.args.eval_on_start:
+            stack.callback(setattr, trainer.args, "eval_on_start", True)
+            trainer.args.eval_on_start = False
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        fields = {**progress.fields, **({"global_step": _BEYOND_ANY} if self._is_finished else {})}
+        (Path(folder) / trainer_module.TRAINER_STATE_NAME).write_text(json.dumps(fields))
+        return folder
+
+    def enter(self) -> None:
+        """Restores, when all that is restored is there; the Trainer is about to begin its first epoch."""
+        trainer = self._trainer
+        progress = TrainerProgress(trainer)
+        run = self._run = self._open_run(self._list_objects(progress))
+        if self._place is not None and self._place.caveat:
+            run.manager.emit(Warned(text=self._place.caveat))
+        leave = ExitStack()
+        self._stack.push(leave)
+        leave.enter_context(run)
+        if run.restored is None:
+            if trainer.state.global_step:
+                run.begin_at(trainer.state.global_step)
+            self._counted = trainer.state.global_step
+            return
+        state, args = trainer.state, trainer.args
+        is_finished = progress.is_finished(state.max_steps)
+        begun_at = None if self._progress is None else self._progress.global_step
+        if progress.global_step != begun_at or is_finished != self._is_finished:
+            leave.close()
+            raise _BeginAgain(run.restored.step, is_finished=is_finished)
+        self._generators = RNG().state_dict()
+        progress.apply(trainer)
+        self._worker.apply()
+        state.compute_steps(args, state.max_steps)
+        self._counted = state.global_step
+
+    def begin_epoch(self) -> None:
+        """The Trainer has begun an epoch; its loader begins soon."""
+        self.is_epoch_over = False
+        if self._place is not None:
+            # The Trainer says by `skip_first_batches` whether it goes on in the middle of an epoch.
+            self._is_place_kept, self._place.resumes = self._place.resumes, False
+
+    def report(self, logs: Mapping[str, Any]) -> None:
+        """Notes figures for the next save."""
+        if self._run is not None:
+            figures = {
+                name: value
+                for name, value in logs.items()
+                if isinstance(name, str) and type(value) in (int, float) and name.isidentifier()
+            }
+            self._run.report(**figures)
+
+    def _list_objects(self, progress: TrainerProgress) -> dict[str, Any]:
+        trainer = self._trainer
+        objects = {
+            "model": trainer.model,
+            "optimizer": unwrap(trainer.optimizer),
+            "scheduler": unwrap(trainer.lr_scheduler),
+            "trainer": progress,
+            "worker": PerWorker(self._worker),
+            "rng": RNG(),
+        }
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            objects["scaler"] = trainer.accelerator.scaler
+        own = [each for each in trainer.callback_handler.callbacks if has_state(each)]
+        for number, callback in enumerate(own):
+            objects[f"callback_{number}"] = callback
+        return objects
+
+    def _get_loader(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        self._loader = loader = original(*positional, **named)
+        self._place = self._worker.place = follow(loader)
+        return loader
+
+    def _skip_batches(self, original: Callable[..., Any], loader: Any, number: int = 0) -> Any:
+        if self._place is None or loader is not self._loader or not self._is_place_kept:
+            return original(loader, number)
+        self._place.resume_at(number)
+        return loader
+
+    def _put_generators_back(self) -> None:
+        if self._generators is not None:
+            RNG().load_state_dict(self._generators)
+            self._generators = None
+
+    def _end_step(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        """After each step, and once more at the end of an epoch: logs and evaluates, then counts and saves.
+
+        The last step of an epoch counts when the epoch has ended, so that what is done there belongs to it.
+        """
+        result = original(*positional, **named)
+        trainer, run = self._trainer, self._run
+        if run is None or trainer.state.global_step <= self._counted:
+            return result
+        self._worker.see_loss(*positional, **named)
+        control = trainer.control
+        is_stopping = control.should_epoch_stop or control.should_training_stop
+        if (is_stopping or self._has_epoch_ended()) and not self.is_epoch_over:
+            return result
+        self._counted = trainer.state.global_step
+        run.finish_step()
+        if control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
+            # What comes now, such as loading the best model, is not part of the training.
+            run._loop.save_last()
+        return result
+
+    def _has_epoch_ended(self) -> bool:
+        ended = getattr(self._loader, "end_of_dataloader", None)
+        return bool(ended) if isinstance(ended, bool) else self._place is not None and self._place.has_ended
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Calls `replacement` in the place of a method of that one object, with the original first."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, lambda *positional, **named: replacement(original, *positional, **named))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _do_nothing() -> None:
+    """What the Trainer would load is restored already."""
+
+
+def _find_trainer(callback: TrainerCallback) -> Any:
+    """The Trainer that calls its callbacks just now. It hands itself to none, so it is looked for among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    raise UsageError(
+        "hf.transformers.Resumable finds no Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
+    )
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Makes sure that the Trainer trains in a way that can be kept."""
+    args = trainer.args
+    check_strategy(trainer.accelerator)
+    if getattr(trainer, "is_fsdp_xla_enabled", False) or args.parallel_mode.value in (
+        "tpu",
+        "sagemaker_model_parallel",
+    ):
+        raise UnsupportedValueError(
+            f"training of the kind {args.parallel_mode.value} cannot be saved",
+            path="trainer",
+            hint="Use one process, or DDP.",
+        )
+    if args.auto_find_batch_size:
+        raise UsageError(
+            "auto_find_batch_size=True begins the training again with another batch size, so a step means nothing",
+            hint="Find the batch size once, and set it.",
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise UsageError(
+            "enable_jit_checkpoint=True hears SIGTERM too, and saves in a way of its own",
+            hint="Leave it away: Resumable hears SIGTERM, saves and leaves.",
+        )
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.load_best_model_at_end:
+        trainer_module.logger.warning(
+            f"holdfast: the Trainer saves as well, to {args.output_dir}, while training waits "
+            f'(save_strategy="{getattr(args.save_strategy, "value", args.save_strategy)}"). Set save_strategy="no" to '
+            "leave that to Resumable"
+        )

@@ -1,0 +1,186 @@
+"""How far a Trainer has come: what its own checkpoint keeps as JSON, and what that leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers.trainer_callback import ExportableState
+
+from holdfast.integrations.torch.places import DataPlace
+
+_OF_A_WORKER: Final = ("log_history", "is_local_process_zero", "is_world_process_zero")
+_APPLIED: Final = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+"""What of the state training changes; all else follows from the arguments of the program."""
+
+_COUNTERS: Final = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+
+
+class TrainerProgress:
+    """What all workers have alike: the state, and that of callbacks; the files that describe the model go along.
+
+    Attributes:
+        fields: The fields of `TrainerState`.
+    """
+
+    def __init__(self, trainer: Any = None) -> None:
+        """Of a Trainer, or of none: then it is only read."""
+        self._trainer = trainer
+        self._stored: dict[str, Any] = {}
+        self._files = {} if trainer is None else describe_model(trainer.model)
+        self.fields: dict[str, Any] = {}
+
+    @property
+    def global_step(self) -> int:
+        """How many steps were complete when it was saved."""
+        return int(self.fields["global_step"])
+
+    def is_finished(self, max_steps: int) -> bool:
+        """Whether all of so many steps are done, or a callback had ended the training early."""
+        has_stopped = bool(self._stored["control"]["args"]["should_training_stop"])
+        return self.global_step >= max_steps or (has_stopped and self.global_step < int(self.fields["max_steps"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress as JSON, whose numbers are read as they were written."""
+        trainer = self._trainer
+        fields = {
+            field.name: getattr(trainer.state, field.name)
+            for field in dataclasses.fields(trainer.state)
+            if field.name not in _OF_A_WORKER
+        }
+        states: dict[str, Any] = {}
+        for callback in _list_exportable(trainer):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+        fields["stateful_callbacks"] = {name: each[0] if len(each) == 1 else each for name, each in states.items()}
+        progress = {
+            "fields": fields,
+            "control": trainer.control.state(),
+            "counters": {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)},
+        }
+        return {"progress": dump(progress), "files": self._files}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes note of it; `apply` puts it into the Trainer."""
+        self._stored = json.loads(state["progress"])
+        self.fields = self._stored["fields"]
+
+    def apply(self, trainer: Any) -> None:
+        """Puts it into the Trainer, whose loop is about to begin."""
+        for name in _APPLIED:
+            if name in self.fields:
+                setattr(trainer.state, name, self.fields[name])
+        for name, value in self._stored["counters"].items():
+            setattr(trainer, name, value)
+        left = {
+            name: each if isinstance(each, list) else [each] for name, each in self.fields["stateful_callbacks"].items()
+        }
+        for callback in _list_exportable(trainer):
+            states = left.get(type(callback).__name__)
+            if states:
+                for name, value in states.pop(0)["attributes"].items():
+                    setattr(callback, name, value)
+        trainer.state.stateful_callbacks = self.fields["stateful_callbacks"]
+
+
+class TrainerWorker:
+    """What each worker has of its own: its place in the data, its part of the loss, the log with its times.
+
+    Attributes:
+        place: The place in the data; None before the loader is made.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._stored: Mapping[str, Any] | None = None
+        self._seen_loss: Any = None
+        self.place: DataPlace | None = None
+
+    def see_loss(self, *positional: Any, **named: Any) -> None:
+        """Takes note of the loss that is logged next: the Trainer of version 4 has it in its loop alone."""
+        self._seen_loss = named.get("tr_loss", positional[0] if positional else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress of this worker."""
+        trainer = self._trainer
+        loss = getattr(trainer, "_tr_loss", self._seen_loss)
+        return {
+            "loss": 0.0 if loss is None else float(loss),
+            "flos": float(trainer.current_flos),
+            "log": dump(trainer.state.log_history),
+            "place": None if self.place is None else self.place.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes note of it; the place in the data is that of the next epoch."""
+        self._stored = state
+        if self.place is not None and state["place"] is not None:
+            self.place.load_state_dict(state["place"])
+
+    def apply(self) -> None:
+        """Puts it into the Trainer, whose loop is about to begin."""
+        trainer, state = self._trainer, self._stored
+        if state is None:
+            return  # The number of workers has changed.
+        trainer.state.log_history = json.loads(state["log"])
+        trainer.current_flos = state["flos"]
+        if hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss.fill_(state["loss"])
+        elif state["loss"]:
+            self._add_to_first_loss(state["loss"])
+
+    def _add_to_first_loss(self, loss: float) -> None:
+        """The loop of version 4 begins with 0 and adds what each step returns: the first one returns the sum."""
+        trainer = self._trainer
+        step = trainer.training_step
+
+        def first_step(*positional: Any, **named: Any) -> Any:
+            del trainer.training_step
+            found = step(*positional, **named)
+            return found.new_tensor(loss) + found
+
+        trainer.training_step = first_step
+
+
+def describe_model(model: Any) -> dict[str, str]:
+    """The files that lie beside the weights in a folder of `save_pretrained`, by name: what makes the model."""
+    files: dict[str, str] = {}
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, Mapping) and hasattr(model, "get_base_model"):
+        for name, adapter in adapters.items():
+            folder = "" if name == "default" else f"{name}/"
+            settings = {**adapter.to_dict(), "inference_mode": True}
+            files[f"{folder}adapter_config.json"] = json.dumps(settings, default=_plain, indent=2, sort_keys=True)
+        return files
+    for attribute, file in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        config = getattr(model, attribute, None)
+        write = getattr(config, "to_json_string", None)
+        if callable(write):
+            files[file] = write()
+    if "config.json" in files:
+        # `save_pretrained` adds these two.
+        added = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+        settings = {**json.loads(files["config.json"]), **added}
+        files["config.json"] = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    return files
+
+
+def dump(value: object) -> str:
+    """JSON, in which what a metric may be (a number of NumPy or torch) is a plain number."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    return str(value)
+
+
+def _list_exportable(trainer: Any) -> list[Any]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]

@@ -1,0 +1,123 @@
+"""Programs that are killed, begun again, and compared with one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import preloaded
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+class Life:
+    """A program that tells each step in a line, from its start to its end.
+
+    Attributes:
+        lines: What it has told.
+        last: The last line that it has written, whatever it is.
+    """
+
+    def __init__(
+        self,
+        program: str | Path,
+        *options: str | Path,
+        preload: tuple[str, ...],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.lines: list[str] = []
+        self.last = ""
+        # A file, so that nothing waits for it to be read.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it goes with this object
+        self.process = preloaded.Popen(
+            [sys.executable, PROGRAMS / program, *options],
+            preload=preload,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+        )
+
+    def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
+        """Reads until so many steps are told, or the program ends."""
+        found = 0
+        assert self.process.stdout is not None
+        while found < count and (line := self.process.stdout.readline()):
+            self._take(line)
+            found += line.startswith(beginning)
+
+    def send(self, number: int) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Reads what is left, and gives the exit code."""
+        assert self.process.stdout is not None
+        with self.process.stdout as told:
+            for line in told:
+                self._take(line)
+        return int(self.process.wait(timeout=120))
+
+    def _take(self, line: str) -> None:
+        self.last = line
+        # The framework prints as well, and a process that was killed may have been in the middle of a line.
+        if line.startswith('{"') and line.endswith("}\n"):
+            self.lines.append(line)
+
+    @property
+    def errors(self) -> str:
+        """What it has written to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def first_step(self) -> str:
+        """The first line of a step."""
+        return next(line for line in self.lines if line.startswith('{"step"'))
+
+
+def live(program: str | Path, *options: str | Path, preload: tuple[str, ...]) -> Life:
+    """A whole life, which ends well."""
+    life = Life(program, *options, preload=preload)
+    assert life.end() == 0, life.errors
+    return life
+
+
+def live_together(
+    program: str, *options: str | Path, preload: tuple[str, ...], kill_after: int | None = None
+) -> tuple[Life, Life]:
+    """Two workers of one job, as torchrun would start them; the second one is killed after so many steps."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (
+        Life(program, *options, preload=preload, variables={**job, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    )
+    if kill_after is not None:
+        second.wait_steps(kill_after)
+        second.send(signal.SIGKILL)
+    codes = [second.end(), first.end()]
+    assert kill_after is not None or codes == [0, 0], first.errors + second.errors
+    assert kill_after is None or all(codes)
+    return first, second
+
+
+def check_same(lives: Sequence[Life], untouched: Life, *, may_lack: str = "-") -> None:
+    """All that the lives have told was told by the untouched one as well, and the last one ends as it does.
+
+    They have told all of it together, but for lines that begin with what they `may_lack`.
+    """
+    expected = set(untouched.lines)
+    for number, life in enumerate(lives):
+        strange = [line for line in life.lines if line not in expected]
+        assert not strange, f"life {number}: {strange[:3]}"
+    assert lives[-1].lines[-1] == untouched.lines[-1]
+    told: set[Any] = {line for life in lives for line in life.lines}
+    assert all(line.startswith(may_lack) for line in expected - told)

@@ -1,0 +1,160 @@
+"""Trains a small model with the Trainer of Hugging Face, and tells all that there is to tell of each step."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+import holdfast as hf
+
+
+class Samples(Dataset[Any]):
+    """Samples that are augmented with all three generators."""
+
+    def __len__(self) -> int:
+        return 53
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = random.random() + 0.1 * np.random.rand()
+        return {"x": torch.randn(4) + noise + 0.01 * index, "labels": torch.tensor(float(index))}
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in a row; it tells nothing of its place."""
+
+    def __iter__(self) -> Any:
+        return (Samples()[index] for index in range(53))
+
+    def __len__(self) -> int:
+        return 53
+
+
+class Model(torch.nn.Module):
+    """Two layers, with dropout between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As the Trainer expects it."""
+        found = self.layers(x)[:, 0]
+        self.seen = labels.tolist() if self.training else self.seen
+        return {"loss": 0.01 * (found - labels).pow(2).mean(), "logits": found}
+
+
+def digest(*parts: object) -> str:
+    """A digest of tensors, arrays and plain values."""
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(part.detach().numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
+    return content.hexdigest()[:16]
+
+
+class Teller(TrainerCallback):  # type: ignore[misc]
+    """Writes a line for each step and for each log."""
+
+    def __init__(self, stopping: EarlyStoppingCallback) -> None:
+        self.stopping = stopping
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Tells of the state."""
+        model, optimizer, scheduler = named["model"], named["optimizer"], named["lr_scheduler"]
+        momenta = [value for each in optimizer.state.values() for value in each.values()]
+        tell(
+            step=state.global_step,
+            epoch=state.epoch,
+            worker=args.process_index,
+            seen=model.seen,
+            parameters=digest(*model.state_dict().values()),
+            optimizer=digest(*momenta, *(group["lr"] for group in optimizer.param_groups)),
+            scheduler=digest(scheduler.last_epoch, scheduler.get_last_lr()),
+            generators=digest(random.getstate(), _numpy_state(), torch.get_rng_state()),
+            patience=self.stopping.early_stopping_patience_counter,
+            best=state.best_metric,
+            logged=len(state.log_history),
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Tells of what was logged, without times."""
+        kept = {name: value for name, value in logs.items() if "runtime" not in name and "per_second" not in name}
+        tell(log=state.global_step, worker=args.process_index, **kept)
+
+
+def _numpy_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
+
+
+def tell(**record: object) -> None:
+    """Writes one line at once."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--evaluate", default="epoch")
+    parser.add_argument("--patience", type=int, default=100)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    given = parser.parse_args()
+    # What the program draws besides the Trainer is to be the same in each life.
+    random.seed(1)
+    stopping = EarlyStoppingCallback(given.patience)
+    arguments = TrainingArguments(
+        str(given.directory / "out"),
+        num_train_epochs=given.epochs,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        eval_strategy=given.evaluate,
+        eval_steps=5,
+        logging_steps=5,
+        report_to=[],
+        dataloader_num_workers=given.workers,
+        gradient_accumulation_steps=given.accumulate,
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+        learning_rate=0.01,
+        metric_for_best_model="eval_loss",
+        load_best_model_at_end=False,
+        include_num_input_tokens_seen="no",
+        ddp_find_unused_parameters=False,
+    )
+    stopping.on_train_begin = lambda *_, **__: None
+    torch.manual_seed(1)
+    trainer = Trainer(
+        Model(),
+        arguments,
+        train_dataset=Stream() if given.stream else Samples(),
+        eval_dataset=Samples(),
+        callbacks=[stopping, Teller(stopping), hf.transformers.Resumable(given.directory, save_every=hf.Steps(4))],
+    )
+    result = trainer.train()
+    tell(
+        ended=result.global_step, worker=arguments.process_index, loss=result.training_loss, drawn=torch.rand(1).item()
+    )
+    if given.again:
+        trainer.train()
+        tell(again=trainer.state.global_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The Trainer of Hugging Face goes on where it was, whatever ended it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from lives import Life, check_same, live, live_together
+
+import holdfast as hf
+import preloaded
+
+pytest.importorskip("transformers")
+
+PROGRAM = "transformers_training.py"
+PRELOAD = (*preloaded.TRAINING, "transformers.trainer", "accelerate", "holdfast.integrations.transformers.callback")
+
+
+def train(*options: str | Path) -> Life:
+    return live(PROGRAM, *options, preload=PRELOAD)
+
+
+def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
+    return Life(program, *options, preload=PRELOAD)
+
+
+@pytest.mark.parametrize("options", [(), ("--workers=2", "--accumulate=2", "--evaluate=steps")], ids=["plain", "rich"])
+def test_killed_at_any_moment_it_ends_as_an_untouched_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    untouched = train(tmp_path / "untouched", *options)
+    seed = random.randrange(10**6)
+    print("seed", seed)  # noqa: T201
+    moments = random.Random(seed)
+    lives = []
+    for _ in range(5):
+        lives.append(begin(tmp_path / "killed", *options))
+        lives[-1].wait_steps(moments.randint(1, 9))
+        lives[-1].send(signal.SIGKILL)
+        lives[-1].end()
+    lives.append(train(tmp_path / "killed", *options))
+    check_same(lives, untouched)
+
+
+def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched")
+    lives = []
+    for steps in (6, 11):
+        lives.append(begin(tmp_path / "asked"))
+        lives[-1].wait_steps(steps)
+        lives[-1].send(signal.SIGTERM)
+        assert lives[-1].end() == 42, lives[-1].errors
+    lives.append(train(tmp_path / "asked"))
+    check_same(lives, untouched)
+    steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
+    assert len(steps_told) == len(set(steps_told)) == 42
+
+
+def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path) -> None:
+    untouched = live_together(PROGRAM, tmp_path / "untouched", preload=PRELOAD)
+    killed = live_together(PROGRAM, tmp_path / "killed", preload=PRELOAD, kill_after=10)
+    after = live_together(PROGRAM, tmp_path / "killed", preload=PRELOAD)
+    for rank in range(2):
+        check_same([killed[rank], after[rank]], untouched[rank])
+        assert after[rank].first_step() != untouched[rank].first_step()
+
+
+def test_a_training_that_has_ended_trains_nothing_when_it_is_begun_again(tmp_path: Path) -> None:
+    first = train(tmp_path)
+    again = train(tmp_path)
+    assert not [line for line in again.lines if line.startswith('{"step"')]
+    assert again.lines[-1] == first.lines[-1]
+    longer = train(tmp_path, "--epochs=4")
+    assert longer.first_step().startswith('{"step": 43,')
+    assert longer.lines[-1].startswith('{"ended": 56,')
+
+
+def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
+    options = ("--patience=2", "--evaluate=steps", "--epochs=30")
+    first = train(tmp_path, *options)
+    assert not first.lines[-1].startswith('{"ended": 420,')
+    again = train(tmp_path, *options)
+    assert not [line for line in again.lines if line.startswith('{"step"')]
+    assert again.lines[-1] == first.lines[-1]
+
+
+def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
+    killed = begin(tmp_path / "killed", program=example)
+    killed.wait_steps(2, "{'loss'")
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = live(example, tmp_path / "killed", preload=PRELOAD)
+    assert "resumed" in after.errors
+    assert after.last == untouched.last
+    assert after.last.startswith("step 630: loss ")
+
+
+def test_a_second_call_of_train_is_left_alone_with_a_warning(tmp_path: Path) -> None:
+    life = train(tmp_path, "--again", "--epochs=1")
+    assert life.lines[-1] == '{"again": 14}\n'
+    assert "the second train() in this process is left alone" in life.errors
+
+
+def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched", "--stream")
+    killed = begin(tmp_path / "killed", "--stream")
+    killed.wait_steps(20)
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = train(tmp_path / "killed", "--stream")
+    check_same([killed, after], untouched)
+    assert "Stream can only be iterated, and keeps no place" in after.errors
+
+
+def test_wrong_options_are_refused_where_they_are_given(tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.UsageError, match="save_every=500 is no policy for saving"):
+        hf.transformers.Resumable(tmp_path, save_every=500)  # type: ignore[arg-type]
+    with pytest.raises(hf.errors.UsageError, match="did you mean"):
+        hf.transformers.Resumable(tmp_path, save_evry=hf.Steps(5))
+
+
+@pytest.mark.parametrize(("kind", "file"), [("model", "model"), ("adapter", "adapter_model")])
+def test_a_model_is_exported_as_save_pretrained_writes_it(tmp_path: Path, kind: str, file: str) -> None:
+    from safetensors.torch import load_file
+
+    live("transformers_language.py", tmp_path, kind, preload=(*PRELOAD, "peft"))
+    hf.export_checkpoint(tmp_path / "run", tmp_path / "exported", to="transformers")
+    exported, written = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("exported", "written"))
+    assert exported.keys() == written.keys()
+    assert all(exported[name].equal(array) for name, array in written.items())
+    for config in (tmp_path / "written").glob("*config.json"):
+        own = json.loads((tmp_path / "exported" / config.name).read_text())
+        assert own.keys() == json.loads(config.read_text()).keys()
+
+
+def test_a_frozen_base_is_written_once_with_incremental(tmp_path: Path) -> None:
+    live("transformers_language.py", tmp_path, "adapter", preload=(*PRELOAD, "peft"))
+    sizes = [each.stat().st_size for each in sorted((tmp_path / "run").glob("step-*/data-*"))]
+    assert len(sizes) == 3
+    assert max(sizes[1:]) < sizes[0] / 2
