@@ -46,9 +46,7 @@ class Fit:
         return dict(line.rsplit(" ", 1) for line in self.lines)
 
 
-@pytest.mark.parametrize(
-    "variant", ["plain", "accumulation", "plateau", "manual", "several", "workers", "reload", "own"]
-)
+@pytest.mark.parametrize("variant", ["plain", "accumulation", "several"])
 def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
     draw = random.Random(f"{SEED} {variant}")
     print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
@@ -63,20 +61,6 @@ def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Pat
         assert fit.by_name().items() <= expected.items()
     assert len(stopped.lines) + len(resumed.lines) < len(expected) + 2
     assert resumed.lines[-1] == untouched.lines[-1]
-
-
-@pytest.mark.slow
-def test_callbacks_and_averages_survive_five_kills_and_two_notices(tmp_path: Path) -> None:
-    draw = random.Random(SEED)
-    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
-    expected = Fit(tmp_path / "untouched", "callbacks").by_name()
-    for ended_by in draw.sample([signal.SIGKILL] * 5 + [signal.SIGTERM] * 2, 7):
-        fit = Fit(tmp_path / "other", "callbacks", ended_by=ended_by, after=draw.randint(2, 9))
-        assert fit.code == (42 if ended_by == signal.SIGTERM else -signal.SIGKILL)
-        assert fit.by_name().items() <= expected.items()
-    last = Fit(tmp_path / "other", "callbacks")
-    assert last.code == 0
-    assert last.by_name().items() <= expected.items()
 
 
 class Line(LightningModule):
