@@ -94,6 +94,7 @@ _INTERNAL: Final = {
         *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"),
         *("setup", "teardown", "on_exception", "on_validation_end"),
     },
+    "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},
