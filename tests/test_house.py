@@ -66,6 +66,7 @@ PUBLIC = [
     "import_checkpoint",
     "init_process_group",
     "jobs",
+    "keras",
     "preemption",
     "register_codec",
     "register_type",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
+    from holdfast.integrations import keras
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -74,6 +75,7 @@ __all__ = [
     "import_checkpoint",
     "init_process_group",
     "jobs",
+    "keras",
     "preemption",
     "register_codec",
     "register_type",
@@ -113,13 +115,16 @@ _HOMES: Final = {
 """What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
 engine behind saves and restores, what needs a framework, and what few programs use."""
 
+_DOORS: Final = {"jobs": "holdfast.jobs", "keras": "holdfast.integrations.keras"}
+"""Modules, and what frameworks have of their own."""
+
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that brings it."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "jobs":
-        return import_module("holdfast.jobs")
+    if name in _DOORS:
+        return import_module(_DOORS[name])
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name]), name)
