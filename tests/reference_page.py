@@ -40,6 +40,7 @@ _GROUPS: Final = {
         "register_type",
         "register_codec",
     ],
+    "Keras": ["keras.Resumable", "keras.BackupAndRestore"],
     "Leaving in time": ["PreemptionCheckpointHandler", "TerminationConfig"],
     "Process groups": ["init_process_group"],
     "Files of other programs": ["export_checkpoint", "import_checkpoint"],
@@ -76,6 +77,9 @@ _GROUPS: Final = {
     ],
 }
 
+_DOORS: Final = {"keras": "integrations.keras"}
+"""By name under `holdfast`, where the parts for a framework are."""
+
 _MADE_BY_HOLDFAST: Final = {"Run", "SaveHandle", "Restoration", "Session", "TaskOutput", "RemoteOutput", "Workspace"}
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
@@ -101,7 +105,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 def make_page() -> str:
     """The page, as Markdown."""
     named = {name for names in _GROUPS.values() for name in names}
-    modules = {"errors", "events", "jobs", "preemption", "__version__"}
+    modules = {"errors", "events", "jobs", "keras", "preemption", "__version__"}
     wanted = {*hf.__all__, *(f"jobs.{name}" for name in hf.jobs.__all__ if name not in hf.__all__)}
     missing = wanted - named - modules
     assert not missing, f"in no group of the page: {missing}"
@@ -242,7 +246,7 @@ def _find(name: str) -> tuple[ast.ClassDef | _Function, str]:
     """A definition, and the module that it is in."""
     module, _, part = name.rpartition(".")
     if module:
-        return _find_in(f"holdfast.{module}", part)
+        return _find_in(f"holdfast.{_DOORS.get(module, module)}", part)
     home = hf._HOMES.get(name) or ("holdfast.checkpoint" if name == "Checkpoint" else "holdfast.policies")
     return _find_in(home, name)
 

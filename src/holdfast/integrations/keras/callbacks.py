@@ -13,9 +13,9 @@ import keras
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
-from holdfast.integrations.keras.fit import OWN_NAMES, FitRun, FitSaves, find_fit
+from holdfast.integrations.keras.fit import OWN_NAMES, FitRun, FitSaves, end_left_fits, find_fit
 from holdfast.numbers import check_whole
-from holdfast.policies import Latest, RetentionPolicy, SavePolicy
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.run import Run, resumable
 from holdfast.save import arguments
@@ -81,9 +81,8 @@ class Resumable(keras.callbacks.Callback):
         arguments.check_names(others, self._options)
         arguments.check_kept_objects(others)
         make_termination(preemption, others)
-        arguments.SaveOptions.pick({**_OPTIONS, **self._options}, save_every=Latest, keep=Latest(3))
+        arguments.SaveOptions.pick({**_OPTIONS, **self._options}, save_every=Auto(), keep=Latest(3))
         self._others = others
-        self._fit: FitRun | None = None
         self._at_end: Any = None
 
     def set_model(self, model: Any) -> None:
@@ -95,15 +94,13 @@ class Resumable(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Takes the last place among the callbacks, where it restores when all others have begun."""
-        if self._fit is not None:
-            self._fit.abandon()
+        end_left_fits()
         callbacks, iterator = find_fit(self._model)
         _check_alone(self._model)
         fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
         fit.set_model(self._model)
         fit.set_params(self.params)
         callbacks.callbacks.append(fit)
-        self._fit = fit
 
     def _make_run(self, checkpoint: Checkpoint) -> Run:
         return resumable(self._directory, checkpoint, **self._options)

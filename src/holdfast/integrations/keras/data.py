@@ -12,7 +12,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -122,10 +122,8 @@ class Feed:
 
     def release(self) -> None:
         """Leaves the `EpochIterator` as Keras has made it, if it is still there."""
-        try:
+        with suppress(ReferenceError, AttributeError):
             del self._iterator._enumerate_iterator, self._iterator._get_iterator
-        except (ReferenceError, AttributeError):
-            pass
 
     def _is_kept_over_epochs(self) -> bool:
         return bool(self._iterator.steps_per_epoch)

@@ -86,6 +86,21 @@ def find_fit(model: Any) -> tuple[Any, Any]:
     )
 
 
+_RUNNING: Final[set[FitRun]] = set()
+"""Those that have begun and were not told of an end."""
+
+
+def end_left_fits() -> None:
+    """Ends what an error has left of earlier ones: Python may not have noticed yet that they are gone."""
+    iterators = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        iterators.append(frame.f_locals.get("epoch_iterator"))
+        frame = frame.f_back
+    for left in [one for one in _RUNNING if not one.is_in(iterators)]:
+        left.abandon()
+
+
 class FitRun(keras.callbacks.Callback):
     """Comes last of all callbacks of one `fit`, and counts for a run what that has trained."""
 
@@ -135,10 +150,11 @@ class FitRun(keras.callbacks.Callback):
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
         run = self._make_run(self._list_objects(model))
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
-        self._end = weakref.finalize(self._iterator(), _abandon, weakref.ref(self))
+        self._end = weakref.finalize(self._iterator(), self.abandon)
         self._end.atexit = False
         run.__enter__()
         self._run = run
+        _RUNNING.add(self)
         if self._feed.source.remark:
             run._loop.warn(self._feed.source.remark)
         self._initial_epoch = model._initial_epoch
@@ -226,6 +242,10 @@ class FitRun(keras.callbacks.Callback):
         if run is not None:
             ended = error or RuntimeError("fit has ended with an error")
             run.__exit__(type(ended), ended, ended.__traceback__)
+
+    def is_in(self, iterators: list[Any]) -> bool:
+        """Whether its batches are among those that are being trained."""
+        return any(one is not None and one is self._iterator() for one in iterators)
 
     # As the data's feed calls it.
 
@@ -331,6 +351,7 @@ class FitRun(keras.callbacks.Callback):
         return _Leaving(self)
 
     def _close(self) -> None:
+        _RUNNING.discard(self)
         if self._end is not None:
             self._end.detach()
         self._feed.release()
@@ -353,12 +374,6 @@ class _Leaving:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._fit.abandon(error)
-
-
-def _abandon(fit: weakref.ref[FitRun]) -> None:
-    found = fit()
-    if found is not None:
-        found.abandon()
 
 
 def _ignore(*_: Any, **__: Any) -> None:
