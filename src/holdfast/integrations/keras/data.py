@@ -32,7 +32,7 @@ from holdfast.state.rng import RNG, undisturbed
 _NOTHING: Final = object()
 
 
-class Place(msgspec.Struct):
+class PlaceInData(msgspec.Struct):
     """Where training stands in an epoch.
 
     Attributes:
@@ -80,14 +80,14 @@ class Feed:
     """
 
     def __init__(self, iterator: Any, listener: Listener) -> None:
-        self.place = Place()
+        self.place = PlaceInData()
         self.source = _find_source(iterator)
         self._iterator: Any = weakref.proxy(iterator)
         self._class = type(iterator)
         self._listener: Any = weakref.proxy(listener)
         # Where to take up the data, until that is done.
-        self._resumed: Place | None = None
-        self._pending: Place | None = None
+        self._resumed: PlaceInData | None = None
+        self._pending: PlaceInData | None = None
         self._opening: Any = None
         iterator._enumerate_iterator = self._enumerate
         iterator._get_iterator = self._get_iterator
@@ -97,7 +97,7 @@ class Feed:
         """Whether it is known which batch is the last one of an epoch."""
         return bool(self._iterator.steps_per_epoch or self._iterator.data_adapter.num_batches)
 
-    def resume(self, place: Place) -> None:
+    def resume(self, place: PlaceInData) -> None:
         """Takes the data up at that place, in the epoch that begins next."""
         self.place = place
         self._resumed = place
@@ -114,11 +114,11 @@ class Feed:
         for generator, value in zip(self.source.generators(), state["own"], strict=False):
             generator.set_state(value)
 
-    def end_epoch(self) -> Place:
+    def end_epoch(self) -> PlaceInData:
         """The next epoch begins with its first batch; an iterator that is kept for it goes on where it is."""
         if self._is_kept_over_epochs():
             return replace(self.place, step=0, is_complete=False, taken=self._iterator._steps_seen)
-        return Place()
+        return PlaceInData()
 
     def release(self) -> None:
         """Leaves the `EpochIterator` as Keras has made it, if it is still there."""
@@ -184,7 +184,7 @@ class Feed:
             self.write_random(present)
         return made
 
-    def _draw_again(self, pending: Place) -> None:
+    def _draw_again(self, pending: PlaceInData) -> None:
         """What gives the batches is made; now their order is drawn."""
         if pending.drawing is not None:
             self.write_random(pending.drawing)

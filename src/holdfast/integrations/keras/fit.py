@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailedError, StorageError, UsageError
-from holdfast.integrations.keras.data import Feed, Place, make_step
+from holdfast.integrations.keras.data import Feed, PlaceInData, make_step
 from holdfast.integrations.keras.state import CallbackStates, Kept, Variables, copy_small, put_back
 from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
@@ -97,7 +97,7 @@ def end_left_fits() -> None:
     while frame is not None:
         iterators.append(frame.f_locals.get("epoch_iterator"))
         frame = frame.f_back
-    for left in [one for one in _RUNNING if not one.is_in(iterators)]:
+    for left in [one for one in _RUNNING if not any(one.iterator() is each for each in iterators if each is not None)]:
         left.abandon()
 
 
@@ -128,7 +128,7 @@ class FitRun(keras.callbacks.Callback):
         self._make_run, self._saves = make_run, saves
         self._others, self._at_end = others, at_end
         self._feed = Feed(iterator, self)
-        self._iterator = weakref.ref(iterator)
+        self.iterator: Callable[[], Any] = weakref.ref(iterator)
         self._run: Run | None = None
         self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
         self._is_stopped = self._has_trained = False
@@ -150,7 +150,7 @@ class FitRun(keras.callbacks.Callback):
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
         run = self._make_run(self._list_objects(model))
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
-        self._end = weakref.finalize(self._iterator(), self.abandon)
+        self._end = weakref.finalize(self.iterator(), self.abandon)
         self._end.atexit = False
         run.__enter__()
         self._run = run
@@ -165,7 +165,7 @@ class FitRun(keras.callbacks.Callback):
             self._random["own"] = restored["own_random"]
             for kind in self._states.write(restored["callbacks"]):
                 run._loop.warn(f"the checkpoint has the state of a {kind}, which is no callback of this fit")
-            self._feed.resume(Place(**restored["place"]))
+            self._feed.resume(PlaceInData(**restored["place"]))
             self._feed.source.write(restored["data"])
             self._feed.write_random({"shared": {}, "own": restored["own_random"]})
             epochs = int(self.params["epochs"])
@@ -242,10 +242,6 @@ class FitRun(keras.callbacks.Callback):
         if run is not None:
             ended = error or RuntimeError("fit has ended with an error")
             run.__exit__(type(ended), ended, ended.__traceback__)
-
-    def is_in(self, iterators: list[Any]) -> bool:
-        """Whether its batches are among those that are being trained."""
-        return any(one is not None and one is self._iterator() for one in iterators)
 
     # As the data's feed calls it.
 
