@@ -90,6 +90,7 @@ _SESSION: Final = {
 _INTERNAL: Final = {
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
+    "Resumable": {"set_model", "on_train_begin"},
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},
     "Workspace": {"begin_epoch", "note_made", "replace", "was_made"},
