@@ -72,6 +72,8 @@ _GROUPS: Final = {
         "lightning.HoldfastCheckpointIO",
         "transformers.Resumable",
         "accelerate.resumable",
+        "keras.Resumable",
+        "keras.BackupAndRestore",
     ],
     "A storage of your own": [
         "storage.open_storage",
@@ -92,7 +94,7 @@ _SESSION: Final = {
 _INTERNAL: Final = {
     "Resumable": {
         *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"),
-        *("setup", "teardown", "on_exception", "on_validation_end"),
+        *("setup", "teardown", "on_exception", "on_validation_end", "set_model"),
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     "SaveHandle": {"has_place", "must_be_replaced"},

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
-    from holdfast.integrations import accelerate, lightning, transformers
+    from holdfast.integrations import accelerate, keras, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -76,6 +76,7 @@ __all__ = [
     "import_checkpoint",
     "init_process_group",
     "jobs",
+    "keras",
     "lightning",
     "preemption",
     "register_codec",
@@ -124,6 +125,7 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 _MODULES: Final = {
     "accelerate": "holdfast.integrations.accelerate",
     "jobs": "holdfast.jobs",
+    "keras": "holdfast.integrations.keras",
     "lightning": "holdfast.integrations.lightning",
     "transformers": "holdfast.integrations.transformers",
 }

@@ -38,8 +38,8 @@ class HoldfastError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
-class UsageError(HoldfastError):
-    """The call, or an object that was handed in, is wrong."""
+class UsageError(HoldfastError, ValueError):
+    """The call, or an object that was handed in, is wrong. Frameworks raise a `ValueError` there."""
 
 
 class UnsupportedValueError(UsageError):
@@ -54,7 +54,7 @@ class UnsupportedValueError(UsageError):
         self.path = path
 
 
-class OutOfRangeError(UsageError, ValueError):
+class OutOfRangeError(UsageError):
     """A number is not one that can be meant."""
 
 

@@ -1,0 +1,199 @@
+"""`BackupAndRestore` and `Resumable`: the callbacks that a program gives to `fit`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from functools import partial
+from typing import Any, Literal
+
+import keras
+
+from holdfast.catalog import read_catalog
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UsageError
+from holdfast.integrations.keras.fit import OWN_NAMES, FitRun, FitSaves, end_left_fits, find_fit
+from holdfast.numbers import check_whole
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.config import TerminationConfig, make_termination
+from holdfast.run import Run, resumable
+from holdfast.save import arguments
+from holdfast.save.commit.deletion import clear_run
+from holdfast.storage import Storage, open_storage
+
+_OPTIONS = {
+    name: one.default for name, one in inspect.signature(resumable).parameters.items() if one.kind is one.KEYWORD_ONLY
+}
+
+
+class Resumable(keras.callbacks.Callback):
+    """A callback by which `fit` begins where the last process stopped, in the middle of an epoch too.
+
+    Weights, the optimizer's state, metrics, seed generators, the random generators of the process, the place in the
+    data, and the state of all other callbacks are kept as one, saved behind training and restored when `fit` begins.
+    Resumed training is the same, bit for bit, as if it had not been interrupted. A step is a call of the train function
+    (`steps_per_execution` batches).
+
+    Example:
+        ```python
+        model.fit(x, y, epochs=90, callbacks=[hf.keras.Resumable("runs/a", save_every=hf.Steps(500))])
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        save_every: SavePolicy | Literal["epoch"] | None = None,
+        keep: RetentionPolicy | None = None,
+        preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+        **options: Any,
+    ) -> None:
+        """Looks at nothing in the directory before `fit` begins.
+
+        Args:
+            directory: The run's directory, a URL, or an open storage, for this `fit` alone.
+            save_every: When to save: a policy, "epoch" for the end of each epoch, or None for `Auto()`.
+            keep: What to keep; None for `Latest(3)`.
+            preemption: How to hear that the job is to be taken away, and how to leave, as for `resumable`.
+            **options: Others of `resumable`, such as `failures_allowed`, `incremental` or `quiet`. What is no option is
+                one more object to keep, by name.
+
+        Raises:
+            UsageError: If an argument is wrong. It is a `ValueError`.
+        """
+        super().__init__()
+        if not directory:
+            raise UsageError("the directory is empty", hint="Give the path of the run's directory.")
+        saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
+        self._directory, self._saves = directory, saves
+        others = {name: value for name, value in options.items() if name not in _OPTIONS}
+        self._options = {
+            **{name: value for name, value in options.items() if name in _OPTIONS},
+            "save_every": saves,
+            "keep": keep,
+            "preemption": preemption,
+        }
+        taken = sorted({*OWN_NAMES} & others.keys())
+        if taken:
+            raise UsageError(f"{taken[0]} is kept already, under that name", hint="Give the object another name.")
+        arguments.check_names(others, self._options)
+        arguments.check_kept_objects(others)
+        make_termination(preemption, others)
+        arguments.SaveOptions.pick({**_OPTIONS, **self._options}, save_every=Auto(), keep=Latest(3))
+        self._others = others
+        self._at_end: Any = None
+
+    def set_model(self, model: Any) -> None:
+        """Keras gives the model to the callbacks before the first of them begins."""
+        super().set_model(model)
+        own = sys._getframe(1).f_locals.get("self")
+        if isinstance(own, keras.callbacks.CallbackList):
+            self._keep_logs(own)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes the last place among the callbacks, where it restores when all others have begun."""
+        end_left_fits()
+        callbacks, iterator = find_fit(self._model)
+        _check_alone(self._model)
+        fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
+        fit.set_model(self._model)
+        fit.set_params(self.params)
+        callbacks.callbacks.append(fit)
+
+    def _make_run(self, checkpoint: Checkpoint) -> Run:
+        return resumable(self._directory, checkpoint, **self._options)
+
+    def _keep_logs(self, callbacks: Any) -> None:
+        """A log that would be written anew goes on, if training does."""
+        loggers = [one for one in callbacks.callbacks if isinstance(one, keras.callbacks.CSVLogger) and not one.append]
+        if loggers and not self._options.get("begin_anew") and read_catalog(open_storage(self._directory)).living:
+            for logger in loggers:
+                logger.append = True
+
+
+class BackupAndRestore(Resumable):
+    """The callback of Keras of that name, with the same arguments: backs up while `fit` runs, and restores at the next.
+
+    What Keras' does not: a backup is never half of one, a resumed epoch goes on with the batch behind the last backup
+    and in the same order, and EarlyStopping, ReduceLROnPlateau, random generators and the history go on as well.
+
+    Example:
+        ```python
+        model.fit(x, y, epochs=90, callbacks=[hf.keras.BackupAndRestore("runs/backup", save_freq=500)])
+        ```
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: Literal["epoch", False] | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = False,
+    ) -> None:
+        """Looks at nothing in the directory before `fit` begins.
+
+        A backup that fails, since the disk is full say, is told of, and training goes on; the one before stays.
+
+        Args:
+            backup_dir: A directory for the backups of this `fit`. What else lies there stays.
+            save_freq: "epoch" to back up at the end of each epoch, a number to do so after so many batches, or False
+                for preemption alone.
+            double_checkpoint: True to keep two backups: one more should the newest be damaged.
+            delete_checkpoint: Whether the backups are deleted when `fit` has ended.
+            save_before_preemption: True to back up when the job is asked to leave (SIGTERM, say), and to exit with
+                code 42. Without it such a signal ends the process as ever.
+
+        Raises:
+            UsageError: If an argument is wrong. It is a `ValueError`.
+        """
+        if not backup_dir:
+            raise UsageError("Empty `backup_dir` argument passed")
+        arguments.check_switches(
+            double_checkpoint=double_checkpoint,
+            delete_checkpoint=delete_checkpoint,
+            save_before_preemption=save_before_preemption,
+        )
+        batches = 0
+        if save_freq is False:
+            if not save_before_preemption:
+                raise UsageError(
+                    "nothing would be backed up: save_freq is False, and so is save_before_preemption",
+                    hint='Give save_freq="epoch", a number of batches, or save_before_preemption=True.',
+                )
+        elif save_freq != "epoch":
+            batches = check_whole("save_freq", save_freq, 1, hint='Or it is "epoch", or False.')
+        super().__init__(
+            backup_dir,
+            save_every=FitSaves(batches=batches, at_epochs=save_freq == "epoch"),
+            keep=Latest(2 if double_checkpoint else 1),
+            preemption="auto" if save_before_preemption else "off",
+            failures_allowed=sys.maxsize,
+        )
+        self.backup_dir, self.save_freq = backup_dir, save_freq
+        self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
+        self._at_end = partial(_delete, backup_dir) if delete_checkpoint else None
+
+
+def _delete(directory: str | os.PathLike[str], has_trained: bool) -> None:
+    storage = open_storage(directory)
+    clearing = clear_run(storage, read_catalog(storage).generation)
+    for problem in clearing.problems:
+        raise problem
+
+
+def _check_alone(model: Any) -> None:
+    """Refuses jobs of several processes.
+
+    Raises:
+        UsageError: If this is one.
+    """
+    distribution = keras.distribution.distribution()
+    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
+    if getattr(distribution, "_is_multi_process", False) or replicas > 1:
+        raise UsageError(
+            "several processes or replicas train this model together, and their data cannot be taken up by each alone",
+            hint="Train in one process; with JAX it may have several devices.",
+        )

@@ -1,0 +1,68 @@
+"""Trains a small model and says each step: DIRECTORY [--backup FREQ] [--slow-test].
+
+Each line is an event of the driver; the last one is a digest of all that there is at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from typing import Any
+
+import keras
+import keras_cases
+import numpy as np
+
+import holdfast as hf
+
+
+class Told(keras.callbacks.Callback):
+    """Prints a line for each step, and for each batch of an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        print(f"step {self.epoch} {batch} {float(logs['loss']).hex()} {float(logs['mae']).hex()}", flush=True)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        print(f"test {self.epoch} {batch} {float(logs['loss']).hex()}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--case", default="dataset")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--backup", default="")
+    given = parser.parse_args()
+    keras.utils.set_random_seed(7)
+    model, callbacks = keras_cases.make_model(), keras_cases.make_callbacks()
+    if given.backup:
+        freq: Any = given.backup if given.backup == "epoch" else int(given.backup)
+        own = hf.keras.BackupAndRestore(given.directory, freq, delete_checkpoint=False, save_before_preemption=True)
+    else:
+        own = hf.keras.Resumable(given.directory, save_every=hf.Steps(3))
+    inputs, targets = keras_cases.INPUTS, keras_cases.TARGETS
+    model.fit(
+        **keras_cases.CASES[given.case](),
+        epochs=given.epochs,
+        verbose=0,
+        validation_data=(inputs[:18], targets[:18]),
+        validation_batch_size=3,
+        callbacks=[*callbacks, own, Told()],
+    )
+    variables = [*model.variables, *model.optimizer.variables]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(each)).tobytes() for each in variables]
+    plain = [model.history.history, model.history.epoch, callbacks[0].best, callbacks[0].wait, callbacks[1].wait]
+    text = json.dumps([[float(value).hex() for value in values] for values in plain[0].values()]) + repr(plain[1:])
+    print("end", hashlib.sha256(b"".join(arrays) + text.encode()).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

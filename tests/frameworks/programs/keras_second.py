@@ -1,0 +1,95 @@
+"""What a `fit` leaves behind for the next one in the same process: DIRECTORY."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_cases
+
+import holdfast as hf
+
+
+class Epochs(keras.callbacks.Callback):
+    """Notes the epochs that are trained; fails in one, or stops behind one."""
+
+    def __init__(self, fail: int | None = None, stop: int | None = None) -> None:
+        super().__init__()
+        self.fail, self.stop = fail, stop
+        self.seen: Any = iter([])
+        self.number = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        SEEN.append(epoch)
+        if epoch == self.fail:
+            raise keras_cases.InterruptedFitError
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.stop:
+            self.model.stop_training = True
+
+
+SEEN: list[int] = []
+
+
+def fit(model: Any, callbacks: list[Any], epochs: int, *noted: Any) -> list[int]:
+    SEEN.clear()
+    model.fit(**keras_cases.arrays(), epochs=epochs, verbose=0, callbacks=[*callbacks, *(noted or [Epochs()])])
+    return [*SEEN]
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    handler = signal.getsignal(signal.SIGTERM)
+    backups = directory / "backups"
+    backups.mkdir()
+    (backups / "own.txt").write_text("mine")
+    model, backup = keras_cases.make_model(), hf.keras.BackupAndRestore(backups)
+    fit(model, [backup], 2)
+    gone = not list(backups.rglob("*.safetensors")) and not list(backups.glob("step*"))
+    print(
+        json.dumps(
+            {"a backup that was finished is gone": gone, "what is not its own stays": (backups / "own.txt").exists()}
+        )
+    )
+    without = fit(model, [], 3)
+    again = fit(model, [backup], 2)
+    print(
+        json.dumps(
+            {"epochs of a fit without a callback": len(without), "epochs of the same callback again": len(again)}
+        )
+    )
+    run = hf.keras.Resumable(directory / "run", save_every="epoch", quiet=True)
+    raised = refused = False
+    try:
+        fit(keras_cases.make_model(), [run], 5, Epochs(fail=3))
+    except keras_cases.InterruptedFitError:
+        raised = True
+    other = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    other.compile("sgd", "mse", metrics=["mae"])
+    try:
+        fit(other, [hf.keras.Resumable(directory / "run", quiet=True)], 5)
+    except hf.errors.MismatchError:
+        refused = True
+    print(
+        json.dumps(
+            {
+                "a changed model is refused": refused,
+                "the error of a step comes through": raised,
+                "signals are as before": signal.getsignal(signal.SIGTERM) == handler,
+            }
+        )
+    )
+    on = fit(keras_cases.make_model(), [hf.keras.Resumable(directory / "run", quiet=True)], 5)
+    stopped = hf.keras.Resumable(directory / "stopped", save_every="epoch", quiet=True)
+    fit(keras_cases.make_model(), [stopped], 5, Epochs(stop=1))
+    left = fit(keras_cases.make_model(), [hf.keras.Resumable(directory / "stopped", quiet=True)], 5)
+    print(json.dumps({"stopped early, it stays so": len(left), "more epochs go on": on}))
+
+
+if __name__ == "__main__":
+    main()
