@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from holdfast.errors import MissingPackageError
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
@@ -31,4 +32,6 @@ class NNXAdapter(Adapter):
         return load
 
 
+if not hasattr(nnx, "Pytree"):
+    raise MissingPackageError("modules of Flax NNX are kept with flax 0.12 or newer", hint="pip install -U flax")
 register_adapter(nnx.Pytree, NNXAdapter())
