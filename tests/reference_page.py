@@ -30,6 +30,7 @@ wait for a disk or for other workers. What is not on this page is no part of the
 _GROUPS: Final = {
     "A run": ["resumable", "Run"],
     "Saving and restoring": ["CheckpointManager", "Checkpoint", "SaveHandle", "Restoration"],
+    "One tree": ["save", "load"],
     "When to save, and what to keep": ["Steps", "Seconds", "Auto", "All", "Latest", "Newer", "EveryN", "Best"],
     "State": [
         "PerWorker",

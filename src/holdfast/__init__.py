@@ -1,6 +1,8 @@
 """holdfast keeps training jobs alive: it saves a running job without stopping it, and brings it back exactly."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import errors, events, preemption
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
+    from holdfast.integrations.tree import load, save
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -78,10 +81,12 @@ __all__ = [
     "jobs",
     "keras",
     "lightning",
+    "load",
     "preemption",
     "register_codec",
     "register_type",
     "resumable",
+    "save",
     "transformers",
 ]
 
@@ -111,9 +116,11 @@ _HOMES: Final = {
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.cluster",
+    "load": "holdfast.integrations.tree",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
     "resumable": "holdfast.run",
+    "save": "holdfast.integrations.tree",
 }
 """What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
 engine behind saves and restores, what needs a framework, and what few programs use."""
@@ -147,3 +154,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The package itself. Its `save` is the function: importing `holdfast.save`, a package, would put that there."""
+
+    @property
+    def save(self) -> Any:
+        return __getattr__("save")
+
+    @save.setter
+    def save(self, package: ModuleType) -> None:
+        """Leaves the function where it is; `holdfast.save` is found by its name in an import."""
+
+
+sys.modules[__name__].__class__ = _Package

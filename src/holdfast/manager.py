@@ -238,6 +238,7 @@ class CheckpointManager:
         only: str | Iterable[str] | None = None,
         strict: bool = True,
         keep_current: str | Iterable[str] = (),
+        like: Mapping[str, Any] | None = None,
     ) -> Restoration | None:
         """**Blocks.** Gives the live objects the state of a checkpoint; every byte that is read is checked.
 
@@ -250,6 +251,9 @@ class CheckpointManager:
             strict: False to take what fits, and be told of the rest in the result.
             keep_current: What stays as the program has it: hyperparameters such as `"optimizer.lr"`, which a schedule
                 then goes on from in proportion, or names of whole objects, such as `"schedule"`.
+            like: For objects by name, trees that say what to make: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+                They are left as they are; what was made stands in `checkpoint` under those names. Objects with state,
+                such as modules, are filled.
 
         Returns:
             What was done, or None if the run has no checkpoint yet.
@@ -266,9 +270,11 @@ class CheckpointManager:
         self._settle(None)
         check_objects(self.checkpoint.objects)
         script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
+        made_anew = arguments.check_like(like)
         restoration = restore_objects(
             self._storage,
-            all_objects(self.checkpoint),
+            {**all_objects(self.checkpoint), **made_anew},
+            made_anew=made_anew.keys(),
             step=None if step is None else arguments.check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
             on_resize=self._options.on_resize,

@@ -239,7 +239,7 @@ _BRACKETS: Final = {
     "slice": ("slice(", ")"),
 }
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "Counter", "defaultdict"})
-_FIELDS: Final = frozenset({"namedtuple", "dataclass"})
+_FIELDS: Final = frozenset({"namedtuple", "dataclass", "pytree"})
 _WRAPPERS: Final = frozenset({"object", "codec"})
 
 
@@ -278,8 +278,8 @@ def array_of(node: Node) -> str | None:
 
 
 def count_values(node: Node, depth: int = 0) -> int:
-    """**Pure.** How many values that hold no others lie in a node; arrays are not counted."""
-    if array_of(node) is not None:
+    """**Pure.** How many values that hold no others lie in a node; arrays and the program's own are not counted."""
+    if array_of(node) is not None or (type(node) is dict and node.get("$") == "live"):
         return 0
     parts = parts_of(node) if depth <= MAX_DEPTH else None
     if parts is None:
@@ -357,6 +357,8 @@ def _tagged(node: dict[str, Any], depth: int) -> str:
         return f"{kind}({_items(parts, len(parts), depth, sign='=')})"
     if tag == "array":
         return f"<array {array_of(node) or '?'}>"
+    if tag == "live" and type(payload) is str:
+        return _cut(f"<the program's {payload}>")
     if tag == "enum" and type(payload) is str:
         return f"{kind}.{payload}"
     if tag in _WRAPPERS | {"flag"}:

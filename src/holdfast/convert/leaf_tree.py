@@ -82,8 +82,10 @@ class _TreeDecoder(Decoder):
         return _NotExportable(f"it is a {name.rpartition(':')[2]}")
 
     def _tagged(self, node: Node, live: Any, path: str, depth: int) -> Any:
-        if node["$"] in ("namedtuple", "dataclass") and type(node.get("v")) is dict:
+        if node["$"] in ("namedtuple", "dataclass", "pytree") and type(node.get("v")) is dict:
             return self.mapping(node["v"], UNFILLED, path, depth + 1)
+        if node["$"] == "live":
+            return _NotExportable("it is the program's own")
         return super()._tagged(node, UNFILLED, path, depth)
 
 

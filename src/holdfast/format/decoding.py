@@ -88,6 +88,13 @@ class Decoder:
         """
         return ()
 
+    def node(self, name: str, parts: Mapping[str, Node] | None, live: Any, path: str, depth: int) -> Any:
+        """The value of a class that a framework takes apart and puts together.
+
+        Without parts it is something of the program's own, such as a function.
+        """
+        raise malformed(path, "a node of a framework's tree stands where none may be")
+
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
         """Whether a part of the live tree stays although nothing is stored for it.
 
@@ -328,6 +335,17 @@ def _subclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, d
     return d.subclass(argument, stored, live, path, depth)
 
 
+def _node(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    if type(argument) is not str or type(payload) is not dict or "$" in payload:
+        raise malformed(path, "a node of a framework's tree is malformed")
+    return d.node(argument, payload, live, path, depth)
+
+
+def _live(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    _no_argument(path, argument)
+    return d.node(payload if type(payload) is str else "", None, live, path, depth)
+
+
 def _no_argument(path: str, argument: Node) -> None:
     if argument is not None:
         raise malformed(path, "a tagged value has an argument that it cannot have")
@@ -435,6 +453,8 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "object": _object,
     "codec": _codec,
     "tensor_subclass": _subclass,
+    "pytree": _node,
+    "live": _live,
     "defaultdict": _defaultdict,
     "deque": _deque,
     "slice": _slice,

@@ -135,13 +135,13 @@ class Encoder:
             return tagged("codec", self.coded(codec.encode(value), path, depth), codec.tag)
         node = self.special(value, path, depth)
         if node is None:
-            node = self._encode_of_program(cls, value, path, depth)
+            node = self.of_program(cls, value, path, depth)
         if node is None:
             raise unsupported(path, f"a value of type {name_of(cls).replace(':', '.')}")
         return node
 
-    def _encode_of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
-        """Enums, dataclasses, namedtuples, NumPy's scalars, and time zones."""
+    def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
+        """The node of an enum, a dataclass, a namedtuple, a scalar of NumPy or a time zone; None for all else."""
         if isinstance(value, enum.Flag):
             return tagged("flag", self.encode(value.value, path, depth), name_of(cls))
         if isinstance(value, enum.Enum):

@@ -61,6 +61,7 @@ def restore_objects(
     begins_anew: bool = False,
     on_resize: Literal["allow", "refuse"] = "allow",
     keeping: Keeping | None = None,
+    made_anew: Collection[str] = (),
 ) -> Restoration | None:
     """**Blocks.** Gives the live objects the state of a checkpoint.
 
@@ -85,6 +86,7 @@ def restore_objects(
         begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
         on_resize: What to do with a checkpoint of another number of workers.
         keeping: What stays as the script has it; None to restore everything.
+        made_anew: The names of objects that are made as the live ones are, which stay as they are.
 
     Returns:
         What was done, or None if there is no checkpoint at all.
@@ -99,7 +101,7 @@ def restore_objects(
     """
     begun_at = time.monotonic()
     agreement = agreement or Agreement()
-    request = _Request(storage, objects, step, select, strict, threads, worker, named, on_resize, keeping)
+    request = _Request(storage, objects, step, select, strict, threads, worker, named, on_resize, keeping, made_anew)
     candidates = _Candidates(request, agreement, emit)
     if not candidates.find(begins_anew=begins_anew):
         return None
@@ -147,6 +149,7 @@ class _Request(NamedTuple):
     named: Collection[str]
     on_resize: Literal["allow", "refuse"]
     keeping: Keeping | None
+    made_anew: Collection[str]
 
 
 class _Candidates:
@@ -360,6 +363,7 @@ class _RestoreTrial:
             worker=request.worker,
             stored_workers=self.opened.manifest.world_size,
             left_out=self._left_out,
+            made_anew=request.made_anew,
         )
         if select is not None and select.unmatched:
             names = ", ".join(repr(name) for name in stored if not is_own(name))

@@ -174,6 +174,22 @@ def check_switches(**switches: object) -> None:
             raise UsageError(f"{name}={value!r} is neither True nor False")
 
 
+def check_like(like: object) -> dict[str, Any]:
+    """**Pure.** For objects by name, what says how they are to be made; empty for None.
+
+    Raises:
+        UsageError: If it is no dict with names.
+    """
+    if like is None:
+        return {}
+    if not isinstance(like, Mapping) or not like or not all(isinstance(name, str) and name for name in like):
+        raise UsageError(
+            f"like is a {type(like).__name__}, and not a dict of trees by the names of objects",
+            hint='Write like={"params": tree}, with the names under which the objects were saved.',
+        )
+    return dict(like)
+
+
 def check_timeout(seconds: object) -> None:
     """**Pure.** The deadline of every wait.
 

@@ -50,6 +50,9 @@ OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True, fixed_kinds=Tr
 HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False, fixed_kinds=True)
 """State for an object's `load_state_dict`: arrays of its own, and sequences as long as they were."""
 
+MADE_ANEW = Rules(in_place=False, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
+"""Trees that say what is to be made: nothing of them is changed."""
+
 REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=False)
 """State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
 

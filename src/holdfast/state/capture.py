@@ -19,12 +19,14 @@ from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
 from holdfast.state.registry import (
+    NodeParts,
     adapter_of,
     backend_of,
     backend_of_type,
     find_stateful,
     is_made_of_tensors,
     list_members,
+    node_parts,
     parts_of,
     sharder_of_type,
 )
@@ -240,6 +242,8 @@ class _Capturing(Encoder):
         self._names: set[str] = set()
         # Whether it writes what a codec has made.
         self._is_coding = False
+        # How many nodes of a framework's trees it is in.
+        self._nodes_open = 0
         # By library: for each memory, the place of its leaf in the columns.
         self._by_memory: dict[str, dict[Hashable, int]] = {}
         self._memories: list[Hashable] = []
@@ -319,6 +323,8 @@ class _Capturing(Encoder):
         """The node of an array of which other workers may have a part, or all."""
         if self._sharing.is_own and any(local.holders is not None for local in sharding.boxes):
             raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
+        if sharding.is_abstract:
+            raise unsupported(path, "a shape without values", "Restore into it, or put an array there.")
         backend = sharding.backend
         known = self._shared.get((backend.name, sharding.memory))
         if known is None:
@@ -348,7 +354,10 @@ class _Capturing(Encoder):
                 "Let the codec return the object's state, or give the outer object state_dict and load_state_dict.",
             )
         if adapter is None:
-            return self._encode_subclass(value, path, depth) if is_made_of_tensors(type(value)) else None
+            if is_made_of_tensors(type(value)):
+                return self._encode_subclass(value, path, depth)
+            node = None if self._is_coding else node_parts(value)
+            return None if node is None else self._encode_node(type(value), node, path, depth)
         sharing = self._sharing
         outer = (sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained)
         if not sharing.worker.is_alone:
@@ -362,6 +371,11 @@ class _Capturing(Encoder):
         finally:
             sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
 
+    def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
+        """As for plain values; a function in what a framework takes apart stays the program's."""
+        node = super().of_program(cls, value, path, depth)
+        return tagged("live", name_live(value)) if node is None and self._nodes_open and is_code(value) else node
+
     def coded(self, made: Any, path: str, depth: int) -> Node:
         """The node of what a codec has made of a value, with leaves for the arrays in it."""
         outer, self._is_coding = self._is_coding, True
@@ -369,6 +383,19 @@ class _Capturing(Encoder):
             return self.encode_apart(made, path, depth)
         finally:
             self._is_coding = outer
+
+    def _encode_node(self, cls: type, node: NodeParts, path: str, depth: int) -> Node:
+        """The node of a value that its framework takes apart; functions in it are the program's."""
+        self.count(len(node.parts), path)
+        self._nodes_open += 1
+        try:
+            # Its parts may be made for this, and be gone when the next ones are.
+            parts = {
+                name: self.encode_apart(part, f"{path}/{escape(name)}", depth) for name, part in node.parts.items()
+            }
+        finally:
+            self._nodes_open -= 1
+        return tagged("pytree", parts, name_of(cls))
 
     def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
         """The node of a tensor that is made of other tensors, each of which has a leaf."""
@@ -505,6 +532,17 @@ class _Capturing(Encoder):
                 self._by_memory.setdefault(cached.backend.name, {}).update(zip(cached.memories, places, strict=True))
             self._unindexed.clear()
         return self._by_memory.get(backend.name, {}).get(memory)
+
+
+def is_code(value: object) -> bool:
+    """**Pure.** Whether a value belongs to the program and not to its state: what is called, or has no attributes."""
+    return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
+
+
+def name_live(value: object) -> str:
+    """**Pure.** What stands in a checkpoint for a value of the program, for people to read."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 class _Trial(_Capturing):

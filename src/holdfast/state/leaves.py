@@ -225,6 +225,7 @@ class Sharding(msgspec.Struct, frozen=True):
         is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
         place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
         may_differ: Whether workers that train alike may have other values there.
+        is_abstract: Whether it says only what an array is to be that has no values yet.
     """
 
     spec: ArraySpec
@@ -235,6 +236,7 @@ class Sharding(msgspec.Struct, frozen=True):
     is_by_hand: bool = False
     place: Hashable = None
     may_differ: bool = False
+    is_abstract: bool = False
 
 
 class Sharder(Protocol):

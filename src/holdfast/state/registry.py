@@ -8,10 +8,10 @@ import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from holdfast.errors import UsageError
-from holdfast.format.codecs import is_plain_dataclass, is_tensor_subclass
+from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, is_tensor_subclass
 from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Readable, StateDictAdapter
@@ -26,15 +26,33 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "torch.distributed.tensor": "holdfast.integrations.torch.meshes",
         "jax": "holdfast.integrations.jax.arrays",
         "jaxlib": "holdfast.integrations.jax.arrays",
+        "flax.nnx": "holdfast.integrations.jax.nnx",
     }
 )
 """For each package that holdfast knows, or a part of one, the module that registers its kinds. The module is imported
 when an object of that package is met, so the package itself is in memory already."""
 
+_NODE_LIBRARIES: Final[Mapping[str, str]] = MappingProxyType({"jax": "holdfast.integrations.jax.nodes"})
+"""For each package to which programs make classes of their own known, the module that says what values of them hold."""
+
+
+class NodeParts(NamedTuple):
+    """A value of a class that the program, or a library, has made known to its framework as a node of trees.
+
+    Attributes:
+        parts: What it holds, by name: what changes as it is trained. What else it has is the program's.
+        join: Makes such a value of other parts, by the same names; what is the program's is taken from this one.
+    """
+
+    parts: dict[str, Any]
+    join: Callable[[Mapping[str, Any]], Any]
+
+
 _adapters: dict[type, Adapter] = {}
 _backends: dict[type, ArrayBackend] = {}
 _backends_by_name: dict[str, ArrayBackend] = {}
 _found: dict[type, Adapter | ArrayBackend | None] = {}
+_node_readers: list[Callable[[object], NodeParts | None]] = []
 _sharders: dict[type, Sharder] = {}
 _found_sharders: dict[type, Sharder | None] = {}
 
@@ -64,6 +82,33 @@ def register_sharder(cls: type, sharder: Sharder) -> None:
     _sharders[cls] = sharder
     _found_sharders.clear()
     _found.clear()
+
+
+def register_nodes(read: Callable[[object], NodeParts | None]) -> None:
+    """Makes known what takes the values apart that a framework knows as nodes of trees."""
+    _node_readers.append(read)
+
+
+def node_parts(value: object) -> NodeParts | None:
+    """What a value holds whose class was made known to a framework as a node of trees; None for any other.
+
+    Containers of Python's own are none, nor are namedtuples, arrays, and objects that have an adapter.
+    """
+    cls = type(value)
+    if cls in ENCODERS or cls in _PLAIN_CONTAINERS or is_namedtuple(cls):
+        return None
+    for package, module in _NODE_LIBRARIES.items():
+        if package in sys.modules:
+            importlib.import_module(module)
+    if not _node_readers or isinstance(value, type) or _handler(cls) is not None or sharder_of_type(cls) is not None:
+        return None
+    return next((found for read in _node_readers if (found := read(value)) is not None), None)
+
+
+_PLAIN_CONTAINERS: Final = frozenset(
+    {dict, list, tuple, set, frozenset, slice, collections.OrderedDict, collections.defaultdict, collections.Counter}
+    | {collections.deque}
+)
 
 
 def sharder_of_type(cls: type) -> Sharder | None:
@@ -221,6 +266,9 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
     if isinstance(value, (list, tuple, collections.deque)):
         names = getattr(value, "_fields", None)
         return list(zip(names or range(len(value)), value, strict=True))
+    node = node_parts(value)
+    if node is not None:
+        return list(node.parts.items())
     if is_plain_dataclass(type(value)):
         fields = dataclasses.fields(cast(Any, value))
         return [(field.name, getattr(value, field.name, None)) for field in fields]

@@ -55,6 +55,9 @@ def placement_of(array: Any) -> Placement:
     """Where an array lies, or will."""
     if isinstance(array, MadeArray):
         return array.place
+    if isinstance(array, jax.ShapeDtypeStruct):
+        key = Key(array.dtype._impl, array.sharding) if is_key(array) else None
+        return Placement(array.sharding, array.sharding is not None, bool(array.weak_type), key)
     numbers = numbers_of(array)
     is_committed = numbers.committed or len(numbers.sharding.device_set) > 1
     key = Key(jax.random.key_impl(array), array.sharding) if is_key(array) else None
@@ -304,6 +307,30 @@ class JaxSharder:
         return MadeArray(spec, _dtype_of(spec), place, boxes)
 
 
+class AbstractSharder(JaxSharder):
+    """Looks at the shapes of arrays that are still to be made, which may say how they are to be divided."""
+
+    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+        """What an array will be. It has a box without memory: nothing can be filled where it is."""
+        if isinstance(array, MadeArray):
+            return super().look(array, path, worker)
+        numbers = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
+        dtype = DTYPES.get(numbers.dtype.name)
+        if dtype is None:
+            raise UnsupportedValueError(f"{path}: an array of dtype {array.dtype} cannot be stored", path=path)
+        spec = spec_of(dtype, tuple(numbers.shape))
+        try:
+            _ = array.sharding is None or _local_boxes(array.sharding, spec.shape)
+        except ValueError as error:
+            raise UnsupportedValueError(
+                f"{path}: an array of {array.dtype}{list(array.shape)} cannot be divided as is asked: {error}",
+                path=path,
+                hint="Give a sharding that divides its dimensions evenly.",
+            ) from error
+        # One record may stand for many arrays, none of which has anything of another's memory.
+        return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
+
+
 def _check_there(array: Any, path: str) -> None:
     if array.is_deleted():
         raise UnsupportedValueError(
@@ -353,3 +380,4 @@ _BACKEND: Final = JaxBackend()
 register_backend(jax.Array, _BACKEND)
 register_backend(MadeArray, _BACKEND)
 register_sharder(jax.Array, JaxSharder())
+register_sharder(jax.ShapeDtypeStruct, AbstractSharder())

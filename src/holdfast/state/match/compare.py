@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import ApplyError, HoldfastError, UnsupportedValueError, UsageError
+from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass
 from holdfast.format.decoding import (
     ABSENT,
@@ -25,7 +25,8 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, CaptureContext, Rules
-from holdfast.state.leaves import ArraySpec, Differences, PendingArray, Skeleton
+from holdfast.state.leaves import ArraySpec, Differences, Skeleton
+from holdfast.state.match.pending import PendingCoded, PendingNode
 from holdfast.state.match.targets import RestoreTargets
 from holdfast.state.match.update_in_place import Finished, finish_arrays, update_in_place
 from holdfast.state.registry import (
@@ -37,6 +38,7 @@ from holdfast.state.registry import (
     find_array,
     holds_state,
     list_members,
+    node_parts,
     sharder_of_type,
     state_paths,
 )
@@ -61,6 +63,7 @@ _FORMS = {
     "Counter": "mapping",
     "namedtuple": "fields",
     "dataclass": "fields",
+    "pytree": "fields",
 }
 
 
@@ -89,7 +92,7 @@ class Comparison(Decoder):
         worker: Worker = ALONE,
         stored_workers: int = 1,
     ) -> None:
-        super().__init__(_find_codec)
+        super().__init__(find_codec)
         self.context = CaptureContext(objects, list_members)
         self.differences = Differences()
         self.claims = RestoreTargets(self.differences, worker)
@@ -104,7 +107,7 @@ class Comparison(Decoder):
         self._worker = worker
         self._finished: Finished = {}
         self._has_moved = worker.world_size != stored_workers
-        self._arrays = stored_arrays
+        self.stored_arrays = stored_arrays
         self._select = select
         self.whole = select is None
 
@@ -158,7 +161,7 @@ class Comparison(Decoder):
                     known[node["v"]] = live
                     leaves.append(node["v"])
                     arrays.append(live)
-        specs = [spec for spec in map(self._arrays.get, leaves) if spec is not None]
+        specs = [spec for spec in map(self.stored_arrays.get, leaves) if spec is not None]
         if len(specs) < len(leaves) or not self.claims.try_live(leaves, specs, arrays, library):
             return ()
         return frozenset(places)
@@ -182,7 +185,7 @@ class Comparison(Decoder):
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         """The array that will hold a stored leaf: the live one, or a new one."""
-        spec = self._arrays.get(leaf)
+        spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
         sharder = sharder_of_type(type(live))
@@ -228,7 +231,7 @@ class Comparison(Decoder):
 
     @cached_property
     def _has_layouts(self) -> bool:
-        return any(spec.strides is not None for spec in self._arrays.values())
+        return any(spec.strides is not None for spec in self.stored_arrays.values())
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
         """The value, or what stands for it until the arrays in it have been read: they are made for it."""
@@ -244,7 +247,7 @@ class Comparison(Decoder):
         finally:
             self.like, self.beside, self.rules = outer
         self.claims.has_pending = True
-        return _PendingCoded(codec, made, path, self._finished)
+        return PendingCoded(codec, made, path, self._finished)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         """The live tensor, whose parts are filled where they are; or a new one, if there is none that is alike."""
@@ -277,15 +280,41 @@ class Comparison(Decoder):
             self.like = outer
         if lives and all(parts[part] is lives[part] for part in parts):
             return live
-        context = Decoder(_find_codec).decode(stored.context, context, path, depth)
+        context = Decoder(find_codec).decode(stored.context, context, path, depth)
         try:
             return cls.__tensor_unflatten__(parts, context, stored.shape, stored.strides)
         except Exception as error:
             raise malformed(path, f"{cls.__qualname__} refused what is stored: {error!r}") from error
 
-    def spec_of(self, leaf: str) -> ArraySpec | None:
-        """What a stored leaf is; None if there is none of that name."""
-        return self._arrays.get(leaf)
+    def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
+        """What stands for a value like the live one, with the stored parts, until these have been read."""
+        if parts is None and live is not ABSENT and live is not UNFILLED:
+            return live
+        if live is ABSENT or parts is None:
+            self.differences.extra.append(path)
+            return ABSENT
+        own, cls = node_parts(live), name.rpartition(":")[2]
+        if own is None or type(live).__qualname__ != cls:
+            if not _is_nothing(live):
+                self.differences.wrong_kind.append(f"{path}: stored a {cls}, live {_describe_live(live)}")
+                return live
+            raise UnsupportedValueError(
+                f"{path}: a {cls} is stored, and is made again only after the one that the program has",
+                path=path,
+                hint=f"Let a {cls} of the same structure stand there when the restore begins.",
+            )
+        missing = [f"{path}/{escape(part)}" for part in own.parts if part not in parts]
+        extra = [f"{path}/{escape(part)}" for part in parts if part not in own.parts]
+        if missing or extra:
+            self.other_fields(missing, extra, path)
+        values = dict(own.parts)
+        for part in values.keys() & parts.keys():
+            value = self.decode(parts[part], values[part], f"{path}/{escape(part)}", depth)
+            values[part] = values[part] if value is ABSENT else value
+        if all(values[part] is own.parts[part] for part in values):
+            return live
+        self.claims.has_pending = True
+        return PendingNode(own, values, path, self._finished)
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
         """The live object itself, whose loading is prepared."""
@@ -441,35 +470,13 @@ class ObjectLoading:
     def spec_of(self, stored: Skeleton) -> ArraySpec | None:
         """What a stored array is."""
         leaf = stored.get("v") if type(stored) is dict and stored.get("$") == "array" else None
-        return self._comparison.spec_of(leaf) if type(leaf) is str else None
+        return self._comparison.stored_arrays.get(leaf) if type(leaf) is str else None
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict."""
         if type(stored) is not dict or "$" in stored:
             raise malformed(self.name(*at), "a dict is expected")
         return stored
-
-
-class _PendingCoded(PendingArray):
-    """Stands for a value whose codec is called when the arrays have been read of which it is to make it."""
-
-    def __init__(self, codec: Codec, made: Any, path: str, finished: Finished) -> None:
-        self._codec, self._made, self._path, self._finished = codec, made, path, finished
-
-    def finish(self) -> Any:
-        """Calls the codec.
-
-        Raises:
-            ApplyError: If it refuses what was stored.
-        """
-        made = finish_arrays(self._made, self._finished)
-        try:
-            return self._codec.decode(made)
-        except Exception as error:
-            raise ApplyError(
-                f"{self._path}: the codec {self._codec.tag!r} refused what is stored: {error!r}",
-                hint="See the cause above; objects that came before it have been changed.",
-            ) from error
 
 
 def _says(context: Any, stored: Any) -> bool:
@@ -503,7 +510,7 @@ def live_form(live: Any) -> str:
         return "fields" if is_namedtuple(type(live)) else "sequence"
     if is_tensor_subclass(type(live)):
         return "subclass"
-    return "fields" if is_plain_dataclass(type(live)) else ""
+    return "fields" if is_plain_dataclass(type(live)) or node_parts(live) is not None else ""
 
 
 def _is_nothing(live: Any) -> bool:
@@ -538,7 +545,7 @@ def _describe_live(live: Any) -> str:
     return "None" if live is None else f"a {type(live).__qualname__}"
 
 
-def _find_codec(tag: str) -> Codec | None:
+def find_codec(tag: str) -> Codec | None:
     """The codec of a tag. Codecs of frameworks are registered when the framework's integration is imported."""
     package = tag.partition(".")[0]
     if package in INTEGRATIONS and package in sys.modules and INTEGRATIONS[package] not in sys.modules:

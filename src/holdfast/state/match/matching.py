@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import ApplyError, HoldfastError
-from holdfast.format.decoding import ABSENT
+from holdfast.format.decoding import ABSENT, UNFILLED
 from holdfast.format.encoding import escape
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.records import ALONE, Worker
+from holdfast.state.adapters import MADE_ANEW, OWNED
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.match.compare import Comparison, MatchJob
+from holdfast.state.match.plain import PLAIN, PlainDecoder
 from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.sharding import PER_WORKER, PerWorker
 
@@ -88,6 +90,7 @@ def match_objects(
     worker: Worker = ALONE,
     stored_workers: int = 1,
     left_out: Collection[str] = (),
+    made_anew: Collection[str] = (),
 ) -> Matching:
     """Holds stored state against live objects, which are not changed.
 
@@ -101,6 +104,8 @@ def match_objects(
         worker: Which worker this is.
         stored_workers: How many workers there were when the state was stored.
         left_out: The names of objects that stay as they are, whatever is stored for them.
+        made_anew: The names of objects that only say what is to be made; they stay as they are. One that is `PLAIN`
+            says nothing.
 
     Raises:
         FormatError: If the stored state is malformed.
@@ -118,6 +123,9 @@ def match_objects(
         if name in left_out:
             continue
         if name in stored_objects:
+            if name in made_anew:
+                renewals.append(_Renewal(name, UNFILLED, _make_anew(comparison, stored_objects[name], live, path)))
+                continue
             value = comparison.decode(stored_objects[name], live, path)
             if value is not live and value is not ABSENT:
                 renewals.append(_Renewal(name, live, value))
@@ -138,6 +146,16 @@ def match_objects(
         _renewals=tuple(renewals),
         _jobs=tuple(comparison.jobs),
     )
+
+
+def _make_anew(comparison: Comparison, stored: Skeleton, like: Any, path: str) -> Any:
+    if like is PLAIN and comparison.wants(path):
+        return PlainDecoder(comparison).decode(stored, UNFILLED, path)
+    comparison.rules = MADE_ANEW
+    try:
+        return comparison.decode(stored, like, path)
+    finally:
+        comparison.rules = OWNED
 
 
 def _rename_old(stored: Mapping[str, Skeleton], live: Mapping[str, object]) -> Mapping[str, Skeleton]:

@@ -67,7 +67,7 @@ class RestoreTargets:
             UnsupportedValueError: If the live array has a form that cannot be filled, or no other can be made like it.
         """
         live = backend.spec(array, path)
-        if live.shape != spec.shape and not rules.in_place and 0 in live.shape:
+        if live.shape != spec.shape and not (rules.in_place or rules.fixed_lengths) and 0 in live.shape:
             if live.dtype == spec.dtype or backend.name == library:
                 return self.new(leaf, spec, backend, array)
             return self.new(leaf, spec, backend_named(library))

@@ -1,0 +1,37 @@
+"""Modules of Flax NNX, its optimizers, metrics and streams of random numbers: what their variables hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from holdfast.errors import MissingPackageError
+from holdfast.state.adapters import Adapter, CaptureContext, Loading
+from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import register_adapter
+
+
+class NNXAdapter(Adapter):
+    """Reads what the variables of an object hold and puts it back into them; the object's structure stays."""
+
+    kind = "flax.nnx"
+
+    def state_of(self, obj: Any, context: CaptureContext) -> Any:
+        """What each variable holds, by the names of attributes, keys and places on the way to it."""
+        return nnx.to_pure_dict(nnx.state(obj))
+
+    def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        """Prepares new values for the variables."""
+        values = loading.value(stored, nnx.to_pure_dict(nnx.state(obj)))
+
+        def load() -> None:
+            nnx.update(obj, loading.complete(values))
+
+        return load
+
+
+if not hasattr(nnx, "Pytree"):
+    raise MissingPackageError("modules of Flax NNX are kept with flax 0.12 or newer", hint="pip install -U flax")
+register_adapter(nnx.Pytree, NNXAdapter())

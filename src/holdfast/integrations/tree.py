@@ -1,0 +1,122 @@
+"""`save` and `load`: one tree of arrays and values, without a training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from holdfast.catalog import read_catalog
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.errors import NoCheckpointError, StepExistsError, UsageError
+from holdfast.format.encoding import escape
+from holdfast.format.names import is_own
+from holdfast.manager import CheckpointManager
+from holdfast.policies import Latest
+from holdfast.restore.verify import open_step
+from holdfast.save.arguments import check_switches
+from holdfast.state.match.plain import PLAIN
+from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import short_traceback
+
+_TREE: Final = "tree"
+
+
+@short_traceback
+def save(
+    path: str | os.PathLike[str] | Storage,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+) -> None:
+    """**Blocks.** Saves one tree: dicts, lists, tuples, dataclasses and modules of arrays and plain values.
+
+    The tree is durable when this returns. In a job of several workers each calls it; arrays that are divided among them
+    are written by all.
+
+    Args:
+        path: Where to: a directory that is made for it, a URL, or an open storage. `holdfast list`, `show` and `verify`
+            read it.
+        tree: The tree. Arrays of NumPy, JAX and torch may stand in it, and anything else that a checkpoint takes.
+        overwrite: True to put it in the place of the tree that lies there, which is removed when this one is durable.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
+
+    Raises:
+        StepExistsError: If there is a tree already.
+        UsageError: If a run lies there, or an argument is wrong.
+        UnsupportedValueError: If something cannot be stored; it says where that stands.
+        SaveFailedError: If it could not be written.
+        StorageError: If the place fails.
+    """
+    check_switches(overwrite=overwrite)
+    storage = open_storage(path)
+    newest, names = _look(storage)
+    if newest is not None and names != {_TREE}:
+        raise UsageError(
+            f"{storage.url} holds a run ({', '.join(sorted(names))}), and no tree is saved over it",
+            hint="Save to another directory.",
+        )
+    if newest is not None and not overwrite:
+        raise StepExistsError(f"{storage.url} holds a tree already", hint="overwrite=True takes its place.")
+    with CheckpointManager(storage, Checkpoint(tree=tree), keep=Latest(1), cluster=cluster) as manager:
+        manager.save(0 if newest is None else newest + 1).wait_committed()
+
+
+@short_traceback
+def load(
+    path: str | os.PathLike[str] | Storage,
+    like: Any = None,
+    *,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+) -> Any:
+    """**Blocks.** Loads the tree that `save` has saved; every byte that is read is checked.
+
+    A run of a training loop is read as a dict of its objects by name, as its newest checkpoint has them.
+
+    Args:
+        path: Where it lies.
+        like: A tree of the same structure, which is left as it is. Each array is made as the one there is: of its
+            library, on its device, divided as it is. A `jax.ShapeDtypeStruct`, with or without a sharding, is enough.
+            Of a run, a dict with some of its objects. None for arrays of NumPy in plain dicts, lists and tuples.
+        cluster: As for `save`. In a job of several workers each calls this.
+
+    Returns:
+        The tree. Objects with state that stand in `like`, such as modules of torch or Flax NNX, are filled and stand in
+        it themselves.
+
+    Raises:
+        NoCheckpointError: If nothing lies there.
+        MismatchError: If `like` is of another structure, or an array of another shape or type; it names each.
+        DamageError: If the records of what lies there are damaged.
+        NoWholeCheckpointError: If what lies there is damaged.
+        StorageError: If the place fails.
+    """
+    storage = open_storage(path)
+    newest, names = _look(storage)
+    if newest is None:
+        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+    wanted: Any = like
+    is_tree = names == {_TREE}
+    if is_tree:
+        wanted = {_TREE: PLAIN if like is None else like}
+    elif like is None:
+        wanted = dict.fromkeys(names, PLAIN)
+    elif not isinstance(like, Mapping) or not like or not like.keys() <= names:
+        raise UsageError(
+            f"{storage.url} holds a run, and `like` is to be a dict of some of its objects: {', '.join(sorted(names))}"
+        )
+    with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
+        manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
+        found = manager.checkpoint.objects
+        return found[_TREE] if is_tree else {name: found[name] for name in wanted}
+
+
+def _look(storage: Storage) -> tuple[int | None, set[str]]:
+    """**Blocks.** The newest step of what lies there, and the names of the objects that it has."""
+    name = max(read_catalog(storage).living, default=None)
+    if name is None:
+        return None, set()
+    opened = open_step(storage, name.directory, name)
+    return name.step, {one for index in opened.indexes for one in index.objects if not is_own(one)}

@@ -1,0 +1,74 @@
+"""Stored state as NumPy arrays and plain containers, for a program that has no objects of its own to restore into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.errors import UnsupportedValueError
+from holdfast.format.codecs import Codec
+from holdfast.format.decoding import UNFILLED, SubclassNode, find_tags, malformed
+from holdfast.state.match.compare import Comparison, find_codec
+from holdfast.state.registry import backend_named
+
+_OF_CLASSES: Final = frozenset({"namedtuple", "dataclass"})
+
+
+class PlainForm:
+    """Stands for an object of which only the name is known."""
+
+
+PLAIN: Final = PlainForm()
+
+
+class PlainDecoder(Comparison):
+    """The decoder of objects of which no live ones stand: it needs no type of the program."""
+
+    def __init__(self, beside: Comparison) -> None:
+        """Collects what it finds where another comparison does."""
+        super().__init__({}, beside.stored_arrays, None)
+        self.claims, self.differences = beside.claims, beside.differences
+        self._find_codec = lambda tag: find_codec(tag) or Codec(object, tag, _same, _same)
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        """An array of NumPy."""
+        spec = self.stored_arrays.get(leaf)
+        if spec is None:
+            raise malformed(path, f"there is no array {leaf!r}")
+        if spec.quantizer is not None:
+            raise UnsupportedValueError(
+                f"{path}: a quantized array, which NumPy has not, cannot be read",
+                path=path,
+                hint="Read it into a tree of the program's, with `like`.",
+            )
+        return self.claims.new(leaf, spec, backend_named("numpy"))
+
+    def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
+        """The state alone."""
+        return self.decode(state, UNFILLED, path, depth)
+
+    def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
+        """The value; what its codec was to make it of, where that has arrays."""
+        if any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
+            return self.decode(payload, UNFILLED, path, depth)
+        return super().coded(codec, payload, live, path, depth)
+
+    def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
+        """The parts by name; None where the program had something of its own."""
+        return None if parts is None else self.mapping(parts, UNFILLED, path, depth)
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        """The tensors of which it is made, by name."""
+        return self.mapping(stored.tensors, UNFILLED, path, depth)
+
+    def _tagged(self, node: Any, live: Any, path: str, depth: int) -> Any:
+        tag, payload = node["$"], node.get("v")
+        if tag in _OF_CLASSES and type(payload) is dict and "$" not in payload:
+            return self.mapping(payload, UNFILLED, path, depth)
+        if tag in ("enum", "flag") and node.keys() == {"$", "k", "v"}:
+            return self.decode(payload, UNFILLED, path, depth)
+        return super()._tagged(node, live, path, depth)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,70 @@
+"""Two processes of JAX that are killed again and again do what two do that are left alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed: pip install '.[jax]'")
+
+import holdfast as hf
+import preloaded
+from holdfast.testing.processes import Workers, python
+
+ROOT = Path(__file__).parent.parent
+STEPS = 240
+KILLS = 5
+
+
+def start(workers: Workers, directory: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for rank in range(2):
+        command = python(
+            ROOT / "tests" / "programs" / "jax_training.py", address, str(rank), "2", str(STEPS), directory
+        )
+        workers.start(command, {"XLA_FLAGS": ""}, preloaded.JaxPopen)
+
+
+def read_steps(workers: Workers, rank: int) -> dict[int, str]:
+    lines = [line.split() for line in workers.text(rank).splitlines()]
+    # The last line of a process that was killed may be cut off.
+    return {int(words[0]): words[1] for words in lines if len(words) == 2 and len(words[1]) == 64}
+
+
+@pytest.mark.slow
+def test_two_processes_killed_five_times_end_as_two_left_alone(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    sys.stdout.write(f"seed {seed}\n")
+    chosen = random.Random(seed)
+    with Workers(tmp_path) as workers:
+        start(workers, tmp_path / "untouched-run")
+        assert workers.wait(200) == [0, 0], workers.report(0) + workers.report(1)
+        untouched = [read_steps(workers, rank) for rank in range(2)]
+    assert list(untouched[0]) == list(range(STEPS))
+    for _ in range(KILLS):
+        with Workers(tmp_path) as workers:
+            start(workers, tmp_path / "run")
+            victim = chosen.randrange(2)
+            workers.wait_line(victim, f"after {chosen.randrange(1, 20)} ", 200)
+            workers.kill(victim)
+            workers.kill(1 - victim)
+            workers.wait(200)
+            for rank in range(2):
+                found = read_steps(workers, rank)
+                assert found.items() <= untouched[rank].items()
+    with Workers(tmp_path) as workers:
+        start(workers, tmp_path / "run")
+        assert workers.wait(200) == [0, 0], workers.report(0) + workers.report(1)
+        last = [read_steps(workers, rank) for rank in range(2)]
+    assert last[0].keys() == last[1].keys() < untouched[0].keys()
+    assert all(last[rank].items() <= untouched[rank].items() for rank in range(2))
+    # One process without the others reads what both have written.
+    ends = [hf.load(tmp_path / name)["state"] for name in ("untouched-run", "run")]
+    assert ends[0]["count"] == STEPS
+    assert all((ends[0][name] == ends[1][name]).all() for name in ("w", "moment", "key", "count"))
