@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.convert.dcp import METADATA_NAME, DcpDirectory, EntryPath
-from holdfast.convert.input_files import FilePool, InputArray, InputFile
-from holdfast.convert.safetensors import list_files, read_header
-from holdfast.convert.torch_file import TorchArchive
+from holdfast.convert.frameworks.lightning import recognize_lightning
+from holdfast.convert.frameworks.orbax import OrbaxDirectory, is_orbax_directory
+from holdfast.convert.frameworks.recognized import Recognized
+from holdfast.convert.frameworks.trainer import STATE_NAME, read_trainer_folder
+from holdfast.convert.input_files import FilePool, InputFile
+from holdfast.convert.safetensors import read_header, read_model
+from holdfast.convert.torch_file import ArchivedTree, TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
 
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
-_SOURCES: Final = "A torch.save file, a DCP directory, a safetensors file, or a directory of such can be imported."
-
-
-@dataclass(eq=False, slots=True)
-class ArchivedTree:
-    """A part of a tree, with the archive that says which objects in it are tensors; None if it holds none."""
-
-    value: Any
-    archive: TorchArchive | None
+_SOURCES: Final = (
+    "A file of torch.save or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of "
+    "torch.distributed.checkpoint, a safetensors file, or a directory of such can be imported."
+)
 
 
 class ImportSource:
     """An open source. `close` closes its files.
 
     Attributes:
-        format: `torch`, `dcp` or `safetensors`.
-        size_bytes: The size of all its files together.
+        format: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
         root: The tree: dicts and lists, in whose leaves stand `InputArray`, `ArchivedTree` and plain values.
+        recognized: The objects in it, where the format says which these are; None where they are what the tree has.
     """
 
     def __init__(self, path: Path, *, keep_unknown: bool) -> None:
@@ -48,6 +46,8 @@ class ImportSource:
         self._path = path
         self.format = ""
         self.root: Any = None
+        self.recognized: Recognized | None = None
+        self._size_bytes = 0
         try:
             if path.is_dir():
                 self._read_directory(keep_unknown)
@@ -60,7 +60,7 @@ class ImportSource:
     @property
     def size_bytes(self) -> int:
         """The size of all its files together."""
-        return self._files.size_bytes
+        return self._files.size_bytes + self._size_bytes
 
     def close(self) -> None:
         """Closes the files; harmless twice."""
@@ -74,8 +74,7 @@ class ImportSource:
         head = bytes(file.read(0, min(file.size_bytes, 16)))
         if head.startswith(_ZIP):
             self.format = "torch"
-            archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
-            self.root = ArchivedTree(archive.value, archive)
+            self._read_archive(file, keep_unknown)
         elif head.startswith(_LEGACY):
             raise UsageError(
                 f"{self._path} is in the form that torch.save had before version 1.6",
@@ -87,6 +86,23 @@ class ImportSource:
         else:
             raise UsageError(f"{self._path} is nothing that can be imported", hint=_SOURCES)
 
+    def _read_archive(self, file: InputFile, keep_unknown: bool) -> None:
+        problem: FormatError | None = None
+        try:
+            archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
+        except FormatError as error:
+            # Lightning keeps settings and callbacks of the program beside the state, of whatever classes.
+            if keep_unknown:
+                raise
+            problem, archive = error, TorchArchive(file, 0, file.size_bytes, keep_unknown=True)
+        self.recognized = recognize_lightning(archive)
+        if self.recognized is not None:
+            self.format = "lightning"
+        elif problem is not None:
+            raise problem
+        else:
+            self.root = ArchivedTree(archive.value, archive)
+
     def _read_directory(self, keep_unknown: bool) -> None:
         if (self._path / METADATA_NAME).exists():
             self.format = "dcp"
@@ -94,12 +110,16 @@ class ImportSource:
                 found = DcpDirectory(metadata, self._beside, keep_unknown=keep_unknown)
             self.root = _nest(found.entries, str(self._path))
             return
-        arrays: dict[str, InputArray] = {}
-        for name in list_files(self._path):
-            for key, array in read_header(self._beside(name)).items():
-                if key in arrays:
-                    raise FormatError(f"{self._path}: {key!r} stands in two files", path=str(self._path))
-                arrays[key] = array
+        if (self._path / STATE_NAME).exists():
+            self.format = "transformers"
+            self.recognized = read_trainer_folder(self._path, self._beside, keep_unknown=keep_unknown)
+            return
+        if is_orbax_directory(self._path):
+            self.format = "orbax"
+            orbax = OrbaxDirectory(self._path)
+            self.recognized, self._size_bytes = orbax.recognized, orbax.size_bytes
+            return
+        arrays = read_model(self._path, self._beside)
         if not arrays:
             raise UsageError(f"{self._path} holds nothing that can be imported", hint=_SOURCES)
         self.format = "safetensors"

@@ -12,13 +12,15 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.catalog import read_catalog, read_generations
-from holdfast.convert.detect import ArchivedTree, ImportSource
+from holdfast.convert.detect import ImportSource
 from holdfast.convert.exporter import ProgressWatcher
+from holdfast.convert.frameworks.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
+from holdfast.convert.frameworks.recognized import MODEL, Recognized
 from holdfast.convert.input_files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
-from holdfast.convert.torch_file import TorchArchive, coded_value_of
+from holdfast.convert.torch_file import ArchivedTree, TorchArchive, coded_value_of
 from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.dtypes import ITEM_BYTES
@@ -59,12 +61,12 @@ class Import(msgspec.Struct, frozen=True):
         step: The step.
         name: The checkpoint.
         run: The run that it lies in.
-        format: What it was made of: `torch`, `dcp` or `safetensors`.
+        format: What it was made of: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
         objects: The names of its objects.
         arrays: How many arrays it has.
         size_bytes: What these take.
         left_out: What does not stand in it, and why.
-        renamed: The objects from whose names was taken what wrappers put in front of them.
+        renamed: The objects whose names lost what stood in front of them: a wrapper's part, or `strip_prefix`.
         seconds: How long it took.
     """
 
@@ -85,9 +87,11 @@ def import_checkpoint(
     source: str | os.PathLike[str],
     run: str | os.PathLike[str] | Storage,
     *,
-    step: int = 0,
+    step: int | None = None,
     only: str | Iterable[str] | None = None,
-    name: str = "model",
+    name: str = MODEL,
+    rename: Mapping[str, str] | None = None,
+    strip_prefix: str = "",
     skip_unknown: bool = False,
     watcher: ProgressWatcher | None = None,
 ) -> Import:
@@ -95,15 +99,19 @@ def import_checkpoint(
 
     It takes the same memory however large the arrays are. Its objects are the outermost entries of the source: with
     `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` a run with a `model` and an `optimizer` goes on
-    from it.
+    from it. So it does from a checkpoint of Lightning or of the Hugging Face Trainer, whose `scheduler` comes along.
 
     Args:
-        source: A file of `torch.save`, a directory of `torch.distributed.checkpoint`, a safetensors file, or a
-            directory of such.
+        source: A file of `torch.save` or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
+            `torch.distributed.checkpoint`, a safetensors file, or a directory of such.
         run: The run's directory, a URL, or an open storage. It must have no checkpoint yet.
-        step: The step that the checkpoint is of: a job goes on from there.
-        only: The objects to take; None for all.
-        name: What the object is called where the source is the state of one, such as a bare `model.state_dict()`.
+        step: The step that the checkpoint is of: a job goes on from there. None for what the source says, or else 0.
+        only: The objects to take, by their new names; None for all that are state of the training.
+        name: What the model is called, and the object where the source is the state of one, such as a bare
+            `model.state_dict()`.
+        rename: Other names for objects, by those that they have in the source. The name of a part, such as
+            `state/params`, makes that part an object of its own.
+        strip_prefix: What to take away where names of a model's arrays begin with it, such as `model.`.
         skip_unknown: True to leave out values of classes that are not known here, in place of an error.
         watcher: Told how far it has come.
 
@@ -115,7 +123,7 @@ def import_checkpoint(
         StorageError: If a place fails.
     """
     begun_at = time.monotonic()
-    step = check_whole("step", step, 0, MAX_STEP)
+    step = None if step is None else check_whole("step", step, 0, MAX_STEP)
     if not is_text(name):
         raise UsageError(f"{name!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
     storage = open_storage(run)
@@ -126,15 +134,23 @@ def import_checkpoint(
             hint="Import into a new run; a job that goes on from it may save there.",
         )
     with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
-        objects = _select(list_objects(opened.root, name), make_selection(only), str(source))
-        renamed = tuple(key for key, value in objects.items() if _unwrap(value))
+        found = opened.recognized or list_objects(opened.root, name)
+        step = min(found.step or 0, MAX_STEP) if step is None else step
+        if opened.recognized is not None and name != MODEL and MODEL in found.objects:
+            _rename(found, {MODEL: name}, str(source))
+        _rename(found, rename or {}, str(source))
+        objects = _select(found, make_selection(only), str(source))
+        unwrapped = [key for key, value in objects.items() if _unwrap(value)]
+        stripped = _strip(objects, strip_prefix, str(source)) if strip_prefix else []
+        renamed = tuple(key for key in objects if key in (*unwrapped, *stripped))
         encoder = _ImportEncoder(str(source), skip_unknown=skip_unknown)
         nodes = {key: encoder.encode(value, escape(key)) for key, value in objects.items()}
         left = {one.path for one in encoder.left}
         nodes = {key: node for key, node in nodes.items() if escape(key) not in left}
         arrays = encoder.arrays
         size_bytes = sum(array.size_bytes for array in arrays.values())
-        if size_bytes > _MOST_TIMES * opened.size_bytes + _ALWAYS_BYTES:
+        most_times = MOST_TIMES_COMPRESSED if opened.format == "orbax" else _MOST_TIMES
+        if size_bytes > most_times * opened.size_bytes + _ALWAYS_BYTES:
             raise FormatError(
                 f"{source}: its arrays would take {size_bytes} bytes, and its files have {opened.size_bytes}",
                 path=str(source),
@@ -142,8 +158,8 @@ def import_checkpoint(
             )
         if not arrays and not any(nodes.values()):
             raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
-        # Only torch's own files say which tensors were one.
-        ties = [] if opened.format == "torch" else encoder.tied_candidates
+        # torch's own files say which tensors were one, and arrays of JAX never are.
+        ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
         committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
         return Import(
             step=step,
@@ -153,32 +169,93 @@ def import_checkpoint(
             objects=tuple(nodes),
             arrays=len(arrays),
             size_bytes=size_bytes,
-            left_out=tuple(encoder.left),
+            left_out=(*encoder.left, *found.left),
             renamed=renamed,
             seconds=time.monotonic() - begun_at,
         )
 
 
-def list_objects(root: Any, name: str) -> dict[str, Any]:
+def list_objects(root: Any, name: str) -> Recognized:
     """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
     if is_one or not value or any(_is_array(part, archive) for part in value.values()):
-        return {name: ArchivedTree(value, archive)}
-    return {key: part if type(part) is ArchivedTree else ArchivedTree(part, archive) for key, part in value.items()}
+        return Recognized({name: ArchivedTree(value, archive)}, [name])
+    objects = {key: part if type(part) is ArchivedTree else ArchivedTree(part, archive) for key, part in value.items()}
+    return Recognized(objects, list(objects))
 
 
-def _select(objects: dict[str, Any], selection: Selection | None, source: str) -> dict[str, Any]:
+def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
+    """Gives objects other names, or makes objects of parts of them, which are then taken."""
+    moved: dict[str, ArchivedTree] = {}
+    for old, new in names.items():
+        if not is_text(new) or not new:
+            raise UsageError(f"{new!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
+        name, *way = (old if old in found.objects else found.former.get(old, old)).split("/")
+        if old in found.objects or old in found.former:
+            name, way = found.former.get(old, old), []
+        tree = found.objects.get(name)
+        part: Any = tree.value if tree is not None else None
+        outer: Any = None
+        for key in way:
+            outer, part = part, part.get(key) if type(part) is dict else None
+        if tree is None or part is None or new in moved:
+            raise UsageError(
+                f"{source} has nothing of the name {old!r}" if new not in moved else f"two objects would be {new!r}",
+                hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
+            )
+        if way:
+            del outer[way[-1]]
+            moved[new] = part if type(part) is ArchivedTree else ArchivedTree(part, tree.archive)
+        else:
+            moved[new] = found.objects.pop(name)
+            found.taken = [one for one in found.taken if one != name]
+    for new, tree in moved.items():
+        if new in found.objects:
+            raise UsageError(f"{source} has another object of the name {new!r}", hint="Rename that one too.")
+        found.objects[new] = tree
+        found.taken.append(new)
+    for former in found.former.keys() & names.keys():
+        del found.former[former]
+
+
+def _select(found: Recognized, selection: Selection | None, source: str) -> dict[str, ArchivedTree]:
     if selection is None:
-        return objects
-    chosen = {key: value for key, value in objects.items() if selection(escape(key))}
+        for key in found.objects.keys() - set(found.taken):
+            found.left.append(LeftOut(key, "--only takes it"))
+        found.left.sort(key=lambda one: one.path)
+        return {key: found.objects[key] for key in found.taken}
+    chosen = {key: value for key, value in found.objects.items() if selection(escape(key))}
     if selection.unmatched:
         raise UsageError(
             f"{source} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, objects))}.",
+            hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
         )
     return chosen
+
+
+def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> list[str]:
+    """Takes a prefix away from the names of arrays, and gives the objects that had it."""
+    prefix = f"{prefix.rstrip('.')}."
+    stripped = []
+    for key, tree in objects.items():
+        value = tree.value
+        if type(value) is not dict or not any(_is_array(part, tree.archive) for part in value.values()):
+            continue
+        names = {name: name.removeprefix(prefix) if type(name) is str else name for name in value}
+        if len(set(names.values())) < len(names):
+            raise UsageError(f"{source}: without {prefix!r}, two arrays of {key} would have one name")
+        if names.keys() != set(names.values()):
+            tree.value = {names[name]: part for name, part in value.items()}
+            _unwrap(tree)
+            stripped.append(key)
+    if not stripped:
+        raise UsageError(
+            f"{source}: no array has a name that begins with {prefix!r}",
+            hint="`holdfast import` without it, and then `holdfast show`, tells the names.",
+        )
+    return stripped
 
 
 def _is_array(value: Any, archive: TorchArchive | None) -> bool:
@@ -276,7 +353,7 @@ class _ImportEncoder(Encoder):
             self.arrays[name] = array
             if key is not None:
                 self._names[key] = name
-        return {"$": "array", "k": "torch", "v": name}
+        return {"$": "array", "k": array.library, "v": name}
 
 
 def _name_of(value: Any) -> str:

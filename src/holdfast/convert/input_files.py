@@ -9,7 +9,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -144,6 +144,28 @@ def is_plain_name(name: Any) -> bool:
     return type(name) is str and name not in ("", ".", "..") and not {"/", "\0"} & set(name) and is_text(name)
 
 
+class ArrayPart(Protocol):
+    """Where the values of an array, or of a box of it, come from."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for parts that are the same elements of the same bytes."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """For each dimension, how many elements lie from one to the next."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other in row-major order, so that `read_run` works."""
+
+    def read_run(self, box: Box, into: memoryview) -> None:
+        """**Blocks.** Reads a box that is one run of elements."""
+
+    def values(self, box: Box) -> Any:
+        """**Blocks.** The elements of a box as a NumPy array of raw bytes, of the box's shape."""
+
+
 class SourceTensor(msgspec.Struct, frozen=True):
     """A tensor in a file, as torch describes one: some elements of a run of bytes.
 
@@ -182,12 +204,36 @@ class SourceTensor(msgspec.Struct, frozen=True):
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
 
+    def read_run(self, box: Box, into: memoryview) -> None:
+        """**Blocks.** Reads a box that is one run of bytes: what a contiguous one has in common with such a run."""
+        (first, _), *_ = byte_ranges(self.shape, box, ITEM_BYTES[self.dtype])
+        self.file.read_into(self.begin + first, into)
+
+    def values(self, box: Box) -> Any:
+        """**Blocks.** The elements of a box as a NumPy array of raw bytes, of the box's shape."""
+        import numpy as np
+
+        item_bytes = ITEM_BYTES[self.dtype]
+        unit = f"V{item_bytes}"
+        if self.is_contiguous:
+            data = bytearray(math.prod(box.shape) * item_bytes)
+            self.read_run(box, memoryview(data))
+            return np.frombuffer(data, unit).reshape(box.shape)
+        # Its elements lie apart: only those pages are read that hold some of the box.
+        first = self.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = self.begin - first + self.reach * item_bytes
+        mapped = mmap.mmap(self.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
+        run = np.frombuffer(mapped, "u1")[self.begin - first :]
+        strides = tuple(stride * item_bytes for stride in self.strides)
+        shaped: Any = np.ndarray(self.shape, unit, run, 0, strides)
+        return shaped[(*map(slice, box.offsets, box.ends), ...)]
+
 
 class Chunk(msgspec.Struct, frozen=True):
     """A box of an array."""
 
     box: Box
-    tensor: SourceTensor
+    tensor: ArrayPart
 
 
 class InputArray(StoredLeaf, frozen=True):
@@ -195,9 +241,11 @@ class InputArray(StoredLeaf, frozen=True):
 
     Attributes:
         chunks: What it is made of; they cover it exactly.
+        library: Whose array a job gets that has none at its place.
     """
 
     chunks: tuple[Chunk, ...]
+    library: str = "torch"
 
     @property
     def key(self) -> Hashable:
@@ -247,34 +295,9 @@ def _fill(array: InputArray, slab: Box, into: memoryview) -> None:
             continue
         inner = shift(common, chunk.box.offsets)
         if common == slab and chunk.tensor.is_contiguous:
-            _read_run(chunk.tensor, inner, into)
+            chunk.tensor.read_run(inner, into)
             continue
         if goal is None:
             goal = np.frombuffer(into, f"V{ITEM_BYTES[array.dtype]}").reshape(slab.shape)
         at = shift(common, slab.offsets)
-        goal[(*map(slice, at.offsets, at.ends), ...)] = _values(chunk.tensor, inner)
-
-
-def _read_run(tensor: SourceTensor, box: Box, into: memoryview) -> None:
-    """Reads a box that is one run of bytes: what a contiguous tensor has in common with such a run of its array."""
-    (first, _), *_ = byte_ranges(tensor.shape, box, ITEM_BYTES[tensor.dtype])
-    tensor.file.read_into(tensor.begin + first, into)
-
-
-def _values(tensor: SourceTensor, box: Box) -> Any:
-    import numpy as np
-
-    item_bytes = ITEM_BYTES[tensor.dtype]
-    unit = f"V{item_bytes}"
-    if tensor.is_contiguous:
-        data = bytearray(math.prod(box.shape) * item_bytes)
-        _read_run(tensor, box, memoryview(data))
-        return np.frombuffer(data, unit).reshape(box.shape)
-    # Its elements lie apart: only those pages are read that hold some of the box.
-    first = tensor.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = tensor.begin - first + tensor.reach * item_bytes
-    mapped = mmap.mmap(tensor.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
-    run = np.frombuffer(mapped, "u1")[tensor.begin - first :]
-    strides = tuple(stride * item_bytes for stride in tensor.strides)
-    shaped: Any = np.ndarray(tensor.shape, unit, run, 0, strides)
-    return shaped[(*map(slice, box.offsets, box.ends), ...)]
+        goal[(*map(slice, at.offsets, at.ends), ...)] = chunk.tensor.values(inner)

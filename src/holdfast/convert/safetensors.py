@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -173,6 +173,24 @@ def list_files(directory: Path) -> list[str]:
         if not is_plain_name(name):
             raise FormatError(f"{index} names {name!r}, which is no file beside it", path=str(index))
     return names
+
+
+def read_model(
+    directory: Path, open_file: Callable[[str], InputFile], names: Sequence[str] | None = None
+) -> dict[str, InputArray]:
+    """**Blocks.** The arrays of a model that lies in a directory, in all of its files or in those of some names.
+
+    Raises:
+        FormatError: If a file is malformed.
+        StorageError: If one cannot be read.
+    """
+    arrays: dict[str, InputArray] = {}
+    for name in list_files(directory) if names is None else names:
+        for key, array in read_header(open_file(name)).items():
+            if key in arrays:
+                raise FormatError(f"{directory}: {key!r} stands in two files", path=str(directory))
+            arrays[key] = array
+    return arrays
 
 
 def read_header(file: InputFile) -> dict[str, InputArray]:

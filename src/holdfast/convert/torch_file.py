@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -283,6 +284,14 @@ class TorchArchive:
 
     def _malformed(self, what: str) -> FormatError:
         return FormatError(f"{self._path}: {what}", path=self._path, hint=_NOT_PLAIN)
+
+
+@dataclass(eq=False, slots=True)
+class ArchivedTree:
+    """A part of a tree, with the archive that says which objects in it are tensors; None if it holds none."""
+
+    value: Any
+    archive: TorchArchive | None
 
 
 def coded_value_of(value: Any) -> tuple[str, Any] | None:

@@ -18,26 +18,47 @@ from holdfast.errors import UsageError
 @click.command("import")
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("run", metavar="RUN", type=click.Path())
-@click.option("--step", type=click.IntRange(0), default=0, show_default=True, help="The step that it is the state of.")
+@click.option("--step", type=click.IntRange(0), help="The step that it is of, if not the one SOURCE says.")
 @click.option("--only", metavar="NAME", multiple=True, help="Take this object alone; several may be named.")
-@click.option("--name", default="model", show_default=True, help="What the object is called if SOURCE is one state.")
+@click.option("--name", default="model", show_default=True, help="What the model is called, or a SOURCE of one state.")
+@click.option("--rename", metavar="OLD=NEW", multiple=True, help="Call an object, or a part such as state/params, NEW.")
+@click.option("--strip-prefix", metavar="PREFIX", default="", help="Take this away from names of the model's arrays.")
 @click.option("--skip-unknown", is_flag=True, help="Leave out values of unknown classes.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
-    source: Path, run: str, step: int, only: tuple[str, ...], name: str, skip_unknown: bool, as_json: bool
+    source: Path,
+    run: str,
+    step: int | None,
+    only: tuple[str, ...],
+    name: str,
+    rename: tuple[str, ...],
+    strip_prefix: str,
+    skip_unknown: bool,
+    as_json: bool,
 ) -> None:
     """Make a checkpoint of what another program has saved.
 
-    SOURCE is a file of torch.save, a directory of torch.distributed.checkpoint, a safetensors file, or a directory of
-    such. Nothing in it is executed.
+    SOURCE is a file of torch.save or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
+    torch.distributed.checkpoint, a safetensors file, or a directory of such. Nothing in it is executed.
 
     RUN is a new directory, or one without a checkpoint. A job that saves there goes on from the step.
     """
     if not name:
         raise UsageError("an object has a name", hint="Leave --name out, or give one.")
+    names = dict(one.partition("=")[::2] for one in rename)
+    if len(names) < len(rename) or not all(names.values()) or not all(names):
+        raise UsageError(f"--rename {' '.join(rename)} is not understood", hint="Write OLD=NEW, each OLD once.")
     with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "importing") as progress:
         made = import_checkpoint(
-            source, run, step=step, only=only or None, name=name, skip_unknown=skip_unknown, watcher=progress
+            source,
+            run,
+            step=step,
+            only=only or None,
+            name=name,
+            rename=names,
+            strip_prefix=strip_prefix,
+            skip_unknown=skip_unknown,
+            watcher=progress,
         )
     if not as_json:
         _show(Screen(sys.stdout), Screen(sys.stderr), made, run)
@@ -68,6 +89,6 @@ def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
     )
     screen.say("  objects: ", ", ".join(made.objects))
     for name in made.renamed:
-        remarks.say(("renamed: ", FAINT), f"what a wrapper put in front of the names in {name} is gone")
+        remarks.say(("renamed: ", FAINT), f"the names in {name} have lost what stood in front of them")
     for one in made.left_out:
         remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))

@@ -119,7 +119,10 @@ class ModuleAdapter(Adapter):
         live = _read(obj)
         nodes = loading.children(stored)
         differences = loading.differences
-        differences.missing += [loading.name(key) for key in live if key not in nodes and loading.wants(key)]
+        # Tied tensors are one under several names, of which a program without holdfast may have stored only one.
+        tied = {id(value) for key, value in live.items() if key in nodes}
+        lacking = (key for key, value in live.items() if key not in nodes and id(value) not in tied)
+        differences.missing += [loading.name(key) for key in lacking if loading.wants(key)]
         extra = [key for key in nodes if key not in live and loading.wants(key)]
         own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
         special = _special_prefixes(obj)

@@ -1,0 +1,183 @@
+"""Checkpoints that frameworks wrote: imported by the command line, a plain loop of holdfast goes on from them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from command_line import call, call_json
+from holdfast import errors
+
+torch = pytest.importorskip("torch")
+
+
+class Calls:
+    """Is pickled as a call of `os.system`."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_states(part, other[key]) for key, part in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal_states, one, other))
+    return bool(one == other)
+
+
+def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self, settings: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=4)
+    trainer = lightning.Trainer(
+        max_steps=6, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
+    # A setting of a class of the program, as users have them, is in nobody's way.
+    module = Module(Path("a"))
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    document = call_json("import", tmp_path / "last.ckpt", tmp_path / "run")
+    assert (document["format"], document["step"]) == ("lightning", 6)
+    assert document["objects"] == ["model", "optimizer", "scheduler"]
+    assert "loops" in [one["path"] for one in document["left_out"]]
+    fresh = Module(None)
+    parts = fresh.configure_optimizers()
+    optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]["scheduler"]
+    with hf.resumable(tmp_path / "run", model=fresh, optimizer=optimizer, scheduler=scheduler) as run:
+        assert run.step == 6
+        assert equal_states(fresh.state_dict(), module.state_dict())
+        assert equal_states(optimizer.state_dict(), trainer.optimizers[0].state_dict())
+        assert scheduler.state_dict() == trainer.lr_scheduler_configs[0].scheduler.state_dict()
+
+    # The network without the module around it, and the optimizer alone, under other names.
+    renamed = ("--strip-prefix", "net.", "--rename", "state_dict=net", "--only", "net", "--only", "optimizer")
+    assert call("import", tmp_path / "last.ckpt", tmp_path / "bare", *renamed).exit_code == 0
+    bare = Module(None)
+    optimizer = torch.optim.AdamW(bare.net.parameters())
+    with hf.resumable(tmp_path / "bare", net=bare.net, optimizer=optimizer) as run:
+        assert equal_states(bare.state_dict(), module.state_dict())
+        assert equal_states(optimizer.state_dict(), trainer.optimizers[0].state_dict())
+
+
+def test_a_plain_loop_goes_on_from_a_trainer_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    rows = [{"input_ids": torch.arange(8) + row, "labels": torch.arange(8) + row} for row in range(8)]
+    options = transformers.TrainingArguments(
+        tmp_path / "out", max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), options, train_dataset=rows)
+    trainer.train()
+
+    source = tmp_path / "out" / "checkpoint-4"
+    document = call_json("import", source, tmp_path / "run")
+    assert (document["format"], document["step"]) == ("transformers", 4)
+    assert document["objects"] == ["model", "optimizer", "scheduler"]
+    assert {"rng_state.pth", "training_args.bin"} <= {one["path"] for one in document["left_out"]}
+    other = transformers.Trainer(transformers.GPT2LMHeadModel(config), options, train_dataset=rows)
+    other.create_optimizer_and_scheduler(4)
+    model, optimizer, scheduler = other.model, other.optimizer, other.lr_scheduler
+    with hf.resumable(tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler) as run:
+        assert run.step == 4
+        assert equal_states(model.state_dict(), trainer.model.state_dict())
+        kept = torch.load(source / "optimizer.pt", weights_only=True)
+        assert equal_states(optimizer.state_dict()["state"], kept["state"])
+        assert scheduler.last_epoch == 4
+
+
+def test_arrays_of_an_orbax_manager_come_back(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    orbax = pytest.importorskip("orbax.checkpoint")
+    params = {"dense": {"kernel": jax.numpy.arange(12.0).reshape(3, 4), "bias": jax.numpy.ones(4, "bfloat16")}}
+    tree = {"params": params, "moments": [params, params], "epoch": 3}
+    with orbax.CheckpointManager(tmp_path / "old") as manager:
+        for step in (3, 7):
+            manager.save(step, args=orbax.args.StandardSave(tree))
+        manager.wait_until_finished()
+
+    document = call_json("import", tmp_path / "old", tmp_path / "run")
+    assert (document["format"], document["step"]) == ("orbax", 7)
+    assert sorted(document["objects"]) == ["epoch", "moments", "params"]
+    zeros = jax.tree.map(jax.numpy.zeros_like, params)
+    with hf.resumable(tmp_path / "run", params=zeros, moments=[zeros, zeros], epoch=0) as run:
+        found = {name: run.checkpoint[name] for name in ("params", "moments", "epoch")}
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert (jax.numpy.asarray(one) == jax.numpy.asarray(other)).all()
+
+
+def test_nothing_in_a_hostile_lightning_file_is_called(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    plain = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": [], "lr_schedulers": []}
+    torch.save({**plain, "state_dict": {"w": torch.ones(2)}, "callbacks": Calls(mark)}, tmp_path / "beside.ckpt")
+    assert hf.import_checkpoint(tmp_path / "beside.ckpt", tmp_path / "run").objects == ("model",)
+    torch.save({**plain, "state_dict": {"w": torch.ones(2), "x": Calls(mark)}}, tmp_path / "within.ckpt")
+    with pytest.raises(errors.UnsupportedValueError, match=r"model/x is a (posix|nt)\.system"):
+        hf.import_checkpoint(tmp_path / "within.ckpt", tmp_path / "other")
+    assert not mark.exists()
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("state", ["{", "[]", '{"global_step": -1}', '{"global_step": "4"}', '{"global_step": 1e9}'])
+def test_a_malformed_state_of_a_trainer_is_refused(tmp_path: Path, state: str) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "trainer_state.json").write_text(state)
+    with pytest.raises(errors.FormatError, match="trainer_state"):
+        hf.import_checkpoint(tmp_path / "old", tmp_path / "run")
+
+
+def test_a_hostile_optimizer_of_a_trainer_is_not_executed(tmp_path: Path) -> None:
+    import zipfile
+
+    from safetensors.numpy import save_file
+
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "trainer_state.json").write_text('{"global_step": 4}')
+    save_file({"w": torch.ones(2).numpy()}, old / "model.safetensors")
+    with zipfile.ZipFile(old / "optimizer.pt", "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps({"state": Calls(tmp_path / "mark")}, protocol=2))
+    with pytest.raises(errors.FormatError, match="none of what such a file may hold"):
+        hf.import_checkpoint(old, tmp_path / "run")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_an_orbax_directory_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    leaf = '{"key_metadata": [{"key": "../secret", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}'
+    (old / "_METADATA").write_text(f'{{"tree_metadata": {{"a": {leaf}}}, "use_ocdbt": false}}')
+    pytest.importorskip("tensorstore")
+    with pytest.raises(errors.FormatError, match="names no folder in it"):
+        hf.import_checkpoint(old, tmp_path / "run")
+    (old / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(errors.FormatError, match="no plain file"):
+        hf.import_checkpoint(old, tmp_path / "run")
