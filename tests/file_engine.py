@@ -82,13 +82,15 @@ class FileEngine:
             temporary.unlink(missing_ok=True)
 
 
-def join_in_directory(directory: Path, rank: int, world_size: int, *, timeout_seconds: float) -> JoinedCluster:
+def join_in_directory(
+    directory: Path, rank: int, world_size: int, *, timeout_seconds: float, kind: type[JoinedCluster] = JoinedCluster
+) -> JoinedCluster:
     """**Collective.** **Blocks.** The cluster of processes that meet in a directory; each calls this once.
 
     Raises:
         AbsentError: If workers are missing; it names them.
     """
-    return JoinedCluster(
+    return kind(
         FileEngine(directory).connect,
         rank,
         world_size,

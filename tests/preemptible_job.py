@@ -29,6 +29,7 @@ import numpy as np
 import holdfast as hf
 from file_engine import join_in_directory
 from holdfast.cluster import AloneCluster, Cluster
+from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import StorageError
 from holdfast.events import Event
 from holdfast.format.names import MANIFEST_NAME
@@ -146,6 +147,16 @@ class SilentStorage(LocalStorage):
         if path.startswith("step-") and path.endswith(MANIFEST_NAME):
             pause("published")
         return published
+
+
+class SlowCluster(JoinedCluster):
+    """The workers of a job for one that is slow to go on when all have met for the first time."""
+
+    def add(self, key: str, amount: int) -> int:
+        total = super().add(key, amount)
+        if key.endswith("meeting/1/read"):
+            pause("met")
+        return total
 
 
 def tell(event: Event) -> None:
@@ -330,7 +341,8 @@ def main() -> None:
     random.seed(1 + RANK)
     cluster: Cluster = AloneCluster()
     if WORLD_SIZE > 1:
-        cluster = join_in_directory(Path(OPTIONS["store"]), RANK, WORLD_SIZE, timeout_seconds=60)
+        kind = SlowCluster if "met" in OPTIONS.get("pause", []) else JoinedCluster
+        cluster = join_in_directory(Path(OPTIONS["store"]), RANK, WORLD_SIZE, timeout_seconds=60, kind=kind)
     storage: Any = OPTIONS["directory"]
     if "disk_seconds" in OPTIONS:
         storage = SlowStorage(storage)

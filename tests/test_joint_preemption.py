@@ -165,6 +165,22 @@ def test_a_signal_while_one_worker_makes_its_run_lets_all_leave(tmp_path: Path) 
         assert len(check_whole(jobs.directory)) <= 1
 
 
+@pytest.mark.parametrize(("world_size", "place"), [(2, "looking"), (3, "looking"), (2, "met"), (3, "met")])
+def test_worker_that_leaves_before_its_run_is_made_lets_all_leave(tmp_path: Path, world_size: int, place: str) -> None:
+    """The others wait for it while they make their runs, or to begin the restore."""
+    with Jobs(tmp_path / "run", world_size, total=2) as before:
+        assert before.end() == [0] * world_size, before.report()
+    with Jobs(tmp_path / "run", world_size, each={1: {"pause": [place]}}) as jobs:
+        jobs.workers[1].wait_for("paused")
+        jobs.workers[1].send(signal.SIGTERM)
+        # No worker goes on.
+        assert jobs.end() == [42] * world_size, jobs.report()
+        for worker in jobs.workers:
+            assert re.search("SIGTERM was sent .* and it is not made after 2 s; nothing was trained", worker.errors)
+            assert "failed" not in worker.errors
+        assert check_whole(jobs.directory) == [2]
+
+
 def test_a_worker_that_has_not_begun_is_waited_for(tmp_path: Path, uninterrupted: list[str]) -> None:
     with Jobs(tmp_path / "run", each={0: {"pause": ["before"]}, 1: {"pause": [0]}}) as jobs:
         ask_where_all_pause(jobs, 0)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -218,26 +218,26 @@ def test_copy_that_never_ends_is_an_error_of_the_step() -> None:
     assert_same(job.values(), before)
 
 
-def changing(tensor: torch.Tensor, stop: threading.Event) -> None:
-    while not stop.is_set():
-        with torch.no_grad():
-            tensor.add_(1.0)
+class Restless(Job):
+    """A model of which something is changed under each copy, and not by a step."""
+
+    def change(self, event: Event) -> None:
+        if isinstance(event, Staged):
+            with torch.no_grad():
+                self.model.big.add_(1.0)
 
 
 @pytest.fixture
-def restless() -> Iterator[Job]:
-    job = Job()
+def restless() -> Restless:
+    job = Restless()
     job.train()
-    stop = threading.Event()
-    thread = threading.Thread(target=changing, args=(job.model.big, stop))
-    thread.start()
-    yield job
-    stop.set()
-    thread.join(60)
+    return job
 
 
-def test_change_under_the_copy_is_never_committed(restless: Job, tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True, failures_allowed=1) as manager:
+def test_change_under_the_copy_is_never_committed(restless: Restless, tmp_path: Path) -> None:
+    with hf.CheckpointManager(
+        tmp_path, restless.checkpoint(), overlap_copy=True, sinks=[restless.change], failures_allowed=1
+    ) as manager:
         first = manager.save(1)
         with pytest.raises(SaveFailedError, match=r"model/big.*changed while being copied") as caught:
             first.wait_committed(60)
@@ -249,10 +249,10 @@ def test_change_under_the_copy_is_never_committed(restless: Job, tmp_path: Path)
         assert manager.latest_step() == 2
 
 
-def test_a_save_that_is_lost_to_a_change_ends_no_training(restless: Job, tmp_path: Path) -> None:
+def test_a_save_that_is_lost_to_a_change_ends_no_training(restless: Restless, tmp_path: Path) -> None:
     events: list[Event] = []
     with hf.CheckpointManager(
-        tmp_path, restless.checkpoint(), overlap_copy=True, sinks=[events.append], failures_allowed=0
+        tmp_path, restless.checkpoint(), overlap_copy=True, sinks=[restless.change, events.append], failures_allowed=0
     ) as manager:
         first = manager.save(1)
         first.wait_ended()
@@ -264,8 +264,8 @@ def test_a_save_that_is_lost_to_a_change_ends_no_training(restless: Job, tmp_pat
     assert [event.step for event in events if isinstance(event, Failed)] == [1]
 
 
-def test_the_last_save_of_a_job_is_not_lost_in_silence(restless: Job, tmp_path: Path) -> None:
-    manager = hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True)
+def test_the_last_save_of_a_job_is_not_lost_in_silence(restless: Restless, tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path, restless.checkpoint(), overlap_copy=True, sinks=[restless.change])
     manager.save(1).wait_ended()
     with pytest.raises(SaveFailedError, match="changed while being copied"):
         manager.close()

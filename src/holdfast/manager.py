@@ -27,7 +27,7 @@ from holdfast.save import arguments
 from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds
-from holdfast.save.joint.setup import open_participant, try_plan_save
+from holdfast.save.joint.setup import explaining, open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
 from holdfast.save.records import Origin
@@ -129,33 +129,37 @@ class CheckpointManager:
         living = () if begin_anew else catalog.living
         self.worker = ALONE if self.participant is None else self.participant.worker
         self._wait_seconds = find_wait_seconds(timeout_seconds, self.worker)
-        if self.participant is not None:
-            self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
-        # What may fail comes before: from here on the others know of this worker.
-        self.emit = open_event_sinks(self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader)
-        self._failures = PendingFailures(failures_allowed)
-        self._saver = saver = Saver(
-            self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
-        )
-        self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
-        self._living, self.newest_asked = {name.step for name in living}, -1
-        self._process, self._pace = os.getpid(), StepTimer()
-        self._in_flight: SaveRequest | None = None
-        # Called when this is closed, unless by an error: saves that a loop has still to make.
-        self.closing: list[Callable[[], object]] = []
-        self._settling = threading.RLock()  # Held to clear that: another thread may wait while this one begins a save.
-        self.check_ready: Callable[[], None] = make_readiness_check(
-            self._storage,
-            lambda: saver.check_capture(all_objects(checkpoint)),
-            make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
-            is_leader=self.worker.is_leader,
-            failures_allowed=failures_allowed,
-            emit=self.emit,
-        )
-        if reserve_bytes is not None:
-            self._saver.prepare(reserve_bytes)
-        self.begin_anew, self._closed = begin_anew, False
-        self.restored: Restoration | None = None
+        with explaining(self.participant):
+            if self.participant is not None:
+                self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
+            self.emit = open_event_sinks(
+                self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader
+            )
+            self._failures = PendingFailures(failures_allowed)
+            self._saver = saver = Saver(
+                self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
+            )
+            self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
+            self._living, self.newest_asked = {name.step for name in living}, -1
+            self._process, self._pace = os.getpid(), StepTimer()
+            self._in_flight: SaveRequest | None = None
+            # Called when this is closed, unless by an error: saves that a loop has still to make.
+            self.closing: list[Callable[[], object]] = []
+            self._settling = (
+                threading.RLock()
+            )  # Held to clear that: another thread may wait while this one begins a save.
+            self.check_ready: Callable[[], None] = make_readiness_check(
+                self._storage,
+                lambda: saver.check_capture(all_objects(checkpoint)),
+                make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
+                is_leader=self.worker.is_leader,
+                failures_allowed=failures_allowed,
+                emit=self.emit,
+            )
+            if reserve_bytes is not None:
+                self._saver.prepare(reserve_bytes)
+            self.begin_anew, self._closed = begin_anew, False
+            self.restored: Restoration | None = None
 
     @property
     def totals(self) -> Sums:

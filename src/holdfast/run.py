@@ -29,6 +29,7 @@ from holdfast.preemption.notice_inbox import EarlyNotices
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.handle import SaveHandle
+from holdfast.save.joint.setup import explaining
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch, describe_resumption
 from holdfast.storage import Storage
@@ -124,8 +125,9 @@ def resumable(
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
-        run = Run(manager, termination, strict=strict, keep_current=names, quiet=quiet)
-        early.hand_over(run._guard.inbox.hear)
+        with explaining(manager.participant):
+            run = Run(manager, termination, strict=strict, keep_current=names, quiet=quiet)
+            early.hand_over(run._guard.inbox.hear)
     return run
 
 

@@ -16,7 +16,7 @@ from holdfast.concurrency import Latch, start_thread
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.consensus.error_cause import is_cause, is_of_save, name_dead
+from holdfast.preemption.consensus.error_cause import describe_early_exit, is_cause, is_of_save, name_dead
 from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, SingleConsensus
 from holdfast.preemption.consensus.stop_step import Turn, Wanted
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
@@ -273,7 +273,11 @@ class Guard:
         report = self._failures.report(error)
         if report is None:
             return None
-        if report.loss and self._is_to_leave():
+        if text := describe_early_exit(report.blamed):
+            self.leaving = True
+            self._final_save.nothing = f"{text}; nothing was trained that could be lost"
+            self._leave(None, text, "", 0.0, problem=text, by_hand=False)
+        elif report.loss and self._is_to_leave():
             self._leave_alone(self._progress.step, report.loss, report.blamed)
         return None if report.blamed is error else report.cause
 

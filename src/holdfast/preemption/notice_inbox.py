@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from holdfast.concurrency import Latch
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
+from holdfast.preemption.consensus.error_cause import EarlyExit, describe_early_exit
 from holdfast.preemption.grace import CombinedDemand, Heard, combine
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Hear, Notice
@@ -222,7 +223,8 @@ class EarlyNotices:
     """For `with`: keeps signals that would kill the process while others wait for it, and hands them over.
 
     If the run is not made soon after a signal, the process leaves: another worker may have failed before it came, and a
-    launcher waits for this one. Ctrl-C has the effect that it always had. Other sources are still asked later.
+    launcher waits for this one. Those that wait for this worker hear why it leaves, and leave as well. Ctrl-C has the
+    effect that it always had. Other sources are still asked later.
     """
 
     def __init__(self, config: TerminationConfig) -> None:
@@ -249,6 +251,8 @@ class EarlyNotices:
             # again at the next start.
             found = f"{type(error).__name__}: {error}"
             self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
+        elif text := describe_early_exit(error):
+            self._end(text, error)
 
     def hand_over(self, hear: Hear) -> None:
         """Listens no more, and tells what it has heard."""
@@ -279,13 +283,16 @@ class EarlyNotices:
             except SystemExit as leaving:
                 end_process(leaving.code if isinstance(leaving.code, int) else 1)
 
-    def _end(self, text: str, error: Exception | None = None) -> None:
+    def _end(self, text: str, error: BaseException | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
         then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
         say(f"holdfast: {text}; nothing was trained that could be lost; {then}.")
         if exit_fn is None:
-            raise SystemExit(code) from error
-        exit_fn()
+            raise EarlyExit(code, text) from error
+        try:
+            exit_fn()
+        except SystemExit as leaving:
+            raise EarlyExit(leaving.code, text) from leaving
 
     def _close(self) -> None:
         self._closed.open()

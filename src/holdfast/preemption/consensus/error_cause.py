@@ -19,6 +19,26 @@ _WORDS: Final = re.compile(
 _MOST_CAUSES: Final = 100
 
 
+class EarlyExit(SystemExit):
+    """The exit of a worker that was asked to leave while its run was made; the others hear of it by this name."""
+
+    def __init__(self, code: object, text: str) -> None:
+        super().__init__(code)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def describe_early_exit(error: BaseException | None) -> str:
+    """**Pure.** Which other worker has left before its run was made, and why, if the error says so; else empty.
+
+    No worker has trained by then, so that all may leave.
+    """
+    is_early = isinstance(error, PeerError) and error.kind == EarlyExit.__name__
+    return f"rank {error.rank} leaves: {error.text}" if is_early and isinstance(error, PeerError) else ""
+
+
 def find_missing(error: BaseException) -> PeerError | None:
     """**Pure.** The error that says that a worker is missing, if this one results from it, as a failed save may."""
     found = (each for each in _causes(error) if isinstance(each, PeerError))

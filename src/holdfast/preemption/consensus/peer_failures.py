@@ -25,7 +25,14 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Event, Failed
 from holdfast.preemption.consensus.abort import StuckThreadAborter, count_begun, find_library_call
-from holdfast.preemption.consensus.error_cause import find_loss, find_missing, is_cause, is_of_collective, may_follow
+from holdfast.preemption.consensus.error_cause import (
+    describe_early_exit,
+    find_loss,
+    find_missing,
+    is_cause,
+    is_of_collective,
+    may_follow,
+)
 from holdfast.preemption.consensus.single import FailureReport
 
 _HOLD_SHARE: Final = 1.5
@@ -260,7 +267,7 @@ class PeerFailures:
 
     def _log(self, error: BaseException) -> None:
         """Logs once, in one line, what has ended training on which worker."""
-        if self._is_logged:
+        if self._is_logged or describe_early_exit(error):
             return
         self._is_logged = True
         failure = self._blamed or self._peers.failures.describe(error)

@@ -5,12 +5,12 @@ Most programs have one worker. What several need is imported when there are seve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
-from holdfast.errors import HoldfastError
 from holdfast.events import Sink, Warned
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
 from holdfast.save.arguments import SaveOptions
@@ -29,7 +29,7 @@ def open_participant(
 ) -> tuple[Seen, JointParticipant | None]:
     """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
 
-    A worker that cannot look joins them all the same, or they would wait for it in vain: so they hear why it leaves.
+    A worker looks when it has joined them: if it cannot, they hear why it leaves.
 
     Args:
         choice: As for `open_cluster`.
@@ -42,32 +42,30 @@ def open_participant(
         AbsentError: If other workers do not come.
         HoldfastError: What the look has raised.
     """
-    problem: HoldfastError | None = None
-    try:
-        seen = look()
-    except HoldfastError as error:
-        problem = error
-    try:
-        cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
-    except HoldfastError:
-        if problem is not None:
-            raise problem from None
-        raise
+    cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
     is_own = cluster is not choice
-    if cluster.world_size > 1:
-        from holdfast.save.joint.participant import JointParticipant
+    if cluster.world_size == 1:
+        if is_own:
+            cluster.close()
+        return look(), None
+    from holdfast.save.joint.participant import JointParticipant
 
-        participant = JointParticipant(
-            cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds
-        )
-        if problem is None:
-            return seen, participant
-        participant.fail(problem)
-    elif is_own:
-        cluster.close()
-    if problem is not None:
-        raise problem
-    return seen, None
+    participant = JointParticipant(
+        cluster, closes=is_own, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds
+    )
+    with explaining(participant):
+        return look(), participant
+
+
+@contextmanager
+def explaining(participant: JointParticipant | None) -> Iterator[None]:
+    """For `with`: if the block ends with an error, or an exit, the other workers hear why this one leaves."""
+    try:
+        yield
+    except BaseException as error:
+        if participant is not None:
+            participant.fail(error)
+        raise
 
 
 def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointParticipant | None) -> str | None:
