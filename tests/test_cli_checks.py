@@ -24,13 +24,13 @@ from command_line import (
     make_objects,
     run_program,
 )
+from faulty import Fault, FaultyStorage
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage
-from holdfast.testing.faulty import Fault, FaultyStorage
 
 # verify
 
