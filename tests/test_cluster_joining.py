@@ -32,7 +32,7 @@ from holdfast.cluster.polling import (
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.testing.cluster_scenarios import gather, rendezvous
-from holdfast.testing.memory_engine import MemoryEngine, run_workers
+from memory_engine import MemoryEngine, run_workers
 
 PATIENCE_SECONDS = 30.0
 SHORT_SECONDS = 0.3

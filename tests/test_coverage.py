@@ -14,7 +14,7 @@ import holdfast as hf
 from holdfast.cluster import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.storage import LocalStorage
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 from whole_runs import check_whole
 
 PATIENCE_SECONDS = 30.0

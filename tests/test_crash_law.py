@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from faulty import Fault, FaultyStorage
 from holdfast.catalog import read_catalog
 from holdfast.errors import HoldfastError, SaveFailedError
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
-from holdfast.testing.faulty import Fault, FaultyStorage
 from whole_runs import check_whole
 
 Job = Callable[[hf.CheckpointManager, dict[str, np.ndarray]], None]

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 
 import pytest
 
+from faulty import Call, Fault, FaultyStorage, StoppedDead
 from holdfast.errors import DamageError, StorageError, StorageFullError
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
-from holdfast.testing.faulty import Call, Fault, FaultyStorage, StoppedDead
 
 OLD = b"old"
 NEW = b"new"

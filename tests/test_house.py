@@ -82,14 +82,13 @@ MAX_LINES = 600
 """A file holds one idea, as long as that needs: it is neither packed nor split to meet a smaller number."""
 
 MAX_FILES_IN_A_FOLDER = 15
-MAX_MODULES, MAX_LINES_IN_ALL = 242, 52_830
+MAX_MODULES, MAX_LINES_IN_ALL = 240, 51_800
 """The aim is 210 and 39,000: what is saved here is never given back."""
 
 MAX_MEMBERS = 12
 """Public methods and properties of a class, together."""
 
 LARGER_CLASSES = {
-    "FaultyStorage": 14,
     "StorageContract": 0,  # It has a test for each thing that a storage must do.
 }
 """Those that have more, and how many: none of them may grow, and there are to be no others."""

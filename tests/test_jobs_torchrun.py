@@ -28,8 +28,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.jobs import Task, TorchrunSession, UploadTo, Workspace
-from holdfast.testing.memory_engine import run_workers
 from holdfast.testing.processes import Workers, python
+from memory_engine import run_workers
 
 PROGRAM = Path(__file__).with_name("job_worker.py")
 NODES = ["worker_0", "worker_1", "worker_2"]

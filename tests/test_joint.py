@@ -38,7 +38,7 @@ from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local.streams import LocalWriter
-from holdfast.testing.memory_engine import MemoryEngine, run_threads, run_workers
+from memory_engine import MemoryEngine, run_threads, run_workers
 from whole_runs import check_whole
 
 PATIENCE_SECONDS = 30.0

@@ -29,7 +29,7 @@ from holdfast.preemption import FileAppears
 from holdfast.preemption.consensus.error_cause import find_missing, is_of_collective, may_follow
 from holdfast.storage import LocalStorage
 from holdfast.storage.protocol import Entry
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 
 PATIENCE_SECONDS = 60.0
 BROKEN = "[/src/gloo/transport/tcp/pair.cc:553] Connection reset by peer [127.0.0.1]:18128"

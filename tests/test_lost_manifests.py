@@ -18,7 +18,7 @@ from holdfast.events import Event, PassedOver, Retained, Warned
 from holdfast.events.sinks import encode_event
 from holdfast.format.records import make_base
 from holdfast.storage import LocalStorage
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 
 THREE = "step-000000003.g0001"
 

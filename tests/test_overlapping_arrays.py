@@ -15,7 +15,7 @@ from holdfast.restore.aliasing import find_overlapping_targets
 from holdfast.state.leaves import Target, spec_of
 from holdfast.state.registry import backend_of
 from holdfast.storage import MemoryStorage
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 
 
 def of_views(base: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from holdfast.policies import KeptCandidate
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import Entry, MemoryStorage
 from holdfast.storage.memory import MemoryReader, MemoryWriter
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 
 
 class Interrupted(MemoryStorage):

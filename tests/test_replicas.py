@@ -31,8 +31,8 @@ from holdfast.save.joint.replicas import (
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.testing.cluster_scenarios import rendezvous
-from holdfast.testing.memory_engine import MemoryEngine, run_workers
 from holdfast.testing.processes import Workers, python
+from memory_engine import MemoryEngine, run_workers
 
 HERE = Path(__file__).parent
 PATIENCE_SECONDS = 60.0

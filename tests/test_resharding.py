@@ -27,7 +27,7 @@ from holdfast.restore.verify import open_step, verify_data
 from holdfast.state import capture_objects
 from holdfast.storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 from simulated_job import commit_parts, restore_part, save_job, save_part
 
 Array = NDArray[Any]

@@ -16,6 +16,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import call, call_json, complaint
+from faulty import FaultyStorage
 from holdfast.catalog import read_catalog
 from holdfast.errors import FencedError, SaveFailedError, UsageError
 from holdfast.format.names import SPARE_NAME
@@ -23,7 +24,6 @@ from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.local.streams import LocalWriter
-from holdfast.testing.faulty import FaultyStorage
 from spare_files import identity
 from test_storage_faults import STRACE, needs_strace
 from test_storage_spare import can_reuse, reader_of, small_disk

@@ -27,7 +27,7 @@ from holdfast.storage.checks import (
 
 pytest.register_assert_rewrite("holdfast.testing.storage_contract")
 
-from holdfast.testing.faulty import FaultyStorage  # noqa: E402
+from faulty import FaultyStorage  # noqa: E402
 from holdfast.testing.storage_contract import StorageContract  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -213,8 +213,6 @@ def test_length_of_paths() -> None:
 
 
 def test_import_takes_neither_numpy_nor_pytest() -> None:
-    code = (
-        "import sys, holdfast.storage, holdfast.testing.faulty; print(sorted({'numpy', 'pytest'} & set(sys.modules)))"
-    )
+    code = "import sys, holdfast.storage; print(sorted({'numpy', 'pytest'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -19,12 +19,12 @@ from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest
 from holdfast.storage import LocalStorage
-from holdfast.storage.buffers import Scratch, address_of, fill_parts, parts_beyond, take_pages
+from holdfast.storage.buffers import Scratch, address_of, parts_beyond, take_pages
 from holdfast.storage.local.direct import PAGE_BYTES, Residency
 from holdfast.storage.local.streams import LocalReader
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", [True, False])  # Without a compiler, through the cache.
 def test_many_places_are_filled_past_the_cache(native: bool, tmp_path: Path) -> None:
     size_bytes = (9 << 20) + 123
     content = os.urandom(1 << 20) * 10
@@ -46,17 +46,12 @@ def test_many_places_are_filled_past_the_cache(native: bool, tmp_path: Path) -> 
         reader.close()
 
 
-@given(st.lists(st.integers(0, 5)), st.integers(0, 30))
-def test_places_are_filled_one_behind_the_other(lengths: list[int], size_bytes: int) -> None:
-    data = bytes(range(1, size_bytes + 1))
-    memory = [bytearray(length) for length in lengths]
-    parts = [memoryview(part) for part in memory]
-    fill_parts(parts, memoryview(data))
-    filled = b"".join(memory)
-    assert filled == data[: len(filled)].ljust(len(filled), b"\0")
-    if size_bytes < len(filled):
-        fill_parts(parts_beyond(parts, size_bytes), memoryview(bytes(range(size_bytes + 1, len(filled) + 1))))
-        assert b"".join(memory) == bytes(range(1, len(filled) + 1))
+@given(st.lists(st.integers(1, 5), min_size=1), st.data())
+def test_what_is_left_to_fill_begins_where_the_last_read_ended(lengths: list[int], data: st.DataObject) -> None:
+    filled_bytes = data.draw(st.integers(0, sum(lengths) - 1))
+    content = memoryview(bytes(range(sum(lengths) % 251 + 1)) * 251)
+    parts = [content[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    assert b"".join(parts_beyond(parts, filled_bytes)) == content[filled_bytes : sum(lengths)]
 
 
 @pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])

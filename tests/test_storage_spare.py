@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import preloaded
+from faulty import FaultyStorage
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.protocol import SparingStorage
-from holdfast.testing.faulty import FaultyStorage
 from mounts import mounted
 from patience import PATIENCE_SECONDS, read_line
 from repetitions import repeated

@@ -19,8 +19,8 @@ from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, ClosedError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.events import Event, Warned
 from holdfast.storage import LocalStorage
-from holdfast.testing.memory_engine import run_workers
 from holdfast.testing.processes import Workers, python
+from memory_engine import run_workers
 
 PROGRAM = Path(__file__).with_name("backup_worker.py")
 PATIENCE_SECONDS = 60.0

@@ -15,7 +15,7 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.cluster import Cluster
-from holdfast.testing.memory_engine import run_workers
+from memory_engine import run_workers
 
 HOME = f"{Path(hf.__file__).parent}/"
 

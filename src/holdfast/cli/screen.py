@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
-_LEAST_WIDTH: Final = 20
 _ANY_WIDTH: Final = 1_000_000
 _GAP: Final = 2
 """Spaces between the columns of a table."""
@@ -73,17 +72,6 @@ class Screen:
         line.rstrip()
         self._console.print(line, soft_wrap=True)
 
-    def prose(self, *words: Words, indent: int = 0) -> None:
-        """Writes a sentence; a terminal that is too narrow for it goes on in the next line with the next word."""
-        if not self.is_terminal:
-            self.say(" " * indent, *words)
-            return
-        from rich.padding import Padding
-        from rich.text import Text
-
-        width = max(self.width, indent + _LEAST_WIDTH)
-        self._console.print(Padding(Text.assemble(*map(_legible, words)), (0, 0, 0, indent), expand=False), width=width)
-
     def table(
         self,
         titles: Sequence[str],
@@ -92,14 +80,7 @@ class Screen:
         figures: Collection[str] = (),
         indent: int = 0,
     ) -> None:
-        """Writes a table: a line of titles, unless all are empty, and each row; in a pipe a row is always one line.
-
-        Args:
-            titles: What stands above each column.
-            rows: The cells of each row.
-            figures: The titles of the columns that are aligned to the right.
-            indent: How many spaces stand before each row.
-        """
+        """Writes a table: a line of titles, unless all are empty, and each row; in a pipe a row is always one line."""
         if not self.is_terminal:
             lines = [*([titles] if any(titles) else []), *rows]
             widths = [max((len(_text(line[place])) for line in lines), default=0) for place in range(len(titles))]
@@ -221,15 +202,6 @@ def size_text(size_bytes: float) -> str:
         if size_bytes >= 0.9995 * unit_bytes:
             return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
     return f"{size_bytes:.0f} B"
-
-
-def duration_text(seconds: float) -> str:
-    """**Pure.** A duration such as `3.2 s` or `5 min 7 s`."""
-    if seconds < 120:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
 
 
 def rough_text(seconds: float) -> str:

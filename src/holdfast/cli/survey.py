@@ -113,11 +113,7 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 
 
 def survey_run(storage: Storage) -> Survey:
-    """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays.
-
-    Raises:
-        StorageError: If the place cannot be read.
-    """
+    """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays."""
     catalog = read_catalog(storage)
     living = set(catalog.living)
     lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
@@ -184,11 +180,7 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
 
 
 def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
-    """**Blocks.** Reads a committed step's manifest and holds the sizes of its files against it.
-
-    Raises:
-        StorageError: If the place cannot be read.
-    """
+    """**Blocks.** Reads a committed step's manifest and holds the sizes of its files against it."""
     try:
         manifest = read_manifest(storage, name)
     except NotFoundError:

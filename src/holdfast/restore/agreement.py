@@ -30,11 +30,7 @@ class Agreement:
         return not is_committed(storage, name)
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
-        """**Blocks.** Goes through a stage.
-
-        Returns:
-            Damage that was found, here or elsewhere. Any other error is raised, on all workers.
-        """
+        """**Blocks.** Goes through a stage; gives damage found here or elsewhere. All raise any other error."""
         try:
             stage()
         except DamageError as damage:

@@ -45,11 +45,7 @@ def make_note(backup: Backup) -> Mapping[str, Any]:
 
 
 def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
-    """**Pure.** The epoch and the batch of a checkpoint.
-
-    Raises:
-        UsageError: If it is no backup.
-    """
+    """**Pure.** The epoch and the batch of a checkpoint; raises `UsageError` if it is no backup."""
     note = manifest.metadata.get(_NOTE)
     epoch = note.get("epoch") if isinstance(note, dict) else None
     batch = note.get("batch") if isinstance(note, dict) else None
@@ -62,11 +58,7 @@ def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
 
 
 def check_newest(storage: Storage) -> None:
-    """**Blocks.** Makes sure that the newest checkpoint is a backup, before anything is restored from it.
-
-    Raises:
-        UsageError: If it is none.
-    """
+    """**Blocks.** Raises `UsageError` if the newest checkpoint is no backup, before anything is restored from it."""
     newest = read_catalog(storage).newest
     if newest is not None:
         try:

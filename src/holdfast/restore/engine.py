@@ -171,11 +171,7 @@ class _Candidates:
         self.seen_generation = 0
 
     def find(self, *, begins_anew: bool) -> bool:
-        """**Blocks.** Looks for checkpoints, and warns if there are none but those of an earlier line.
-
-        Returns:
-            Whether there are any.
-        """
+        """**Blocks.** Whether there are any; warns if there are none but those of an earlier line."""
         catalogs: list[Catalog] = []
 
         def find() -> tuple[StepName, ...]:
@@ -407,11 +403,7 @@ class _RestoreTrial:
 
 
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
-    """What each leaf is.
-
-    Raises:
-        DamageError: If all files together are too small for them.
-    """
+    """What each leaf is; raises `DamageError` if all files together are too small for them."""
     index, *others = opened.indexes
     if not index.is_shared and not others:
         specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}

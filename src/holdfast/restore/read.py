@@ -224,16 +224,8 @@ def read_pieces(
 ) -> None:
     """**Blocks.** Reads pieces with several threads, straight to where they belong, and takes their digests.
 
-    Args:
-        reader: The open data file.
-        pieces: What to read.
-        parts_of: Says where each span of a piece belongs. Called from any thread.
-        receive: Called with each piece that has been read, what `parts_of` returned, and the digest of each span, from
-            the same thread; that memory may then be used for the next.
-        threads: How many threads read, the calling one among them.
-
-    Raises:
-        DamageError: If the file ends too early.
+    `parts_of` says where each span of a piece belongs. `receive` gets each piece that has been read, these parts, and
+    the digest of each span, from the same thread; that memory may then be used for the next.
     """
 
     def read(piece: Piece) -> None:
@@ -270,18 +262,9 @@ def read_targets(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked.
+    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked. Gives how many bytes were read.
 
-    Args:
-        reader: The open data file.
-        index: What lies in it.
-        path: Its path, for errors.
-        targets: By leaf, where its bytes are wanted.
-        threads: How many threads read.
-        overlapping: Gets the targets that may have something of the same memory.
-
-    Returns:
-        How many bytes were read.
+    `overlapping` gets the targets that may have something of the same memory.
 
     Raises:
         DamageError: If a span does not match its digest; targets may have been filled by then, some with bad bytes.

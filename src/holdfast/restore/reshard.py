@@ -87,16 +87,7 @@ def read_orders(
     *,
     threads: int,
 ) -> int:
-    """**Blocks.** Fills all targets; every byte is checked.
-
-    Args:
-        storage: Where the step lies, and the steps that it refers to.
-        orders: What to read of which file.
-        readers: By path, files that are open already.
-        threads: How many threads read.
-
-    Returns:
-        How many bytes were read.
+    """**Blocks.** Fills all targets, by way of `readers` that are open already or others; gives how much was read.
 
     Raises:
         DamageError: If a file is missing or damaged; targets may have been filled by then, some with bad bytes.

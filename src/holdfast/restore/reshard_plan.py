@@ -136,11 +136,7 @@ class Assignment:
         return DamageError(f"{path}: {stored.leaf!r}{what}", step=self._step, path=path, tensor=stored.leaf)
 
     def check_complete(self) -> None:
-        """Makes sure that every target is served, each of its elements once.
-
-        Raises:
-            DamageError: If one is not.
-        """
+        """Raises `DamageError` unless every target is served, each of its elements once."""
         for leaf, targets in self._targets.items():
             for target in targets:
                 taken, left = self._taken.get(id(target), []), self._left[id(target)]

@@ -20,17 +20,11 @@ from holdfast.storage.protocol import FileReader, Storage
 
 
 def open_step(storage: Storage, directory: str, expected: StepName | None, worker: Worker | None = None) -> OpenedStep:
-    """**Blocks.** Reads a step's manifest and indexes, and checks them.
+    """**Blocks.** Reads a step's manifest and indexes, and checks them; raises `DamageError` if one is not whole.
 
-    Args:
-        storage: Where it lies.
-        directory: The path of the step's directory; empty if the storage's root is that directory.
-        expected: The checkpoint that it should be; None where its directory may have another name.
-        worker: Whose index alone to read: that of its rank, or of the one that stands for it if there were fewer
-            workers. None to read all, and to find out whether they make up one state.
-
-    Raises:
-        DamageError: If a record is missing or damaged.
+    `directory` is empty if the storage's root is the step's own, `expected` is None where it may have another name.
+    With a `worker`, only the index of its rank is read, or of the one that stands for it if there were fewer workers;
+    with None all are, and whether they make up one state is looked at.
     """
     step = expected.step if expected else None
     path = join(directory, MANIFEST_NAME)
@@ -58,11 +52,7 @@ def find_rank(manifest: Manifest, worker: Worker) -> int:
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** The index of one worker of a step.
-
-    Raises:
-        DamageError: If it is missing or damaged, or says what the manifest does not.
-    """
+    """**Blocks.** The index of one worker; raises `DamageError` if it is missing, damaged, or not what was written."""
     try:
         index = read_index(storage, directory, manifest, rank)
     except NotFoundError as error:
@@ -147,16 +137,8 @@ def verify_data(
 ) -> list[DamageError]:
     """**Blocks.** Reads every byte of a step's data files, and of what it refers to, and compares it with its digest.
 
-    Args:
-        storage: Where the step lies.
-        opened: The step.
-        threads: How many threads read.
-        progress: Called with the number of bytes that were just read; from any thread.
-        beside: Where the steps lie that it refers to; None if that is `storage` too, or not known.
-        checked: What was read of other steps of the run; what is read here is added.
-
-    Returns:
-        What is damaged, in the order of the files; empty if the step is whole.
+    The steps that it refers to lie `beside`, or in `storage` too. What was `checked` of other steps is not read again,
+    and what is read here is added. `progress` is called from any thread. Damage is given in the order of the files.
     """
     if beside is None and opened.directory:
         beside = storage

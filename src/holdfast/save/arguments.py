@@ -62,16 +62,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def pick(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
-        """The options among a constructor's arguments.
-
-        Args:
-            given: These, as `locals()` has them; what is no option is passed over.
-            **defaults: What None stands for.
-
-        Raises:
-            OutOfRangeError: If a number cannot be meant.
-            UsageError: If an option is wrong.
-        """
+        """The options among a constructor's arguments, as `locals()` has them; `defaults` says what None stands for."""
         options = {name: given[name] for name in cls.__struct_fields__ if name in given}
         return cls(**options | {name: value for name, value in defaults.items() if options[name] is None})
 
@@ -99,24 +90,12 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_step(step: int, name: str = "a step") -> int:
-    """**Pure.** The step as a plain number; the error calls it by that name.
-
-    Raises:
-        OutOfRangeError: If it is below 0, or too large.
-        UsageError: If it is not a whole number.
-    """
+    """**Pure.** The step, which the error calls by that name, as a plain number; raises as `check_timeout`."""
     return check_whole(name, step, 0, MAX_STEP)
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
     """**Pure.** Whether a step may be saved now.
-
-    Args:
-        step: The step.
-        url: Where the run lies, for the error.
-        living: The steps that are committed on the living line.
-        newest_asked: The newest step that was asked for before, or restored.
-        replace: Whether it may take the place of one that is committed.
 
     Raises:
         StepExistsError: If it is committed already.
@@ -140,11 +119,7 @@ def check_place(step: int, url: str, living: Collection[int], newest_asked: int,
 
 
 def check_policies(save_every: object, keep: object) -> None:
-    """**Pure.** Policies, or None.
-
-    Raises:
-        UsageError: If one is something else.
-    """
+    """**Pure.** Raises `UsageError` if one is neither None nor a policy."""
     for name, policy, method, known in (
         ("save_every", save_every, "decide_save", "Steps, Seconds and Auto"),
         ("keep", keep, "choose_kept", "Latest, EveryN, Best, Newer and All"),
@@ -164,11 +139,7 @@ def check_policies(save_every: object, keep: object) -> None:
 
 
 def check_switches(**switches: object) -> None:
-    """**Pure.** What is on or off.
-
-    Raises:
-        UsageError: If one is something else.
-    """
+    """**Pure.** Raises `UsageError` if one is neither True nor False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}={value!r} is neither True nor False")
@@ -191,43 +162,24 @@ def check_like(like: object) -> dict[str, Any]:
 
 
 def check_timeout(seconds: object) -> None:
-    """**Pure.** The deadline of every wait.
-
-    Raises:
-        OutOfRangeError: If nothing can be waited for that long, or that short.
-        UsageError: If it is not a number.
-    """
+    """**Pure.** Checks the deadline of every wait; raises `OutOfRangeError`, or `UsageError` for what is no number."""
     check_seconds("timeout_seconds", seconds, most=threading.TIMEOUT_MAX)
 
 
 def check_wait(seconds: object) -> float:
-    """**Pure.** For how long to wait; 0 to look only, and infinity for as long as it takes.
-
-    Raises:
-        OutOfRangeError: If it is below 0, or NaN.
-        UsageError: If it is not a number.
-    """
+    """**Pure.** For how long to wait: 0 to look only, infinity for as long as it takes; raises as `check_timeout`."""
     return check_seconds("timeout_seconds", seconds, least=0, most=math.inf)
 
 
 def check_liveness(seconds: object) -> None:
-    """**Pure.** After how long without a sign of life a worker is taken for dead.
-
-    Raises:
-        OutOfRangeError: If that is too short or too long.
-        UsageError: If it is not a number.
-    """
+    """**Pure.** Checks after how long a silent worker is taken for dead; raises as `check_timeout`."""
     hint = "A worker gives fifteen signs of life in that time."
     most = threading.TIMEOUT_MAX
     check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
 def check_kept_objects(objects: Mapping[str, object]) -> None:
-    """**Pure.** Objects that were given in another form than the one that can be put back.
-
-    Raises:
-        UsageError: If one is the state of an optimizer, or an iterator over a loader.
-    """
+    """**Pure.** Raises `UsageError` for an optimizer's state, or an iterator over a loader, in place of the object."""
     for name, value in objects.items():
         if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
             raise UsageError(
@@ -244,10 +196,6 @@ def check_kept_objects(objects: Mapping[str, object]) -> None:
 
 def check_names(objects: Mapping[str, object], options: Mapping[str, object]) -> None:
     """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
-
-    Args:
-        objects: What `resumable` was given to keep.
-        options: Its options, and what they were given.
 
     Raises:
         UsageError: If an option was given what looks like an object, or an object has a name too like an option's, or

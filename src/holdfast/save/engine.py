@@ -238,8 +238,7 @@ class Engine:
     def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
         """**Blocks** while the copies are made that training waits for, unless the pool can make them by itself.
 
-        Returns:
-            Whether the pool makes them by itself and is still at it: then this thread can write what is copied already.
+        That is what is returned: then this thread can write what is copied already.
         """
         self._held_seconds = 0.0
         # Some systems have no such call.
@@ -378,10 +377,7 @@ class Engine:
     def _retain(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
         """**Blocks.** Removes what is not kept after a commit. Its failure is told, but the checkpoint stands.
 
-        Args:
-            name: The step that is committed.
-            origin: Where the run goes on from.
-            at_end: Whether the run has ended well: then the step that it went on from needs no protection any more.
+        Where the run has ended well (`at_end`), the step that it went on from needs no protection any more.
         """
         begun_at = time.monotonic()
         protected = dict.fromkeys(origin.sources, "this program has restored from it")
@@ -464,10 +460,7 @@ class Engine:
 
 
 def _empty_frames(error: BaseException) -> None:
-    """Lets go of what the functions that have failed were about, which is large, and the error may be kept for long.
-
-    Where they failed stays to be seen.
-    """
+    """Lets go of what the functions that have failed were about, which is large; where they failed stays to be seen."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -29,14 +29,6 @@ def make_readiness_check(
     A job calls it once it has restored, so that a mistake shows before training begins and not at the first save. It is
     **collective**, **blocks**, and raises `UnsupportedValueError` for an object that cannot be stored, `StorageError`
     where nothing can be written, and `PeerError` if the check has failed on another worker.
-
-    Args:
-        storage: The run.
-        capture: Raises if the state of an object cannot be stored.
-        agree: Runs the check; raises on all workers what it raises on one of them.
-        is_leader: Whether this worker checks the directory.
-        failures_allowed: How many saves in a row may fail.
-        emit: Told of the warning.
     """
     is_checked = False
 
@@ -92,9 +84,6 @@ def estimate_bytes(objects: Mapping[str, object]) -> int:
     """The memory that the state of the objects takes, and will take when all have been used once.
 
     Objects that may change when their state is read are left out: they are to be restored first.
-
-    Raises:
-        UnsupportedValueError: If something cannot be stored.
     """
     captured = capture_objects({name: obj for name, obj in objects.items() if not may_change_when_read(obj)})
     awaited_bytes = sum(

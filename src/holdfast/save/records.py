@@ -50,11 +50,7 @@ class CopyProgress:
     """
 
     def __init__(self, begins: Sequence[int] = ()) -> None:
-        """Everything is there but what some copies bring, which `begin` comes before.
-
-        Args:
-            begins: For each copy the lowest byte that it fills; `make` goes by its number in here.
-        """
+        """`begins` has for each copy, by its number, the lowest byte that it fills; all else is there."""
         self.copy_ended = Latch()
         self.completed_at = time.monotonic()
         self.error: BaseException | None = None

@@ -48,16 +48,6 @@ class Saver:
         objects: Mapping[str, object],
         participant: JointParticipant | None = None,
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            storage: Where the run lies.
-            options: How to save.
-            emit: Told of what happens.
-            failures: Keeps the failures.
-            objects: The objects to save, by name; more may be added later.
-            participant: The other workers, or None.
-        """
         self._writer, self._recycler = make_writer(storage, options, participant, emit)
         self._worker = ALONE if participant is None else participant.worker
         self._url = storage.url
@@ -88,9 +78,6 @@ class Saver:
 
         Then the first save takes what memory it needs. The objects need not be such as can be saved yet, like a module
         without its shapes.
-
-        Args:
-            size_bytes: For how large a state; "auto" for that of the objects.
         """
         try:
             self._buffer.take(estimate_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
@@ -128,22 +115,14 @@ class Saver:
             self._request.drop_if_left()
 
     def capture(self, objects: Mapping[str, object]) -> Captured:
-        """Takes the state of the live objects, all but the arrays' values; see `capture_objects`.
-
-        Raises:
-            UnsupportedValueError: If something cannot be stored.
-        """
+        """Takes the state of the live objects, all but the arrays' values; see `capture_objects`."""
         barrier = self.barrier
         hold = None if barrier is None else barrier.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
         return captured if barrier is None else keep_steady(captured, barrier)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
-        """Makes sure, without a change to them, that the state of the live objects can be taken.
-
-        Raises:
-            UnsupportedValueError: If something cannot be stored.
-        """
+        """Raises `UnsupportedValueError` unless the state of the live objects can be taken; changes nothing in them."""
         check_capture(objects, self._captures, self._worker, self._holders)
 
     def save(self, request: SaveRequest, captured: Captured) -> None:
@@ -236,14 +215,7 @@ class StepTimer:
         self._seen_step = step
 
     def moment(self, step: int, blocked_seconds: float | None, durable_seconds: float | None) -> SaveMoment:
-        """What a policy has to know after a step.
-
-        Args:
-            step: How many steps are complete.
-            blocked_seconds: How long the newest save that is durable held training up, or None. Of several in a row,
-                the policy is told what is usual.
-            durable_seconds: How long it took to be durable, or None.
-        """
+        """What a policy has to know after a step; the costs are those of the newest durable save, if there is one."""
         now = time.monotonic()
         if self._seen_step is not None and step > self._seen_step:
             measured = (now - self._seen_at) / (step - self._seen_step)
@@ -276,9 +248,6 @@ def usual_stall_seconds(stalls_seconds: Sequence[float]) -> float:
 
     The first save touches fresh memory, which no later one does, and counts only until two others are known: one is not
     enough, as that may be the slow one.
-
-    Args:
-        stalls_seconds: How long each save has held it up: the very first one, and then the last few; at least one.
     """
     later = stalls_seconds[1:]
     counted = sorted(later[-_STALLS:] if len(later) > 1 else stalls_seconds)

@@ -96,9 +96,6 @@ class Scratch(threading.local):
         return self._memory[:size_bytes]
 
 
-_SMALLEST_SHARED_BYTES: Final = 1 << 17
-"""While as much is copied, other threads may run. To let them costs more than a smaller copy takes."""
-
 _T = TypeVar("_T")
 
 
@@ -115,23 +112,6 @@ def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int)
         batch.append(item)
     if batch:
         yield batch
-
-
-def fill_parts(parts: Sequence[memoryview], data: memoryview) -> None:
-    """Copies bytes into places of memory, one behind the other, until the bytes or the places end."""
-    begin, size_bytes = 0, len(data)
-    for part in parts:
-        end = begin + len(part)
-        if end > size_bytes:
-            part = part[: size_bytes - begin]
-            end = size_bytes
-        if end - begin >= _SMALLEST_SHARED_BYTES:
-            ctypes.memmove(address_of(part), address_of(data) + begin, end - begin)
-        else:
-            part[:] = data[begin:end]
-        begin = end
-        if begin == size_bytes:
-            return
 
 
 def parts_beyond(parts: Sequence[memoryview], filled_bytes: int) -> list[memoryview]:

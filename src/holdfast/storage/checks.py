@@ -54,11 +54,7 @@ def split_path(path: str) -> tuple[str, ...]:
 
 
 def split_directory(path: str) -> tuple[str, ...]:
-    """**Pure.** Like `split_path`, but `""` is the root and has no parts.
-
-    Raises:
-        UsageError: As `split_path`.
-    """
+    """**Pure.** As `split_path`, but `""` is the root and has no parts."""
     return split_path(path) if path else ()
 
 
@@ -77,22 +73,14 @@ MAX_PADDING_BYTES: Final = 4095
 
 
 def flat(data: memoryview) -> memoryview:
-    """The same bytes as one row of bytes.
-
-    Raises:
-        UsageError: If they are not contiguous.
-    """
+    """The same bytes as one row of bytes; raises `UsageError` if they are not contiguous."""
     if not data.c_contiguous:
         raise UsageError("a piece is not contiguous in memory", hint="copy it first")
-    return data.cast("B") if data.nbytes else memoryview(b"")
+    return data.cast("B") if data.nbytes else memoryview(bytearray())
 
 
 def check_size(size_bytes: int, path: str) -> None:
-    """Checks the size that a file is to have.
-
-    Raises:
-        UsageError: If it is negative.
-    """
+    """Raises `UsageError` for a size below 0."""
     if size_bytes < 0:
         raise UsageError(f"{path}: a file cannot have {size_bytes} bytes", hint="give a size of 0 or more")
 
@@ -113,11 +101,7 @@ def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str)
 
 
 def check_offset(offset_bytes: int, path: str) -> None:
-    """Checks where in a file something is to be read.
-
-    Raises:
-        UsageError: If it is negative.
-    """
+    """Raises `UsageError` for an offset below 0."""
     if offset_bytes < 0:
         raise UsageError(f"{path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
 
@@ -181,15 +165,7 @@ def lost_bytes_as_damage(path: str) -> Iterator[None]:
 
 
 def storage_error(error: OSError, doing: str, path: str, root: Path, needed_bytes: int | None = None) -> StorageError:
-    """The error to raise for one of the operating system's.
-
-    Args:
-        error: What the system said.
-        doing: What was tried, as it follows "cannot".
-        path: The path below the root, or an empty string for the root.
-        root: The storage's root.
-        needed_bytes: How much room was asked for, where that is known.
-    """
+    """The error to raise for one of the operating system's; `doing` is what was tried, as it follows "cannot"."""
     code = errno.errorcode.get(error.errno or 0, "unknown")
     message = f"cannot {doing} {root / path}: {os.strerror(error.errno or 0)} ({code})"
     if error.errno in FULL:

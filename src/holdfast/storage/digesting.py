@@ -42,15 +42,8 @@ class NativeDigests:
     ) -> tuple[int, list[str]]:
         """**Blocks.** Fills places of memory, one behind the other in a file. `OSError` goes through.
 
-        Args:
-            descriptor: The open file.
-            offset_bytes: Where the first of them begins in the file.
-            parts: The places.
-            pages: Memory of whole pages by way of which direct reads go; `NO_PAGES` for others.
-
-        Returns:
-            Where in the file that ended, short of what was wanted if the file ends there, and the digest of each place
-            that was filled.
+        Direct reads go by way of `pages`; `NO_PAGES` is for others. Gives where in the file that ended, short of what
+        was wanted if the file ends there, and the digest of each place that was filled.
         """
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
         text = found.hex()

@@ -38,11 +38,7 @@ class MemoryStorage:
     """
 
     def __init__(self, name: str = "") -> None:
-        """An empty tree.
-
-        Args:
-            name: What the URL calls it.
-        """
+        """An empty tree."""
         self._name = name
         self.url = f"memory://{name}"
         # Guards the two fields below, but not the bytes of a file.

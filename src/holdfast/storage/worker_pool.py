@@ -28,12 +28,7 @@ class WorkerPool:
     """
 
     def __init__(self, size: int, name: str) -> None:
-        """Starts nothing yet; `start` comes next.
-
-        Args:
-            size: How many threads there are, and how many work on the jobs of one `run`, its caller among them.
-            name: What the threads are called, for debuggers.
-        """
+        """Starts nothing yet. Of the jobs of one `run` its caller does a share, beside `size` - 1 of the threads."""
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.put: Callable[[Callable[[], object]], None] = self._work.put
         self._arrivals = [Latch() for _ in range(size)]
@@ -54,11 +49,7 @@ class WorkerPool:
             pass  # `__init__` may have been interrupted.
 
     def start(self) -> bool:
-        """**Blocks.** Starts as many of the threads as can be had, unless some run; harmless twice.
-
-        Returns:
-            False if there is none.
-        """
+        """**Blocks.** Starts as many of the threads as can be had, unless some run; whether there is one."""
         if self._count:
             return True
         started = Latch()
@@ -84,10 +75,6 @@ class WorkerPool:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
 
         The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
-
-        Args:
-            jobs: What is to be done.
-            most_helpers: How many of the threads help at most.
         """
         share = self.begin(jobs, min(self._size - 1, most_helpers))
         try:

@@ -41,7 +41,7 @@ from holdfast.cli.survey import checkpoint_bytes
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
-from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound, expect_losses
+from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
 from holdfast.save.copy import plan as copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
@@ -343,19 +343,15 @@ class Examination:
         chosen = Auto(mtbf_seconds=mtbf_seconds).chosen(moment)
         self.bound = chosen.bound
         interval_seconds = math.ceil(chosen.seconds)
-        losses = expect_losses(
-            interval_seconds,
-            stall_seconds=blocked,
-            durable_seconds=durable,
-            restore_seconds=self.figures["restore_seconds"],
-            mtbf_seconds=mtbf_seconds,
-        )
+        # A failure undoes half a period on average, and falls back to the save before while the newest is not durable.
+        period_seconds = interval_seconds + blocked
+        per_failure_seconds = period_seconds / 2 + max(durable - blocked, 0.0) + self.figures["restore_seconds"]
         self.figures |= {
             "mtbf_seconds": mtbf_seconds,
             "young_seconds": math.sqrt(2 * blocked * mtbf_seconds),
             "interval_seconds": interval_seconds,
-            "per_failure_seconds": losses.per_failure_seconds,
-            "lost_share": losses.lost_share,
+            "per_failure_seconds": per_failure_seconds,
+            "lost_share": min(blocked / period_seconds + per_failure_seconds / mtbf_seconds, 1.0),
         }
 
 
@@ -407,7 +403,7 @@ def _show(location: str, step: int | None, examined: Examination, screen: Screen
     remarks = Screen(sys.stderr)
     for finding in examined.findings:
         if finding.hint:
-            remarks.prose((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
+            remarks.say((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
 
 
 def _show_page(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
@@ -424,7 +420,7 @@ def _show_page(location: str, step: int | None, examined: Examination, screen: S
     origin = f" as in step {step}," if step is not None else ""
     trial = size_text(figures["trial_bytes"])
     screen.say()
-    screen.prose(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
+    screen.say(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
     write, read = (f"{size_text(figures[f'{way}_bytes_per_second'])}/s" for way in ("write", "read"))
     rows = [
         ["training waits", rough_text(figures["blocked_seconds"]), ""],
@@ -433,11 +429,11 @@ def _show_page(location: str, step: int | None, examined: Examination, screen: S
     ]
     screen.table([""] * 3, rows, indent=2)
     screen.say()
-    screen.prose(f"how often to save, with a failure every {rough_text(figures['mtbf_seconds'])}")
+    screen.say(f"how often to save, with a failure every {rough_text(figures['mtbf_seconds'])}")
     screen.say((f"  save_every={examined.save_every}", f"bold {GOOD}"))
-    screen.prose(_WHY[examined.bound].format(young=rough_text(figures["young_seconds"])), indent=2)
+    screen.say("  ", _WHY[examined.bound].format(young=rough_text(figures["young_seconds"])))
     lost, failure = f"{100 * figures['lost_share']:.2g} %", rough_text(figures["per_failure_seconds"])
-    screen.prose(f"Saves and failures then take {lost} of the time, and one failure costs {failure}.", indent=2)
+    screen.say(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import click
 from msgspec import structs
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, duration_text, parse_size, write_json
+from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, parse_size, rough_text, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
 from holdfast.convert.exporter import FILE_BYTES, Export, ExportOptions, export_chosen, export_step
@@ -101,7 +101,7 @@ def command(
 def _show(screen: Screen, remarks: Screen, export: Export) -> None:
     screen.say(
         f"step {export.step}: {counted(export.arrays, 'array')}, {screen.size(export.size_bytes)} in {export.out}",
-        (f"  {duration_text(export.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {rough_text(export.seconds)}" if screen.is_terminal else "", FAINT),
     )
     for file in export.files[:_SHOWN]:
         screen.say("  ", file)

@@ -56,7 +56,11 @@ def command(
     named = tuple(text.strip() for text in steps.split(",") if text.strip())
     wishes = Wishes(off_line, unfinished, lost, job_is_dead, named)
     if not (off_line or unfinished or lost or named):
-        raise UsageError(f"what is to be removed from {target.location}?", hint=_offer(survey))
+        raise UsageError(
+            f"what is to be removed from {target.location}?",
+            hint=f"Give --off-line, --unfinished, --lost or --steps A,B; `holdfast list --all {target.location}` shows "
+            "what each would find.",
+        )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead means nothing without --unfinished")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
@@ -83,36 +87,6 @@ def command(
     for removed in done:
         if removed.error is not None:
             raise removed.error
-
-
-def _offer(survey: Survey) -> str:
-    """What each of the selections would remove."""
-
-    def size_of(*states: State) -> str:
-        return size_text(sum(one.size_bytes for one in survey.of(*states)))
-
-    offers, empty = [], []
-    if off_line := survey.of(State.OFF_LINE):
-        offers.append(f"--off-line removes {counted(len(off_line), 'step')} ({size_of(State.OFF_LINE)})")
-    else:
-        empty.append("--off-line")
-    if unfinished := survey.of(State.UNFINISHED, State.SET_ASIDE):
-        what = counted(len(unfinished), "unfinished directory", "unfinished directories")
-        offers.append(f"--unfinished removes {what} ({size_of(State.UNFINISHED, State.SET_ASIDE)})")
-    if survey.of(State.SPARE):
-        offers.append(f"--unfinished --job-is-dead removes the spare file ({size_of(State.SPARE)})")
-    elif not unfinished:
-        empty.append("--unfinished")
-    offers.append("--steps A,B removes the steps that it names")
-    if lost := survey.of(State.LOST):
-        steps = f"{counted(len(lost), 'step')} ({size_of(State.LOST)})"
-        what = "has lost its manifest" if len(lost) == 1 else "have lost their manifests"
-        offers.append(f"{steps} that jobs committed {what}, and only --lost removes such steps")
-    else:
-        empty.append("--lost")
-    if empty:
-        offers.append(f"{' and '.join(empty)} would remove nothing now")
-    return "; ".join(offers) + "."
 
 
 def _show_plan(screen: Screen, plan: RemovalPlan) -> None:

@@ -24,7 +24,7 @@ from holdfast.cli.screen import (
     Words,
     byte_progress,
     counted,
-    duration_text,
+    rough_text,
     size_text,
     write_json,
 )
@@ -268,7 +268,7 @@ class VerifyReport:
         seconds = sum(verdict.seconds for verdict in self.verdicts)
         if screen.is_terminal and seconds > 0:
             speed = size_text(read_bytes / seconds)
-            words.append((f"   {size_text(read_bytes)} in {duration_text(seconds)}, {speed}/s", FAINT))
+            words.append((f"   {size_text(read_bytes)} in {rough_text(seconds)}, {speed}/s", FAINT))
         screen.say(*words)
         newest = self.catalog.newest if self.catalog else None
         is_read = newest in {verdict.name for verdict in self.verdicts}

@@ -71,11 +71,7 @@ def discard_unfinished(storage: Storage, name: StepName) -> bool:
 
 
 def remove_own_files(storage: Storage, directory: str) -> bool:
-    """**Blocks.** Removes holdfast's own files from a directory, and the directory if nothing else lies in it.
-
-    Returns:
-        True if all of it is gone.
-    """
+    """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; whether all went."""
     for entry in storage.list(directory):
         if not entry.is_directory and is_own_file(entry.name):
             storage.remove(f"{directory}/{entry.name}")
@@ -85,16 +81,10 @@ def remove_own_files(storage: Storage, directory: str) -> bool:
 def sweep(
     storage: Storage, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
 ) -> tuple[list[str], list[HoldfastError]]:
-    """**Blocks.** Removes what saves that died have left.
+    """**Blocks.** Removes what saves that died have left; gives the paths, and what could not be removed.
 
-    Args:
-        storage: The run.
-        unfinished: Steps that can be committed by no job any more.
-        trash: Directories that were set aside before.
-        generation: Openings of this generation and older ones, that were never published, are removed too.
-
-    Returns:
-        The paths that were removed, and what could not be removed.
+    `unfinished` are steps that no job can commit any more, `trash` are directories that were set aside before. Openings
+    that were never published go too, up to `generation`.
     """
     swept: list[str] = []
     problems: list[HoldfastError] = []

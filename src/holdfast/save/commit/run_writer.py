@@ -190,22 +190,12 @@ class RunWriter(CheckpointWriter):
         """**Blocks.** Opens a generation if there is none yet, makes sure that it is the newest, and names an attempt.
 
         A crash between the opening and its base leaves a generation that saved nothing, and changes no line. Once the
-        base is recorded, what unfinished saves of older generations left is removed: a job that dies again and again in
-        its first save would fill the disk with it.
-
-        Args:
-            origin: Where the generation begins.
-            step: The step.
-            busy: Unfinished steps that others may still be writing to.
-            least_attempt: The number of the attempt, if no directory has it.
-
-        Returns:
-            The name of the attempt, and the base of the generation that was opened, or None if there was one already.
+        base is recorded, what unfinished saves of older generations left is removed, unless it is `busy`: a job that
+        dies again and again in its first save would fill the disk with it.
 
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
                 left out if this job went on from where it stands.
-            StorageError: If the place fails.
         """
         base = None
         if self.generation is None:
@@ -303,15 +293,8 @@ class RunWriter(CheckpointWriter):
         """**Blocks.** Removes what the retention policy gives up, and what earlier saves left behind.
 
         Only the living line is looked at; steps off it stay until a person prunes them. What a step that stays refers
-        to, on the line or off it, stays too. A generation that was fenced removes nothing.
-
-        Args:
-            newest: The step that was just committed.
-            protected: Steps that must stay, each with the reason.
-            busy: Unfinished steps that others may still be writing to.
-
-        Raises:
-            FencedError: If another job has opened a newer generation.
+        to, on the line or off it, stays too. A generation that was fenced removes nothing, and raises `FencedError`.
+        Others may still be writing to unfinished steps that are `busy`.
         """
         check_fence(self._storage, newest.generation)
         catalog = read_catalog(self._storage, self._bases)

@@ -34,11 +34,7 @@ class Stager:
         self._plan: _LayoutPlan | None = None
 
     def stage(self, captured: Captured, step: int) -> Staging:
-        """Lays the arrays out; nothing is copied yet.
-
-        Raises:
-            UsageError: If there are more arrays than a header can name.
-        """
+        """Lays the arrays out; nothing is copied yet. Raises `UsageError` for more arrays than a header can name."""
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
         layout = plan.layout
         image = self._buffer.take(round_up(layout.size_bytes))

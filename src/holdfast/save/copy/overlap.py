@@ -91,13 +91,7 @@ class OptimizerStepBarrier:
     def __init__(
         self, timeout_seconds: float, report: Callable[[int, float], None], check_caller: Callable[[], None]
     ) -> None:
-        """Holds nothing yet.
-
-        Args:
-            timeout_seconds: How long a step may be held up.
-            report: Called with the step that is being saved and the seconds for which the optimizer's step was held up.
-            check_caller: Raises if this thread is in the call that makes the save, for which a step cannot wait.
-        """
+        """`report` hears the step that is being saved, and for how many seconds an optimizer's step was held up."""
         self._timeout_seconds = timeout_seconds
         self._report = report
         self._check_caller = check_caller
@@ -154,11 +148,7 @@ class OptimizerStepBarrier:
             copying.latch.open()
 
     def copy(self, make: Callable[[], None]) -> None:
-        """**Blocks.** Makes the copy.
-
-        Raises:
-            ChangedError: If something is seen to have changed under it.
-        """
+        """**Blocks.** Makes the copy; raises `ChangedError` if something is seen to have changed under it."""
         copying = self._newest
         assert copying is not None
         with self._giving_up():

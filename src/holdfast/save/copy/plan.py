@@ -11,7 +11,7 @@ from importlib import import_module
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
-from holdfast.storage.buffers import MEMORY, batches
+from holdfast.storage.buffers import batches
 
 Job: TypeAlias = Callable[[], object]
 Move: TypeAlias = tuple[int, int, int]
@@ -45,9 +45,6 @@ back takes longer than the copy."""
 _BATCH_BYTES: Final = 2 << 20
 """What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
 
-_LEAST_JOINED: Final = 8
-"""So many small arrays that become neighbours are worth one call for all of them, in which other threads may work."""
-
 _move_held = ctypes.PyDLL(None).memmove
 _move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_held.restype = None
@@ -66,18 +63,16 @@ NATIVE: Final = _find_native()
 
 
 def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
-    """Some copies, put together to such as one thread makes in one go.
-
-    Args:
-        moves: The copies, in the order of where to. None of them overlap.
-        native: Whether the compiled copy may be used, if there is one.
-    """
+    """Some copies, in the order of where to and without overlap, put together to such as one thread makes in one go."""
     copy = NATIVE if native else None
     if copy is None:
         large = (move for move in moves if move[2] >= _LARGE_BYTES)
         # The small ones last, so that the other threads have something to do meanwhile.
         copies = [Copy(part[0], partial(ctypes.memmove, *part)) for part in _cut(large, PART_BYTES)]
-        return [*copies, *_plan_small([move for move in moves if move[2] < _LARGE_BYTES])]
+        small = batches((move for move in moves if move[2] < _LARGE_BYTES), itemgetter(2), _BATCH_BYTES)
+        return copies + [
+            Copy(batch[0][0], partial(_move_small, *map(list, zip(*batch, strict=True)))) for batch in small
+        ]
     parts = _cut(moves, _NATIVE_BATCH_BYTES)
     return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
 
@@ -90,44 +85,6 @@ def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
 
 def _call_native(copy: NativeCopy, batch: list[Move]) -> Copy:
     return Copy(batch[0][0], partial(copy, *(array("Q", column) for column in zip(*batch, strict=True))))
-
-
-def _plan_small(small: list[Move]) -> Iterator[Copy]:
-    lone: list[Move] = []
-    for run in _runs(small):
-        if len(run) < _LEAST_JOINED:
-            lone += run
-            continue
-        for batch in batches(run, itemgetter(2), _BATCH_BYTES):
-            yield _join(batch)
-    for batch in batches(lone, itemgetter(2), _BATCH_BYTES):
-        yield Copy(batch[0][0], partial(_move_small, *map(list, zip(*batch, strict=True))))
-
-
-def _runs(small: list[Move]) -> Iterator[list[Move]]:
-    """Cuts a list of copies into such as fill the image without a gap."""
-    run: list[Move] = []
-    end = None
-    for move in small:
-        target, _, size_bytes = move
-        if target != end and run:
-            yield run
-            run = []
-        run.append(move)
-        end = target + size_bytes
-    if run:
-        yield run
-
-
-def _join(run: list[Move]) -> Copy:
-    """One call that makes copies which fill the image without a gap."""
-    import numpy as np
-
-    # From the second byte on: an array at address 0 would be one without memory.
-    memory = np.frombuffer(MEMORY[1:], dtype=np.uint8)
-    sources = [memory[source - 1 : source - 1 + size_bytes] for _, source, size_bytes in run]
-    (begin, _, _), (end, _, last_bytes) = run[0], run[-1]
-    return Copy(begin, partial(np.concatenate, sources, out=memory[begin - 1 : end - 1 + last_bytes]))
 
 
 def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:

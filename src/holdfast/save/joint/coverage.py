@@ -79,12 +79,6 @@ class Coverage:
         with the same values where they are the same boxes. Where workers have some of their boxes in common, and not
         all, indexes are read each time.
 
-        Args:
-            storage: Where the run lies.
-            name: The step.
-            shards: What `digest_shards` gave on each worker, in order of rank.
-            values: What `save.write.writer.digest_loose` gave.
-
         Raises:
             UsageError: If something is missing, or stands twice with different values; it names the leaf and ranks.
             DamageError: If an index is not as it was written.

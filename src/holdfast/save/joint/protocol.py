@@ -203,13 +203,7 @@ class CommitProtocol:
     """
 
     def __init__(self, peers: Peers, position: WorkerProgress, watched: str = "") -> None:
-        """Says nothing yet.
-
-        Args:
-            peers: The workers.
-            position: Where this one is.
-            watched: A key of theirs that comes to hold a reason if another worker cannot take part; or nothing.
-        """
+        """`watched` is a key that comes to hold a reason if another worker cannot take part; or nothing."""
         self._peers = peers
         self._position = position
         self._watched = watched
@@ -372,14 +366,8 @@ class CommitProtocol:
     ) -> _T:
         """What is said under a name, unless the save ends otherwise before.
 
-        Args:
-            name: The name.
-            kind: What it is.
-            doers: Who says it.
-            what: What they have to do before.
-            ranks: Gives all that are to do it, if that is more; they must live as well.
-            begun_at: When the wait for all of them began.
-            holding: What to answer a question of the leader with; None if none can come yet.
+        `doers` say it. `ranks` gives all that are to do it, if that is more; they must live as well. A question of the
+        leader is answered with what this worker is `holding`; None if none can come yet.
         """
         look_at = time.monotonic()
         awaited: list[str] = []
@@ -464,11 +452,7 @@ class CommitProtocol:
 
 
 def try_cancel(protocol: CommitProtocol, error: BaseException) -> bool:
-    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all have agreed to commit it.
-
-    Returns:
-        Whether it has ended, and will never be committed.
-    """
+    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; whether it has ended."""
     return not protocol._decide(EndRecord(failure=protocol._peers.failures.describe(error))).is_well
 
 

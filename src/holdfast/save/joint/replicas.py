@@ -422,14 +422,7 @@ class ReplicaQuery:
         self.question = key("question")
 
     def compare(self, groups: Sequence[Sequence[ReplicaDigest]], own: HeldReplicas) -> list[Divergence]:
-        """**Blocks** where something differs. The leader makes sure that workers hold what they should hold alike.
-
-        Args:
-            groups: What each worker has said of it, in order of rank.
-            own: What the leader holds.
-
-        Returns:
-            The leaves whose values differ.
+        """**Blocks** where something differs. The leaves whose values differ, by what each worker has said.
 
         Raises:
             PeerError: If workers do not hold the same leaves; it names one of them.

@@ -31,12 +31,6 @@ def open_participant(
 
     A worker looks when it has joined them: if it cannot, they hear why it leaves.
 
-    Args:
-        choice: As for `open_cluster`.
-        look: Gives what this worker sees; for the rest it need not agree with the others.
-        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        timeout_seconds: The deadline of each wait for workers that live.
-
     Raises:
         UsageError: If the choice is none.
         AbsentError: If other workers do not come.

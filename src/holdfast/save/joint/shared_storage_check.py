@@ -74,11 +74,7 @@ def read_opening_digest(storage: Storage, generation: int) -> str:
 
 
 def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** Makes sure that the generation which the leader has opened is seen here, with the same digest.
-
-    Raises:
-        StorageError: As `check_token`.
-    """
+    """**Blocks.** As `check_token`, for the generation that the leader has opened, by the digest of its record."""
     path = generation_path(told.generation)
 
     def look() -> str:

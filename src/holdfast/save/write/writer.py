@@ -63,14 +63,7 @@ class WholeStepFiles:
 
 
 def write_index(index: Index, storage: Storage, directory: str, loose: Collection[str] = ()) -> Receipts:
-    """**Blocks.** Writes the index of a data file that is whole, and makes both last.
-
-    Args:
-        index: The index.
-        storage: Where the run lies.
-        directory: The step's directory there.
-        loose: The leaves of which others may have the same boxes.
-    """
+    """**Blocks.** Writes the index of a data file that is whole, and makes both last."""
     data = seal(index)
     storage.write(f"{directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
@@ -190,12 +183,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segment]:
-    """**Pure.** Where the arrays of a file come from, in its order, as few segments as possible.
-
-    Args:
-        layout: The file.
-        image_begins: Where each of its arrays begins in the image.
-    """
+    """**Pure.** Where the arrays of a file come from, in its order, as few segments as possible."""
     segments: list[Segment] = []
     for place in layout.places:
         image_begin = image_begins[place.name]

@@ -81,15 +81,7 @@ class LocalStorage:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
-        """Reads and writes nothing yet.
-
-        Args:
-            root: The directory. A relative one is taken from where the process stands now.
-            direct: Whether large files pass by the page cache where they can; at reads, if it does not hold them.
-
-        Raises:
-            UsageError: If the root is empty or holds NUL.
-        """
+        """Reads and writes nothing yet. `direct`: large files pass by the page cache where they can."""
         text = os.fspath(root)
         if not text or "\0" in text:
             raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")

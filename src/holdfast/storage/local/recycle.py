@@ -98,13 +98,6 @@ def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int
     not whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may
     be wanted again. Its size changed: the same.
 
-    Args:
-        root: The storage's root.
-        directory: The directory of the new file.
-        name: The new file's name there.
-        made: The new file.
-        size_bytes: How large it is to be.
-
     Returns:
         A descriptor of the file that now has the name, with bytes that are to be overwritten or none; or None if that
         is still the new one.

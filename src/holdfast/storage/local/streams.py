@@ -7,7 +7,6 @@ import mmap
 import os
 import resource
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest_each
 from holdfast.format.index import round_up
-from holdfast.storage.buffers import Scratch, address_of, batches, fill_parts, parts_beyond
+from holdfast.storage.buffers import Scratch, address_of, batches, parts_beyond
 from holdfast.storage.checks import (
     as_storage_errors,
     check_offset,
@@ -63,11 +62,7 @@ class SharedDescriptor:
 
     @contextmanager
     def use(self) -> Iterator[int]:
-        """Lends the descriptor to the body.
-
-        Raises:
-            UsageError: If it was closed before.
-        """
+        """Lends the descriptor to the body; raises `UsageError` if it was closed before."""
         with self._lock:
             is_closed = self._is_closing
             self.users += not is_closed
@@ -241,11 +236,8 @@ _SMALLEST_READ_BYTES: Final = 1 << 20
 _CACHED_BYTES: Final = 1 << 20
 """So much is read through the page cache, and digested, at a time: the processor's own cache still holds it then."""
 
-_DIRECT_BYTES: Final = 2 << 20
-"""The same past the page cache, where the disk is the slower for smaller reads."""
-
-_BOUNCE_BYTES: Final = _DIRECT_BYTES + 2 * PAGE_BYTES
-"""Holds the pages on which as much lies, wherever it begins."""
+_BOUNCE_BYTES: Final = (2 << 20) + 2 * PAGE_BYTES
+"""Holds the pages on which as much lies as is read past the page cache at a time, wherever it begins."""
 
 _MOST_PARTS: Final = 1024
 """How many places of memory one call of the system fills."""
@@ -254,8 +246,9 @@ _MOST_PARTS: Final = 1024
 class LocalReader:
     """One file, read in pieces by any number of threads; see `FileReader`.
 
-    A large piece that the page cache does not hold is read past it, which is several times faster on the disks that
-    were measured; any other one through it. Both see the same bytes: nobody writes into a file that is being read.
+    A large piece that the page cache does not hold is read past it by the compiled function, which is several times
+    faster on the disks that were measured; any other one through it. Both see the same bytes: nobody writes into a file
+    that is being read.
 
     Attributes:
         size_bytes: The file's size when it was opened.
@@ -284,23 +277,11 @@ class LocalReader:
                     raise
 
     def read_into(self, offset_bytes: int, into: memoryview) -> None:
-        """**Thread-safe.** **Blocks.** Fills `into` from the file.
-
-        Raises:
-            DamageError: If the file ends before `into` is full.
-            StorageError: If the device fails.
-            UsageError: If the offset is negative, or the reader is closed.
-        """
-        deque(self._fill_each(offset_bytes, [flat(into)]), maxlen=0)
+        """**Thread-safe.** **Blocks.** Fills `into` from the file; see `FileReader`."""
+        self.read_digested(offset_bytes, [flat(into)])
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** **Blocks.** Fills many places of memory, and gives the digest of each; see `FileReader`.
-
-        Raises:
-            DamageError: If the file ends before all are full.
-            StorageError: If the device fails.
-            UsageError: If the offset is negative, or the reader is closed.
-        """
+        """**Thread-safe.** **Blocks.** Fills many places of memory, and gives the digest of each; see `FileReader`."""
         native = find_native() if self._wants_native else None
         if native is None:
             return digest_each(self._fill_each(offset_bytes, parts))
@@ -339,17 +320,10 @@ class LocalReader:
     def _fill_each(self, offset_bytes: int, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yields each part, in order, once it is full; the file stays open until all are, or the iterator is closed."""
         check_offset(offset_bytes, self._path)
-        direct = self._direct_for(offset_bytes, sum(map(len, parts)))
-        if direct is not None:
-            with direct.use() as descriptor, self._errors():
-                for batch in batches(parts, len, _DIRECT_BYTES):
-                    offset_bytes = self._read_direct(descriptor, offset_bytes, batch)
-                    yield from batch
-        else:
-            with self._shared.use() as descriptor, self._errors():
-                for batch in batches(parts, len, _CACHED_BYTES):
-                    offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
-                    yield from batch
+        with self._shared.use() as descriptor, self._errors():
+            for batch in batches(parts, len, _CACHED_BYTES):
+                offset_bytes = self._read_cached(descriptor, offset_bytes, batch)
+                yield from batch
 
     def _read_cached(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
         """Reads straight into the parts, and returns where in the file they end."""
@@ -359,25 +333,6 @@ class LocalReader:
             got_bytes = os.preadv(descriptor, parts[:_MOST_PARTS], offset_bytes)
             if got_bytes == 0:
                 raise self._too_short(offset_bytes, left_bytes)
-            left_bytes -= got_bytes
-            offset_bytes += got_bytes
-            if left_bytes:
-                parts = parts_beyond(parts, got_bytes)
-        return offset_bytes
-
-    def _read_direct(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
-        """Reads whole pages into aligned memory, copies from there what was asked for, and returns where that ends."""
-        left_bytes = sum(map(len, parts))
-        bounce = self._bounce.take(_BOUNCE_BYTES)
-        while left_bytes:
-            first_bytes = round_down(offset_bytes)
-            skipped_bytes = offset_bytes - first_bytes
-            wanted_bytes = min(round_up(skipped_bytes + left_bytes), len(bounce))
-            got_bytes = os.preadv(descriptor, [bounce[:wanted_bytes]], first_bytes) - skipped_bytes
-            if got_bytes <= 0:
-                raise self._too_short(offset_bytes, left_bytes)
-            got_bytes = min(got_bytes, left_bytes)
-            fill_parts(parts, bounce[skipped_bytes : skipped_bytes + got_bytes])
             left_bytes -= got_bytes
             offset_bytes += got_bytes
             if left_bytes:

@@ -136,7 +136,7 @@ def run_threads(jobs: Sequence[Callable[[], _T]], timeout_seconds: float = _PATI
     def work(number: int) -> None:
         try:
             returned[number] = jobs[number]()
-        except BaseException as error:  # noqa: BLE001  It is raised below, in the thread that asked.
+        except BaseException as error:
             errors.append(error)
         finally:
             ended.put(number)
