@@ -7,14 +7,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
+from holdfast.preemption.sources.wakeup import answer
 
 _WAY_OUT_SECONDS: Final = 60.0
 _MOST_CHAINED: Final = 100
@@ -58,6 +59,7 @@ class Signals:
             if number in (signal.SIGKILL, signal.SIGSTOP):
                 raise UsageError(f"{number.name} cannot be handled", hint="No process can do so; name another signal.")
         self._left_seconds = None if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
+        self._handle = _Handler(self, self._act)
         self._hear: Hear | None = None
         self._before: dict[int, Any] = {}
         self._process = 0
@@ -160,7 +162,7 @@ class Signals:
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_IGN)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _act(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             if number == signal.SIGTERM:
                 self._act_as_before(number, frame)
@@ -198,6 +200,26 @@ class Signals:
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class _Handler:
+    """The handler of a source. It notices that a program puts it back: the signals before that were another one's.
+
+    `signal.signal` asks each handler for its number, as it may be `SIG_IGN`. That is not documented: should it end, a
+    signal that came right before counts as unhandled, and a test fails.
+    """
+
+    def __init__(self, source: Signals, act: Callable[[int, FrameType | None], None]) -> None:
+        self.__self__ = source
+        self._act = act
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._act(number, frame)
+
+    def __int__(self) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            answer()
+        raise TypeError("a handler of signals is no number")
 
 
 class Kubernetes(Signals):
