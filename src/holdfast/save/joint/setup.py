@@ -27,14 +27,10 @@ Seen = TypeVar("Seen")
 def open_participant(
     choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
 ) -> tuple[Seen, JointParticipant | None]:
-    """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
+    """**Collective.** **Blocks.** What this worker sees by `look`, and the other workers, if there are any.
 
     A worker that cannot look joins them all the same, or they would wait for it in vain: so they hear why it leaves.
-
-    Raises:
-        UsageError: If the choice is none.
-        AbsentError: If other workers do not come.
-        HoldfastError: What the look has raised.
+    Then what the look has raised is raised.
     """
     problem: HoldfastError | None = None
     try:
