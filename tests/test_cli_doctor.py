@@ -31,8 +31,9 @@ from command_line import (
 )
 from holdfast.catalog import read_catalog
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.screen import parse_seconds, parse_size, rough_text
+from holdfast.cli.screen import parse_seconds, parse_size
 from holdfast.cli.verbs.doctor import PREFIX
+from holdfast.events.kinds import span_text
 from holdfast.policies import Auto, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 from holdfast.save.copy import plan as copy_plan
@@ -117,7 +118,7 @@ def test_what_a_large_state_costs_is_scaled_up(tmp_path: Path) -> None:
     assert (document["size_bytes"], figures["trial_bytes"]) == (300_000_000, 128_000_000)
     assert figures["durable_seconds"] == pytest.approx(3e8 / figures["write_bytes_per_second"])
     assert document["figures"]["mtbf_seconds"] == DEFAULT_MTBF_SECONDS
-    assert f"[default: {rough_text(DEFAULT_MTBF_SECONDS).replace(' ', '')}, as for Auto]" in " ".join(
+    assert f"[default: {span_text(DEFAULT_MTBF_SECONDS).replace(' ', '')}, as for Auto]" in " ".join(
         call("doctor", "--help").stdout.split()
     )
 
@@ -398,11 +399,3 @@ def test_what_is_no_time(text: str) -> None:
 def test_options_that_are_left_out() -> None:
     assert parse_size(CONTEXT, OPTION, None) is None
     assert parse_seconds(CONTEXT, OPTION, None) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.00056, "0.56 ms"), (0.0123, "12 ms"), (0.16, "0.16 s"), (66.04, "66 s"), (850, "14.2 min"), (21600, "6 h")],
-)
-def test_rough_times(seconds: float, text: str) -> None:
-    assert rough_text(seconds) == text

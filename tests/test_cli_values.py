@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from command_line import call, call_json
 from holdfast.cli.contents import count_values, describe, find_nodes, list_values
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.screen import age_text, iso_text, legible, size_text
+from holdfast.cli.screen import age_text, iso_text, legible
 from holdfast.cli.verbs.show import grow_tree, list_tree
+from holdfast.events.kinds import size_text
 from holdfast.format.digests import digest, seal
 from holdfast.format.encoding import Encoder
 from holdfast.format.index import Index, LeafRecord, plan_layout
@@ -160,7 +161,7 @@ def test_figures() -> None:
         *("0 B", "999 B", "1.0 kB", "1.5 kB", "123 MB", "2.5 TB")
     ]
     assert [age_text(age) for age in (-3600, 0, 59, 180, 9000, 1e6)] == [
-        *("in the future", "just now", "59 s ago", "3 min ago", "2 h ago", "11 days ago")
+        *("in the future", "just now", "59 s ago", "3 min ago", "2 h ago", "12 days ago")
     ]
     assert iso_text(0) == "1970-01-01T00:00:00.000Z"
     assert iso_text(1e300) is None

@@ -66,11 +66,7 @@ class Array(NamedTuple):
 def _read_heading(target: RunTarget) -> Heading | None:
     """**Blocks.** Finds the checkpoint that is meant and reads its manifest; None if it has been removed meanwhile.
 
-    Raises:
-        NoCheckpointError: If there is none.
-        NoWholeCheckpointError: If it was committed, and its manifest is gone.
-        DamageError: If the manifest is damaged.
-        StorageError: If the place fails.
+    Raises as `read_checkpoint`.
     """
     name, state, is_newest = None, None, False
     if not target.is_step:

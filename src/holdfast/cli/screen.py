@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
 import click
 
+from holdfast.events.kinds import size_text, span_text
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -172,11 +174,6 @@ def byte_progress(stream: TextIO, label: str) -> Iterator[Bar | None]:
         yield Bar(progress, progress.add_task(label, total=None))
 
 
-_UNITS: Final = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_ROUGH_UNITS: Final = ((86400, 2 * 86400, "days"), (3600, 3600, "h"), (60, 120, "min"), (1, 0.0995, "s"))
-_AGES: Final = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
-
-
 def legible(text: str) -> str:
     """**Pure.** Text with everything escaped that a terminal might obey rather than show.
 
@@ -195,32 +192,11 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def size_text(size_bytes: float) -> str:
-    """**Pure.** A size such as `1.2 GB`, in powers of a thousand."""
-    for unit, unit_bytes in _UNITS:
-        # From 0.9995 of a unit on, three digits would round up to it.
-        if size_bytes >= 0.9995 * unit_bytes:
-            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
-def rough_text(seconds: float) -> str:
-    """**Pure.** A duration to three digits, such as `2.1 ms`, `0.83 s` or `14.2 min`."""
-    for unit_seconds, least_seconds, unit in _ROUGH_UNITS:
-        if seconds >= least_seconds:
-            return f"{seconds / unit_seconds:.3g} {unit}"
-    return f"{seconds * 1000:.2g} ms"
-
-
 def age_text(age_seconds: float) -> str:
     """**Pure.** How long ago something was, such as `3 min ago`."""
     if age_seconds < -60:
         return "in the future"
-    for unit_seconds, unit in _AGES:
-        # Twice the unit, so that what is said is never off by more than a third.
-        if age_seconds >= 2 * unit_seconds:
-            return f"{age_seconds // unit_seconds:.0f} {unit} ago"
-    return "just now"
+    return f"{span_text(age_seconds)} ago" if age_seconds >= 2 else "just now"
 
 
 def local_time_text(unix_seconds: float) -> str:

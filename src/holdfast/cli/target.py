@@ -74,13 +74,7 @@ def find_target(
 
 
 def find_run(text: str) -> RunTarget:
-    """**Blocks.** As `find_target`, for verbs that want a whole run.
-
-    Raises:
-        NoCheckpointError: As `find_target`.
-        UsageError: As `find_target`, or if a single step is meant.
-        StorageError: If the place cannot be read.
-    """
+    """**Blocks.** As `find_target`, for verbs that want a whole run; raises `UsageError` for a single step."""
     target = find_target(text, hint="Name the directory that the job saves into.")
     if target.is_step:
         raise UsageError(
@@ -96,11 +90,7 @@ def find_run(text: str) -> RunTarget:
 
 
 def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
-    """**Blocks.** The checkpoint of a run that is meant: the step that was named, else the newest of the living line.
-
-    Raises:
-        NoCheckpointError: If there is none.
-    """
+    """**Blocks.** The checkpoint of a run that is meant: the step that was named, else the newest that is living."""
     if target.step is None:
         if catalog.newest is None:
             raise no_living(catalog, target)

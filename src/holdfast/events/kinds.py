@@ -44,7 +44,7 @@ def span_text(seconds: float) -> str:
 
 def size_text(size_bytes: float) -> str:
     """**Pure.** A size as a person reads it."""
-    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         # From 0.9995 of a unit on, three digits would round up to it.
         if size_bytes >= 0.9995 * unit_bytes:
             return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"

@@ -203,11 +203,8 @@ class Referrer(msgspec.Struct, Generic[Key], frozen=True):
 def spare_referred(going: Collection[Key], referrers: Sequence[Referrer[Key]]) -> dict[Key, str]:
     """**Pure.** What of that which is to go has to stay, each with the reason: what stays refers to it.
 
-    A checkpoint that stays only for that reason stays whole, and so does what it refers to itself.
-
-    Args:
-        going: What is to go.
-        referrers: All checkpoints that refer to others, those that are to go among them.
+    A checkpoint that stays only for that reason stays whole, and so does what it refers to itself. `referrers` are all
+    that refer to others, those that are to go among them.
     """
     leaving = set(going)
     reasons: dict[Key, list[int]] = {}
@@ -249,18 +246,15 @@ def plan_retention(
 ) -> RetentionPlan[Key]:
     """**Pure.** What to remove, so that no policy can lose the job.
 
-    The newest and the protected always stay, and so does what is referred to by one that stays.
+    The newest and the `protected`, each with its reason, always stay, and so does what one that stays refers to.
 
     Args:
         policy: What the user wants kept.
-        committed: All whole checkpoints, the newest last.
-        protected: Further keys that must stay, such as the one restored from, each with the reason.
+        committed: All whole checkpoints, the newest last, no two with the same key.
+        protected: Further keys that must stay, such as the one restored from.
         now_seconds: Seconds since 1970.
         referrers: All checkpoints that refer to others, whether they are to choose from or stay in any case.
         replaced: Further keys that go, if nothing that stays refers to them.
-
-    Raises:
-        UsageError: If two candidates have the same key.
     """
     if len({candidate.key for candidate in committed}) != len(committed):
         raise UsageError("two checkpoints to choose from have the same key")

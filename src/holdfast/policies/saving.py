@@ -233,12 +233,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
 
 
 def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """**Pure.** The optimal time between saves: Daly's estimate of higher order, whose first term is Young's.
-
-    Args:
-        cost_seconds: How long one save holds up the work.
-        mtbf_seconds: The mean time between failures.
-    """
+    """**Pure.** The optimal time between saves: Daly's estimate of higher order, whose first term is Young's."""
     if cost_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     ratio = cost_seconds / (2 * mtbf_seconds)

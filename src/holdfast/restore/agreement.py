@@ -14,12 +14,7 @@ class Agreement:
     """One worker's part in a restore of all. This one has no others, and agrees with itself."""
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
-        """**Blocks.** The checkpoints to try, the best first.
-
-        Args:
-            step: What was asked for.
-            find: Finds them here.
-        """
+        """**Blocks.** The checkpoints to try, the best first; `find` finds them here, for the step that was wanted."""
         return find()
 
     def see(self, storage: Storage, name: StepName) -> None:

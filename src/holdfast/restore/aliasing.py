@@ -6,7 +6,7 @@ stored apart, with values that do not agree: then none of them is right when bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +15,7 @@ from holdfast.format.digests import digest
 from holdfast.restore.read import find_overlapping
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.state.match.matching import fill_copies
+from holdfast.storage.buffers import batches
 
 _BATCH_BYTES: Final = 1 << 28
 """So much is read a second time at once."""
@@ -41,19 +42,16 @@ def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
 
 
 def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:
-    """**Blocks.** Looks whether overlapping targets, which have been filled, hold what is stored for them.
+    """**Blocks.** A sentence for each of the overlapping targets, all filled, that does not hold what is stored for it.
 
     Arrays that interleave and have no element in common do, and so do those whose stored values agree. `read` fills
     targets from what is stored.
-
-    Returns:
-        A sentence for each that does not.
     """
     for target in targets:
         if target.copies:
             fill_copies(target)
     clashes: list[str] = []
-    for batch in _batches(targets):
+    for batch in batches(targets, lambda target: target.spec.size_bytes, _BATCH_BYTES):
         fresh = [_renew(target) for target in batch]
         read(fresh)
         for target, stored in zip(batch, fresh, strict=True):
@@ -91,19 +89,6 @@ def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], list[int], list[i
                 begins.append(extent[0])
                 ends.append(extent[1])
     return owners, begins, ends
-
-
-def _batches(targets: Iterable[Target]) -> Iterator[list[Target]]:
-    batch: list[Target] = []
-    size_bytes = 0
-    for target in targets:
-        if batch and size_bytes + target.spec.size_bytes > _BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(target)
-        size_bytes += target.spec.size_bytes
-    if batch:
-        yield batch
 
 
 def _renew(target: Target) -> Target:

@@ -72,21 +72,9 @@ def restore_objects(
     A checkpoint that goes while it is being read was not damaged: a job that goes on has removed it, and committed a
     newer one before. Then the run is looked at again.
 
-    Args:
-        storage: Where the run lies.
-        objects: The live objects by name.
-        step: The step; None for the newest whole one of the living line.
-        select: Which leaves to restore, by name; None for all.
-        strict: Whether any difference is an error.
-        threads: How many threads read.
-        emit: Told of what happens.
-        worker: Which worker this is. It reads its own part, which another worker may have written.
-        named: The names of the objects of all workers: what another one has, this one need not have.
-        agreement: How it keeps together with the others; None for a worker by itself.
-        begins_anew: Whether a line begins here that has no checkpoint yet: none is restored unless a step is asked for.
-        on_resize: What to do with a checkpoint of another number of workers.
-        keeping: What stays as the script has it; None to restore everything.
-        made_anew: The names of objects that are made as the live ones are, which stay as they are.
+    `named` has the objects of all workers: what another one has, this one need not have. Where a line `begins_anew`,
+    nothing is restored unless a step is asked for. What is in `keeping` stays as the script has it, and
+    so do objects in `made_anew`, which are made as the live ones are.
 
     Returns:
         What was done, or None if there is no checkpoint at all.

@@ -75,17 +75,14 @@ class JointAgreement(Agreement):
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
         """See `Agreement`; the leader's choice is that of all."""
-        error: HoldfastError | None = None
-        names: tuple[StepName, ...] = ()
-        try:
-            names = find()
-        except HoldfastError as problem:
-            error = problem
-        # Of the others it is enough to know whether they see any.
-        told = tuple(name.directory for name in names[: _MOST_NAMES if self._peers.is_leader else 1])
-        answer = self._confer(_Report(self._describe(error), step=step, names=told, url=self._url), _decide_names)
-        if answer.failure is not None:
-            self._raise(answer.failure, error)
+        asked = _Report(step=step, url=self._url)
+
+        def look() -> _Report:
+            # Of the others it is enough to know whether they see any.
+            names = find()[: _MOST_NAMES if self._peers.is_leader else 1]
+            return replace(asked, names=tuple(name.directory for name in names))
+
+        answer = self._ask(asked, look, _decide_names)
         return tuple(name for directory in answer.names if (name := parse_step_directory(directory)) is not None)
 
     def see(self, storage: Storage, name: StepName) -> None:
@@ -97,41 +94,28 @@ class JointAgreement(Agreement):
         timeout_seconds = self._peers.timeout_seconds
         begun_at = time.monotonic()
         patience_seconds = 0.0
-        is_open = True
-        while is_open:
-            error: HoldfastError | None = None
-            seen = ""
-            try:
-                seen = self._find_seen(storage, name, patience_seconds)
-            except HoldfastError as problem:
-                error = problem
+        asked = _Report(names=(name.manifest_path,), url=self._url)
+
+        def look() -> _Report:
+            seen = self._find_seen(storage, name, patience_seconds)
             passed_seconds = time.monotonic() - begun_at
-            report = _Report(
-                self._describe(error),
+            return replace(
+                asked,
                 seen=seen,
-                names=(name.manifest_path,),
                 is_open=passed_seconds < find_patience(timeout_seconds),
                 is_open_elsewhere=passed_seconds < find_patience(timeout_seconds, is_elsewhere=True),
-                url=self._url,
             )
-            answer = self._confer(report, _decide_seen)
-            if answer.failure is not None:
-                self._raise(answer.failure, error)
+
+        while self._ask(asked, look, _decide_seen).is_open:
             patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, find_patience(timeout_seconds) / 4)
-            is_open = answer.is_open
 
     def is_gone(self, storage: Storage, name: StepName) -> bool:
         """See `Agreement`; the leader's look is that of all."""
-        error: HoldfastError | None = None
-        is_gone = False
-        try:
-            is_gone = self._peers.is_leader and not is_committed(storage, name)
-        except HoldfastError as problem:
-            error = problem
-        answer = self._confer(_Report(self._describe(error), is_gone=is_gone), operator.itemgetter(LEADER))
-        if answer.failure is not None:
-            self._raise(answer.failure, error)
-        return answer.is_gone
+
+        def look() -> _Report:
+            return _Report(is_gone=self._peers.is_leader and not is_committed(storage, name))
+
+        return self._ask(_Report(), look, operator.itemgetter(LEADER)).is_gone
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """See `Agreement`."""
@@ -160,6 +144,18 @@ class JointAgreement(Agreement):
             tensor=answer.tensor,
             hint=failure.hint,
         )
+
+    def _ask(self, asked: _Report, look: Callable[[], _Report], decide: Callable[[list[_Report]], _Report]) -> _Report:
+        """What follows from what all have found; where one cannot look, all raise its error."""
+        error: HoldfastError | None = None
+        try:
+            report = look()
+        except HoldfastError as problem:
+            error, report = problem, replace(asked, failure=self._describe(problem))
+        answer = self._confer(report, decide)
+        if answer.failure is not None:
+            self._raise(answer.failure, error)
+        return answer
 
     def _confer(self, report: _Report, decide: Callable[[list[_Report]], _Report]) -> _Report:
         def decide_encoded(records: list[bytes]) -> bytes:

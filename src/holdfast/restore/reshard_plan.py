@@ -87,11 +87,7 @@ class Assignment:
         return 0.0
 
     def offer(self, index: Index, path: str) -> Order:
-        """What is taken of the arrays of an index.
-
-        Raises:
-            DamageError: If it has other leaves of the same names, or other values for the same box.
-        """
+        """What is taken of an index; raises `DamageError` for leaves or values that are not those seen before."""
         order = Order()
         for number, stored in enumerate(index.stored_boxes()):
             targets = self._targets.get(stored.leaf)

@@ -197,9 +197,8 @@ def check_kept_objects(objects: Mapping[str, object]) -> None:
 def check_names(objects: Mapping[str, object], options: Mapping[str, object]) -> None:
     """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
 
-    Raises:
-        UsageError: If an option was given what looks like an object, or an object has a name too like an option's, or
-            is a policy.
+    Raises `UsageError` if an option was given what looks like an object, or an object is a policy or its name too like
+    an option's.
     """
     hint = "To keep an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
     for name, value in options.items():
@@ -254,12 +253,7 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 
 def look_into(storage: Storage) -> Catalog:
-    """**Blocks.** What a run's directory holds. It need not be there yet, but nothing else may stand in its place.
-
-    Raises:
-        UsageError: If something does.
-        StorageError: If it cannot be looked at.
-    """
+    """**Blocks.** What a run's directory holds. It need not be there yet; if something else is, raises `UsageError`."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
     return read_catalog(storage)
@@ -270,10 +264,7 @@ def check_notes(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """**Pure.** Copies of both, fit for a manifest, so that later changes to the originals are not seen.
 
-    A figure that is not finite is left out.
-
-    Raises:
-        UsageError: If something in them would not come back as it is.
+    A figure that is not finite is left out; `UsageError` is raised for what would not come back as it is.
     """
     figures = {}
     for name, value in check_metrics(metrics).items():

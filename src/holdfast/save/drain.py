@@ -146,11 +146,7 @@ def is_interactive() -> bool:
 
 
 def end_interrupted(lost: str = "") -> NoReturn:
-    """Ends the process at once, as a person has asked for with Ctrl-C: Python would end it with 0 at this point.
-
-    Args:
-        lost: What is lost by that.
-    """
+    """Ends the process at once, as a person has asked for with Ctrl-C: Python would end it with 0 at this point."""
     lost = f": {lost}" if lost else ""
     say(f"holdfast: interrupted at the end of the program{lost}; leaving with exit code {EXIT_INTERRUPTED}.")
     _end_now(EXIT_INTERRUPTED)

@@ -330,9 +330,7 @@ class Engine:
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
         """**Blocks.** Clears up after a save that has failed with `error`. What it raises takes the place of that.
 
-        Raises:
-            FencedError: If something was not found since another job has taken over, and swept it away.
-            PeerError: If something was not found since the other workers have given up.
+        If something was not found, another job may have swept it away, or the other workers have given up: it says so.
         """
         try:
             if self._files is not None:

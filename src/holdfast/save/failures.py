@@ -64,11 +64,7 @@ class PendingFailures:
                     self._failures_in_a_row += 1
 
     def take(self, *, last: bool) -> list[HoldfastError]:
-        """The failures to raise now, oldest first; they count as told.
-
-        Args:
-            last: True if nothing will be saved after this, so that no failure can be tolerated any more.
-        """
+        """The failures to raise now, oldest first; they count as told. At the `last` call none can be tolerated."""
         with self._lock:
             fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
             counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0
@@ -107,11 +103,7 @@ class PendingFailures:
                 self.put_back([failure])
 
     def wait_closed(self, handle: SaveHandle, timeout_seconds: float | None) -> None:
-        """**Blocks.** Waits for a save as its manager is closed. If that fails, the end of the program waits no more.
-
-        Raises:
-            DeadlineError: If it takes longer.
-        """
+        """**Blocks.** Waits for a save as its manager is closed. If that fails, the program's end waits no more."""
         try:
             handle.wait_ended(timeout_seconds, at_exit=True)
         except DeadlineError:

@@ -39,15 +39,7 @@ class Mark(msgspec.Struct, frozen=True):
         ]
 
     def save(self, step: int, *, replace: bool = False) -> SaveHandle:
-        """**Blocks** while the state is copied. Look at `changed` first.
-
-        Args:
-            step: How many steps were complete then.
-            replace: As for the manager's `save`.
-
-        Raises:
-            HoldfastError: As the manager's `save`.
-        """
+        """**Blocks** while the state is copied. As the manager's `save`, of that moment; see `changed` first."""
         # What others write is not traced, so that it cannot be compared any more.
         return self._save(step, replace_fields(self._captured, compared=()), replace)
 

@@ -92,12 +92,9 @@ class Saver:
             self.barrier.note_call()
 
     def check_reentry(self) -> None:
-        """Makes sure that this thread is not in the call that makes a save, as a signal handler may be.
+        """Raises `UsageError` if this thread is in the call that makes a save, as a signal handler may be.
 
         A save that was neither confirmed nor dropped, since a second exception has cut off that, is dropped here.
-
-        Raises:
-            UsageError: If it is.
         """
         if self.caller == threading.get_ident():
             # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what

@@ -27,16 +27,7 @@ def address_of(data: memoryview) -> int:
 
 
 def memory_between(begin: int, end: int, extent: Extent) -> memoryview:
-    """The memory between two addresses, which belongs to an array.
-
-    Args:
-        begin: The first address.
-        end: The last one, exclusive.
-        extent: Where the array lies.
-
-    Raises:
-        ValueError: If some of that memory is not the array's.
-    """
+    """The memory between two addresses; raises `ValueError` if some of it is not the array's, by its `extent`."""
     if not 0 < extent[0] <= begin <= end <= extent[1]:
         raise ValueError(
             f"memory from {begin:#x} to {end:#x} is wanted, and the array lies from {extent[0]:#x} to {extent[1]:#x}"

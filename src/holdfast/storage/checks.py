@@ -86,11 +86,7 @@ def check_size(size_bytes: int, path: str) -> None:
 
 
 def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str) -> int:
-    """How much of a piece belongs to the file; the rest is padding.
-
-    Raises:
-        UsageError: If the piece begins outside the file, or runs over its size by more than padding may.
-    """
+    """How much of a piece belongs to the file; `UsageError` for one outside of it, but for a padding behind."""
     over_bytes = offset_bytes + length_bytes - size_bytes
     if not 0 <= offset_bytes <= size_bytes or over_bytes > MAX_PADDING_BYTES:
         raise UsageError(

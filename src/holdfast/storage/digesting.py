@@ -52,11 +52,7 @@ class NativeDigests:
 
 @cache
 def find_native() -> NativeDigests | None:
-    """The compiled functions, with those of the xxHash library that the package of that name contains.
-
-    Returns:
-        None where holdfast was installed without a compiler, or where the library does not show its functions.
-    """
+    """The compiled functions, with those of the package xxhash; None without a compiler, or where it hides its own."""
     # By their names, since those who check what imports what know of no compiled modules.
     try:
         path = Path(import_module("xxhash._xxhash").__file__ or "")

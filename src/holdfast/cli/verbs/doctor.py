@@ -33,12 +33,11 @@ from holdfast.cli.screen import (
     figure_text,
     parse_seconds,
     parse_size,
-    rough_text,
-    size_text,
     write_json,
 )
 from holdfast.cli.survey import checkpoint_bytes
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.events.kinds import size_text, span_text, time_text
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
@@ -248,7 +247,7 @@ class Examination:
         else:
             self._note("create-only", "ok", "a file that is there is not replaced")
         self.figures["publish_seconds"] = median(samples)
-        self._note("fsync", "ok", f"{rough_text(median(samples))} for a small file and its name")
+        self._note("fsync", "ok", f"{time_text(median(samples))} for a small file and its name")
 
     def _look_at_direct_writes(self) -> None:
         writer = self.storage.open_writer("direct", SMALLEST_DIRECT_BYTES)
@@ -423,16 +422,16 @@ def _show_page(location: str, step: int | None, examined: Examination, screen: S
     screen.say(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
     write, read = (f"{size_text(figures[f'{way}_bytes_per_second'])}/s" for way in ("write", "read"))
     rows = [
-        ["training waits", rough_text(figures["blocked_seconds"]), ""],
-        ["durable after", rough_text(figures["durable_seconds"]), (write, FAINT)],
-        ["a restore takes", rough_text(figures["restore_seconds"]), (f"{read}, every byte checked", FAINT)],
+        ["training waits", time_text(figures["blocked_seconds"]), ""],
+        ["durable after", time_text(figures["durable_seconds"]), (write, FAINT)],
+        ["a restore takes", time_text(figures["restore_seconds"]), (f"{read}, every byte checked", FAINT)],
     ]
     screen.table([""] * 3, rows, indent=2)
     screen.say()
-    screen.say(f"how often to save, with a failure every {rough_text(figures['mtbf_seconds'])}")
+    screen.say(f"how often to save, with a failure every {span_text(figures['mtbf_seconds'])}")
     screen.say((f"  save_every={examined.save_every}", f"bold {GOOD}"))
-    screen.say("  ", _WHY[examined.bound].format(young=rough_text(figures["young_seconds"])))
-    lost, failure = f"{100 * figures['lost_share']:.2g} %", rough_text(figures["per_failure_seconds"])
+    screen.say("  ", _WHY[examined.bound].format(young=time_text(figures["young_seconds"])))
+    lost, failure = f"{100 * figures['lost_share']:.2g} %", time_text(figures["per_failure_seconds"])
     screen.say(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
 
 

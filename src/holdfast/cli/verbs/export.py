@@ -11,11 +11,19 @@ import click
 from msgspec import structs
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, parse_size, rough_text, write_json
+from holdfast.cli.screen import (
+    FAINT,
+    Screen,
+    byte_progress,
+    counted,
+    parse_size,
+    write_json,
+)
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
 from holdfast.convert.exporter import FILE_BYTES, Export, ExportOptions, export_chosen, export_step
 from holdfast.errors import DamageError, UsageError
+from holdfast.events.kinds import time_text
 
 
 @click.command()
@@ -101,7 +109,7 @@ def command(
 def _show(screen: Screen, remarks: Screen, export: Export) -> None:
     screen.say(
         f"step {export.step}: {counted(export.arrays, 'array')}, {screen.size(export.size_bytes)} in {export.out}",
-        (f"  {rough_text(export.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {time_text(export.seconds)}" if screen.is_terminal else "", FAINT),
     )
     for file in export.files[:_SHOWN]:
         screen.say("  ", file)

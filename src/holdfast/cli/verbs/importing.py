@@ -9,10 +9,17 @@ from pathlib import Path
 import click
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import FAINT, Screen, byte_progress, counted, rough_text, write_json
+from holdfast.cli.screen import (
+    FAINT,
+    Screen,
+    byte_progress,
+    counted,
+    write_json,
+)
 from holdfast.cli.survey import name_fields
 from holdfast.convert.importer import Import, import_checkpoint
 from holdfast.errors import UsageError
+from holdfast.events.kinds import time_text
 
 
 @click.command("import")
@@ -85,7 +92,7 @@ def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
     screen.say(
         f"step {made.step} of {run}: {counted(made.arrays, 'array')}, {screen.size(made.size_bytes)}",
         f", from {made.format}",
-        (f"  {rough_text(made.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {time_text(made.seconds)}" if screen.is_terminal else "", FAINT),
     )
     screen.say("  objects: ", ", ".join(made.objects))
     for name in made.renamed:

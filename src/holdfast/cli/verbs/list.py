@@ -23,7 +23,6 @@ from holdfast.cli.screen import (
     figure_text,
     iso_text,
     local_time_text,
-    size_text,
     terminal_width,
     write_json,
 )
@@ -40,6 +39,7 @@ from holdfast.cli.survey import (
 )
 from holdfast.cli.target import RunTarget, find_run, no_living
 from holdfast.errors import HoldfastError, NoCheckpointError
+from holdfast.events.kinds import size_text
 from holdfast.storage import open_storage
 
 _SHOWN_DAMAGES: Final = 10

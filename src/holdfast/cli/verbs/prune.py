@@ -10,11 +10,22 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import Catalog, ManifestCache, read_catalog
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, Screen, Words, counted, size_text, write_json
+from holdfast.cli.screen import (
+    BAD,
+    FAINT,
+    GOOD,
+    NOTABLE,
+    PLAIN,
+    Screen,
+    Words,
+    counted,
+    write_json,
+)
 from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
 from holdfast.cli.target import RunTarget, find_run
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
+from holdfast.events.kinds import size_text
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import spare_referred
 from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
@@ -273,12 +284,7 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
 
 
 def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
-    """**Blocks.** Reads the checkpoints of the living line, the newest first, until one is whole.
-
-    Raises:
-        NoWholeCheckpointError: If none is.
-        StorageError: If the place fails.
-    """
+    """**Blocks.** Reads the living line, the newest first, until one is whole; `NoWholeCheckpointError` if none is."""
     for name in reversed(living):
         verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
         if verdict.outcome is CheckOutcome.WHOLE:
@@ -311,12 +317,7 @@ def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> No
 
 
 def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> None:
-    """**Blocks.** Makes sure that the run still is what the plan was made from.
-
-    Raises:
-        StorageError: If a job has begun there, or what is to go stands elsewhere now, or is needed; or if the place
-            fails.
-    """
+    """**Blocks.** Raises `UsageError` if a job has begun since the plan was made, or what is to go is needed now."""
     now = survey_run(storage)
     states = {one.directory: one.state for one in now.found}
     moved = any(states.get(one.directory) is not one.state for one in plan.remove)

@@ -24,13 +24,12 @@ from holdfast.cli.screen import (
     Words,
     byte_progress,
     counted,
-    rough_text,
-    size_text,
     write_json,
 )
 from holdfast.cli.survey import State, name_fields, problem_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import StepName
 from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
 from holdfast.storage import Storage
@@ -268,7 +267,7 @@ class VerifyReport:
         seconds = sum(verdict.seconds for verdict in self.verdicts)
         if screen.is_terminal and seconds > 0:
             speed = size_text(read_bytes / seconds)
-            words.append((f"   {size_text(read_bytes)} in {rough_text(seconds)}, {speed}/s", FAINT))
+            words.append((f"   {size_text(read_bytes)} in {time_text(seconds)}, {speed}/s", FAINT))
         screen.say(*words)
         newest = self.catalog.newest if self.catalog else None
         is_read = newest in {verdict.name for verdict in self.verdicts}

@@ -209,15 +209,10 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
 
     First a generation is opened that begins anew. From then on nothing is there to be restored, whatever else a crash
     prevents, and whoever saved before is fenced. The record of that generation stays for as long as the directory does.
-
-    Args:
-        storage: The run.
-        known_generation: The newest generation that was there when the caller began.
-        keeps_files: Whether the checkpoints only stop being what a run goes on from. Their files stay until the next
-            time that all are removed.
+    With `keeps_files` the checkpoints only stop being what a run goes on from; they go when all are removed next.
 
     Raises:
-        FencedError: If another job has opened a newer one; nothing has been removed.
+        FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
     """
     before = read_catalog(storage)
     for generation in read_generations(storage):

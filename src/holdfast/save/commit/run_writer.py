@@ -107,11 +107,7 @@ class CheckpointWriter(Protocol):
         return
 
     def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
-        """**Blocks.** Makes sure that there is a generation, and that it is the newest.
-
-        Returns:
-            The place of the next attempt at a step, and the base of the generation if it was opened for this.
-        """
+        """**Blocks.** The place of the next attempt at a step, and the base of the generation if this opened it."""
         ...
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:

@@ -65,8 +65,7 @@ class Stager:
     def _add_others(self, staging: Staging, moves: _Moves, plan: _LayoutPlan, captured: Captured) -> list[int]:
         """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library.
 
-        Returns:
-            For each of those that are made before training goes on, the lowest byte that it fills.
+        Gives, for each of those that are made before training goes on, the lowest byte that it fills.
         """
         begins: list[int] = []
         for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
@@ -165,11 +164,7 @@ class Staging:
         return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
     def check_unchanged(self) -> None:
-        """**Thread-safe.** Looks whether what is held has changed since it was captured, or has lost its memory.
-
-        Raises:
-            ChangedError: If so.
-        """
+        """**Thread-safe.** Raises `ChangedError` if what is held has changed since its capture, or has other memory."""
         captured = self.captured
         changed = [
             captured.names[place]

@@ -81,8 +81,6 @@ class Coverage:
 
         Raises:
             UsageError: If something is missing, or stands twice with different values; it names the leaf and ranks.
-            DamageError: If an index is not as it was written.
-            StorageError: If the place fails.
         """
         if not any(shards):
             return

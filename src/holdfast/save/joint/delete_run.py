@@ -36,13 +36,8 @@ class JointDelete:
     def agree_to_clear(self, objection: str) -> str:
         """**Collective.** **Blocks.** Waits until all workers want the checkpoints to go.
 
-        One that has not come may still need them: if it dies on the way, the job goes on from them.
-
-        Args:
-            objection: Why this worker wants them to stay; empty if it does not.
-
-        Returns:
-            The first objection by rank, the same on all workers; empty if there is none.
+        One that has not come may still need them: if it dies on the way, the job goes on from them. Gives the first
+        `objection` by rank, the same on all workers; empty if there is none.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.

@@ -104,10 +104,7 @@ class JointParticipant:
     def start(self, storage: Storage, names: Collection[str], *, is_new: bool) -> None:
         """**Collective.** **Blocks.** Begins the job: each hears what the others have, and all see one directory.
 
-        Args:
-            storage: Where the run lies.
-            names: The names of this worker's objects.
-            is_new: Whether there is nothing to go on from. What is there is compared when it is restored.
+        Where there is something to go on from (not `is_new`), what is there is compared when it is restored.
 
         Raises:
             AbsentError: If a worker does not come.
@@ -160,11 +157,7 @@ class JointParticipant:
             raise self.peers.failures.make_error(msgspec.json.decode(failed, type=Failure))
 
     def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
-        """Whether to save at this step, as far as it is not for each worker to decide. It does not block.
-
-        Returns:
-            The reason, or None if no save is due.
-        """
+        """Why to save at this step, or None, as far as it is not for each worker to decide. It does not block."""
         with self._lock:
             self._step = moment.step
             plan = self._plan

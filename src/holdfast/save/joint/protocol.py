@@ -318,9 +318,8 @@ class CommitProtocol:
     def forget(self, *, is_newest: bool) -> None:
         """The leader deletes all that was said: whoever lives reads it no more.
 
-        Args:
-            is_newest: Whether it has come to no other save since. Then whoever was taken for dead, and comes to this
-                one after all, learns that it is too late, and how it ended.
+        If it has come to no other save since, whoever was taken for dead, and comes to this one after all, learns that
+        it is too late, and how it ended.
         """
         if is_newest:
             # Before the keys go: who says something later takes it back.

@@ -27,14 +27,9 @@ Seen = TypeVar("Seen")
 def open_participant(
     choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
 ) -> tuple[Seen, JointParticipant | None]:
-    """**Collective.** **Blocks.** What this worker sees, and the other workers, if there are any.
+    """**Collective.** **Blocks.** What this worker sees by `look`, and the other workers, if there are any.
 
-    A worker looks when it has joined them: if it cannot, they hear why it leaves.
-
-    Raises:
-        UsageError: If the choice is none.
-        AbsentError: If other workers do not come.
-        HoldfastError: What the look has raised.
+    A worker looks when it has joined them: if it cannot, they hear why it leaves, and what the look has raised is raised.
     """
     cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
     is_own = cluster is not choice

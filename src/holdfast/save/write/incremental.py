@@ -83,11 +83,8 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
     A step that is referred to stays on the disk, with all that it refers to itself, whatever the retention policy
     says. So that this does not add up without bound, they are looked at one by one, what holds most first, and one is
     chosen only if what it adds to the steps that the policy would give up takes no more than `MAX_SHARE` times what is
-    referred to there and `SMALL_BYTES`, and if they are no more than `MAX_KEPT_STEPS` then.
-
-    Args:
-        offers: The steps that could be referred to.
-        wanted: The steps that the retention policy keeps anyway once the save is committed: these cost nothing.
+    referred to there and `SMALL_BYTES`, and if they are no more than `MAX_KEPT_STEPS` then. Steps that are `wanted`,
+    since the policy keeps them anyway, cost nothing.
     """
     free = frozenset(wanted)
     chosen: set[StepName] = set()

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest_each
 from holdfast.format.index import round_up
@@ -88,21 +86,14 @@ class SharedDescriptor:
             os.close(self._descriptor)
 
 
-class _Edge(msgspec.Struct):
-    """A page that several pieces share, until all of them have come."""
-
-    page: memoryview
-    filled_bytes: int = 0
-
-
 class LocalWriter:
     """One new file of known size, written in pieces in any order; see `FileWriter`.
 
     A direct file is written by whole pages only, and never through the page cache as well: the two ways into one file
     agree only as long as no page of the cache, which may be larger than ours, is touched by both at once. So what is
-    not aligned is copied into aligned memory first: the inside of a piece through a buffer, and the page that two
-    pieces share into one that waits here until it is full. A file whose file system refuses direct writes is written
-    through the page cache only.
+    not aligned is copied into aligned memory first, and a page of which a piece has a part alone is read, changed and
+    written again. (All writers of holdfast's own hand in whole pages, aligned in memory.) A file whose file system
+    refuses direct writes is written through the page cache only.
 
     Attributes:
         is_direct: Whether the bytes pass by the page cache.
@@ -114,10 +105,9 @@ class LocalWriter:
         self._root = root
         self._size_bytes = size_bytes
         self.is_direct = is_direct
-        # Guards the three fields below.
+        # Guards the two fields below, and each page that is changed in part.
         self._lock = threading.Lock()
         self._written_bytes = 0
-        self._edges: dict[int, _Edge] = {}
         self._failure: StorageError | None = None
 
     def write_at(self, offset_bytes: int, data: memoryview) -> None:
@@ -198,22 +188,16 @@ class LocalWriter:
             write_pages(descriptor, bounce[: part.nbytes], offset_bytes + start)
 
     def _write_edge(self, descriptor: int, offset_bytes: int, edge_piece: memoryview) -> None:
-        """Keeps a part of one page until its other parts have come, then writes the page."""
+        """Changes a part of one page; its other parts are another piece's."""
         page_bytes = round_down(offset_bytes)
         edge_piece = edge_piece[: max(0, self._size_bytes - offset_bytes)]
         if not edge_piece.nbytes:
             return
         with self._lock:
-            edge = self._edges.get(page_bytes)
-            if edge is None:
-                edge = self._edges[page_bytes] = _Edge(memoryview(mmap.mmap(-1, PAGE_BYTES)))
-            start = offset_bytes - page_bytes
-            edge.page[start : start + edge_piece.nbytes] = edge_piece
-            edge.filled_bytes += edge_piece.nbytes
-            if edge.filled_bytes < min(PAGE_BYTES, self._size_bytes - page_bytes):
-                return
-            del self._edges[page_bytes]
-        write_pages(descriptor, edge.page, page_bytes)
+            page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+            os.preadv(descriptor, [page], page_bytes)
+            page[offset_bytes - page_bytes :][: edge_piece.nbytes] = edge_piece
+            write_pages(descriptor, page, page_bytes)
 
     def _fail(self, error: OSError) -> StorageError:
         """Ends the writer; the first failure is the one that every later call raises."""
@@ -225,7 +209,6 @@ class LocalWriter:
             if self._failure is None:
                 self._failure = failure
             failure = self._failure
-            self._edges.clear()
         self.abandon()
         return failure
 
