@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +64,6 @@ def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
     assert {line for line in after if line.startswith("epoch 8,")} <= set(untouched)
 
 
-def wait_line(workers: Workers, number: int, beginning: str) -> None:
-    """Waits until a process has printed a line that begins so."""
-    end_at = time.monotonic() + PATIENCE_SECONDS
-    while not any(line.startswith(beginning) for line in workers.text(number).splitlines()):
-        assert time.monotonic() < end_at, workers.report(number)
-        time.sleep(0.01)  # It prints into a file, which cannot be waited for.
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_worker_killed_the_job_ends_the_same(tmp_path: Path) -> None:
@@ -86,7 +77,7 @@ def test_a_worker_killed_the_job_ends_the_same(tmp_path: Path) -> None:
         untouched = train(workers, 2, tmp_path / "untouched")
         assert workers.wait(240, [untouched]) == [0], workers.report(untouched)
         killed = train(workers, 2, tmp_path / "killed")
-        wait_line(workers, killed, "step 70:")
+        workers.wait_line(killed, "step 70:", PATIENCE_SECONDS)
         pid = re.search(r"worker 1 of 2, process (\d+)", workers.text(killed))
         assert pid is not None
         os.kill(int(pid[1]), signal.SIGKILL)

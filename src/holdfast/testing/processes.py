@@ -73,6 +73,18 @@ class Workers:
                 raise AssertionError(f"process {number} has not said {key!r}\n{self.report(number)}")
             time.sleep(_LOOK_SECONDS)  # It prints into a file, which cannot be waited for.
 
+    def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until a process has printed a line that begins so.
+
+        Raises:
+            AssertionError: If it does not, or ends before.
+        """
+        end_at = time.monotonic() + timeout_seconds
+        while not any(line.startswith(beginning) for line in self.text(number).splitlines()):
+            if self._processes[number].poll() is not None or time.monotonic() > end_at:
+                raise AssertionError(f"process {number} has not printed {beginning!r}\n{self.report(number)}")
+            time.sleep(_LOOK_SECONDS)  # As above.
+
     def wait(self, timeout_seconds: float, numbers: Sequence[int] | None = None) -> list[int]:
         """**Blocks.** Waits until these processes, or all, have ended.
 

@@ -29,7 +29,7 @@ def open_participant(
 ) -> tuple[Seen, JointParticipant | None]:
     """**Collective.** **Blocks.** What this worker sees by `look`, and the other workers, if there are any.
 
-    A worker looks when it has joined them: if it cannot, they hear why it leaves, and what the look has raised is raised.
+    A worker looks when it has joined them: if it cannot, they hear why it leaves, and the error of the look is raised.
     """
     cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
     is_own = cluster is not choice
