@@ -197,13 +197,8 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
     """**Blocks.** Finds the checkpoint that is meant and reads its manifest and its indexes.
 
     Where a job goes on, it may be removed meanwhile: then what is meant is looked for again. Gives which one it is, and
-    its records, or what is wrong with its indexes.
-
-    Raises:
-        NoCheckpointError: If there is none.
-        NoWholeCheckpointError: If it was committed, and its manifest is gone.
-        DamageError: If the manifest is damaged.
-        StorageError: If the place fails.
+    its records, or what is wrong with its indexes. Raises `NoCheckpointError` if there is none, and `DamageError` or
+    `NoWholeCheckpointError` if its manifest is damaged or lost.
     """
     for _ in range(MOST_LOOKS):
         heading = _read_heading(target)

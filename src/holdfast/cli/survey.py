@@ -199,7 +199,6 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
 
 
 def _look_at_lost(storage: Storage, name: StepName) -> Found:
-    """**Blocks.** A step that was committed and has lost its manifest."""
     path = name.manifest_path
     damage = DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
     size_bytes = _size_bytes(storage, name.directory)

@@ -55,12 +55,8 @@ def find_target(
 ) -> RunTarget:
     """**Blocks.** Finds the run, the step of a run, or the directory of a single step that is meant.
 
-    A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step.
-
-    Raises:
-        NoCheckpointError: If there is no such directory, or it holds nothing of holdfast's.
-        UsageError: If the text cannot be a place.
-        StorageError: If the place cannot be read.
+    A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step. Raises
+    `NoCheckpointError` if there is no such directory, or nothing of holdfast's in it.
     """
     location, step = _split(text)
     storage = open_storage(location)

@@ -104,7 +104,6 @@ def _digest_of(backend: ArrayBackend, array: Any, target: Target) -> str:
 
 
 def _name_partner(target: Target, targets: Sequence[Target]) -> str:
-    """The leaf of another target that has something of its memory."""
     _, own_begins, own_ends = _lay_out([target])
     owners, begins, ends = _lay_out(other for other in targets if other is not target)
     for owner, begin, end in zip(owners, begins, ends, strict=True):

@@ -13,11 +13,8 @@ from holdfast.format.names import StepName
 def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | None, url: str) -> tuple[StepName, ...]:
     """**Pure.** The checkpoints to try, the best first; with a step, no other than that.
 
-    Steps of the living line that have lost their manifests are among them, to be passed over like any other damage.
-
-    Raises:
-        NoCheckpointError: If the step that was asked for is not there.
-        NoWholeCheckpointError: If it has lost its manifest; or if there is nothing else to go on from.
+    Steps of the living line that have lost their manifests are among them, to be passed over like any other damage;
+    `NoWholeCheckpointError` is raised where there is nothing else to go on from.
     """
     if step is not None:
         if asked := [name for name in lost if name.step == step]:
@@ -52,11 +49,7 @@ class Selection:
 
 
 def make_selection(only: str | Iterable[str] | None) -> Selection | None:
-    """**Pure.** The predicate for names of objects, names of leaves, and patterns with `*`, `?` and `[...]`.
-
-    Raises:
-        UsageError: If it names nothing.
-    """
+    """**Pure.** The predicate for names of objects and of leaves, and patterns; `UsageError` if there are none."""
     if only is None:
         return None
     patterns = (only,) if isinstance(only, str) else tuple(only)

@@ -180,7 +180,6 @@ class _Candidates:
         return bool(self._left)
 
     def take(self) -> StepName | None:
-        """The next one to try; None if all have been tried."""
         return self._left.pop(0) if self._left else None
 
     def pass_over(self, name: StepName, damage: DamageError) -> None:
@@ -215,7 +214,6 @@ class _Candidates:
 
 
 def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: Agreement) -> _RestoreTrial:
-    """**Blocks.** Tries one checkpoint after the other until one has been restored."""
     touched = False
     while (name := candidates.take()) is not None:
         trial = _RestoreTrial(request, name, touched)
@@ -262,7 +260,6 @@ class _RestoreTrial:
         self.replaced: Mapping[str, Any] = {}
 
     def go(self, agreement: Agreement) -> DamageError | None:
-        """**Blocks.** Restores the checkpoint, or gives the damage that was found in it."""
         agreement.see(self._request.storage, self.name)
         with self._files:
             # What reads knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
@@ -366,7 +363,6 @@ class _RestoreTrial:
         return matching
 
     def _fill(self) -> None:
-        """Reads into live arrays."""
         self.touched = True
         targets = self.matching.targets
         with _enough_memory(self.opened):
@@ -426,7 +422,6 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
 
 
 def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
-    """**Blocks.** Tells of another number of workers than the checkpoint's."""
     emit(
         Resized(
             step=trial.name.step,

@@ -74,12 +74,9 @@ def list_parts(opened: OpenedStep) -> list[Part]:
 
 
 def open_part(storage: Storage, part: Part, beside: Storage | None) -> FileReader:
-    """**Blocks.** Opens a file of a step and checks its size.
+    """**Blocks.** Opens a file of a step; raises `DamageError` if it is missing, or shorter or longer than was written.
 
     `beside` is where the steps lie that the step refers to.
-
-    Raises:
-        DamageError: If it is missing, or shorter or longer than was written.
     """
     place = storage if part.referrer is None else beside
     step = part.index.step

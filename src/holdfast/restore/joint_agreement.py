@@ -180,13 +180,11 @@ class JointAgreement(Agreement):
         return None if error is None else self._peers.failures.describe(error)
 
     def _raise(self, failure: Failure, own: Exception | None) -> None:
-        """Raises what this worker has to say itself, or else what another one says."""
         self._peers.wait_heard()
         raise self._peers.failures.make_error(failure) if own is None else own
 
 
 def _decide_names(reports: list[_Report]) -> _Report:
-    """**Pure.** What all are to try."""
     leader = reports[LEADER]
     for rank, report in enumerate(reports):
         if report.step != leader.step:
@@ -218,7 +216,6 @@ def _decide_seen(reports: list[_Report]) -> _Report:
 
 
 def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
-    """**Pure.** Says of a worker that it sees something else than the leader."""
     if report.url == leader.url:
         return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
     text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"

@@ -32,10 +32,8 @@ def assign_parts(
     """**Blocks.** Finds out what is to be read of which file, before anything is.
 
     The index that was read already comes first: with the workers as they were, it has all that they alone held. Then
-    come those that it names, and only if something is missing still, the others, the likeliest first.
-
-    Raises:
-        DamageError: If an index is damaged, or the step does not have all that is wanted.
+    come those that it names, and only if something is missing still, the others, the likeliest first. Raises
+    `DamageError` if an index is damaged, or the step does not have all that is wanted.
     """
     manifest = opened.manifest
     assignment = Assignment(targets, leaves, step=manifest.step)
@@ -89,8 +87,7 @@ def read_orders(
 ) -> int:
     """**Blocks.** Fills all targets, by way of `readers` that are open already or others; gives how much was read.
 
-    Raises:
-        DamageError: If a file is missing or damaged; targets may have been filled by then, some with bad bytes.
+    Targets may have been filled, some with bad bytes, when it raises `DamageError`.
     """
     size_bytes = 0
     for part, order in orders:
@@ -224,7 +221,6 @@ def read_shares(
 
 
 def _copy(record: LeafRecord, begin: int, data: memoryview, share: Share, patchwork: Patchwork) -> None:
-    """Copies what a share takes of one span of an array."""
     import numpy as np
 
     shape, inner, at = record.shape, share.inner, share.at

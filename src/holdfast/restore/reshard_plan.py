@@ -147,7 +147,6 @@ class Assignment:
 
 
 def _part(target: Target, name: str, box: Box) -> Target:
-    """A box of a target's array, as a target of its own."""
     view = part_of(target.array, box)
     spec = spec_of(target.spec.dtype, box.shape)
     return Target(name, spec, view, target.backend, (), target.backend.address(view))

@@ -68,7 +68,6 @@ def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -
 
 
 def _check_names(directory: str, manifest: Manifest, indexes: Sequence[Index]) -> None:
-    """Makes sure that each worker finds the leaves that its state names."""
     for index in indexes:
         problem = find_name_problem(index)
         if problem:
@@ -96,22 +95,11 @@ def _other_references(manifest: Manifest, path: str) -> FormatError:
 _Bytes: TypeAlias = tuple[str, int, int, int, str]
 
 
-class Checked:
-    """Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
+Checked: TypeAlias = dict[_Bytes, list[DamageError]]
+"""Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
 
-    It is true for as long as no other process writes.
-    """
-
-    def __init__(self) -> None:
-        self._damages: dict[_Bytes, list[DamageError]] = {}
-
-    def add(self, part: Part, leaf: LeafRecord, damages: list[DamageError]) -> None:
-        """Notes what is damaged in an array."""
-        self._damages[_bytes_of(part, leaf)] = damages
-
-    def find(self, part: Part, leaf: LeafRecord) -> list[DamageError] | None:
-        """What is damaged in an array; None if these bytes have not been compared with these digests."""
-        return self._damages.get(_bytes_of(part, leaf))
+It is true for as long as no other process writes.
+"""
 
 
 def _bytes_of(part: Part, leaf: LeafRecord) -> _Bytes:
@@ -122,7 +110,7 @@ def count_unread(opened: OpenedStep, checked: Checked) -> int:
     """**Pure.** How many bytes `verify_data` has to read of a step."""
     parts = list_parts(opened)
     headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
-    unread = (leaf for part in parts for leaf in part.index.leaves if checked.find(part, leaf) is None)
+    unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
     return headers_bytes + sum(leaf.end - leaf.begin for leaf in unread)
 
 
@@ -142,7 +130,7 @@ def verify_data(
     """
     if beside is None and opened.directory:
         beside = storage
-    checked = checked or Checked()
+    checked = {} if checked is None else checked
     damages: list[DamageError] = []
     for part in list_parts(opened):
         try:
@@ -166,7 +154,9 @@ def _verify_part(
 ) -> list[DamageError]:
     index = part.index
     damages = [] if part.referrer else _verify_header(part, reader, progress)
-    found: dict[str, list[DamageError]] = {leaf.name: [] for leaf in index.leaves if checked.find(part, leaf) is None}
+    found: dict[str, list[DamageError]] = {
+        leaf.name: [] for leaf in index.leaves if _bytes_of(part, leaf) not in checked
+    }
 
     def check(piece: Piece, _: Parts, digests: list[str]) -> None:
         # Lists are appended to from several threads, which is safe, and put in order at the end.
@@ -181,8 +171,8 @@ def _verify_part(
         raise part.explain(damage) from damage
     for leaf in index.leaves:
         if leaf.name in found:
-            checked.add(part, leaf, found[leaf.name])
-        damages += [part.explain(damage) for damage in checked.find(part, leaf) or ()]
+            checked[_bytes_of(part, leaf)] = found[leaf.name]
+        damages += [part.explain(damage) for damage in checked[_bytes_of(part, leaf)]]
     return sorted(damages, key=lambda damage: damage.offset_bytes or 0)
 
 

@@ -95,12 +95,7 @@ def check_step(step: int, name: str = "a step") -> int:
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
-    """**Pure.** Whether a step may be saved now.
-
-    Raises:
-        StepExistsError: If it is committed already.
-        UsageError: If it lies before what was saved.
-    """
+    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, in place of another or not."""
     newest = max(living, default=-1)
     if step < newest_asked and not replace:
         # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
@@ -280,12 +275,9 @@ def check_notes(
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """**Pure.** The metrics by name, each a number or an array with one element.
+    """**Pure.** The metrics by name, each a number or an array with one element; the error names what is none.
 
     Values of arrays are not read: a training loop would wait there for a GPU, at every step.
-
-    Raises:
-        UsageError: If one is something else; the error names it.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(

@@ -262,7 +262,6 @@ class Engine:
         return is_pool_copying
 
     def _open(self, request: SaveRequest, staging: Staging) -> StepFiles:
-        """**Blocks.** Makes sure of the generation, and makes the files of the step."""
         name, base = self._writer.open(request.origin, request.step)
         if base is not None:
             self.emit_soon(GenerationOpened(generation=base.generation, base_step=base.step))
@@ -275,9 +274,7 @@ class Engine:
         """**Blocks** until the copy has ended, and the training thread has confirmed that it goes on with it.
 
         Here the interpreter's lock is training's: a save of many small arrays does not hold up the step after it.
-
-        Raises:
-            CalledOffError: If that thread was interrupted instead, or the copy has failed, which it knows as well.
+        `CalledOffError` is raised if that thread was interrupted instead, or the copy has failed, as it knows too.
         """
         request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
         request.decided.wait(threading.TIMEOUT_MAX)
@@ -285,7 +282,6 @@ class Engine:
             raise CalledOffError
 
     def _note_staged(self, request: SaveRequest, staging: Staging) -> None:
-        """Notes that training has its copy, and tells of it."""
         if not staging.captured.held:
             request.progress.is_copied = True
             request.progress.staged.open()

@@ -112,7 +112,6 @@ class SaveHandle:
         barrier: OptimizerStepBarrier | None = None,
         try_cancel: Callable[[HoldfastError], bool] | None = None,
     ) -> None:
-        """Made by the manager."""
         self.step = step
         self.replaces = replaces
         self._process = os.getpid()

@@ -53,12 +53,9 @@ def make_readiness_check(
 
 
 def check_writable(storage: Storage) -> None:
-    """**Blocks.** Makes sure that a run can be saved: makes its directory, and publishes and removes a small file.
+    """**Blocks.** Makes the run's directory, publishes and removes a small file; `StorageError` where that fails.
 
     A crash at any point leaves at most a directory that is set aside, which the next save sweeps away.
-
-    Raises:
-        StorageError: If something of that cannot be done.
     """
     trial = f"{TRASH_PREFIX}{os.urandom(8).hex()}-trial"
     path, token = f"{trial}/{MANIFEST_NAME}", os.urandom(16)

@@ -100,11 +100,7 @@ class CopyProgress:
             self._wake()
 
     def wait(self, end: float = math.inf) -> None:
-        """**Blocks** until the image is complete up to that byte, exclusive; by default, until all is copied.
-
-        Raises:
-            BaseException: What has ended the copy before.
-        """
+        """**Blocks** until the image is complete up to that byte, exclusive, or all is; raises what ended the copy."""
         latch = Latch()
         with self._lock:
             self._waiting.append((end, latch))

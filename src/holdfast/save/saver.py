@@ -125,11 +125,8 @@ class Saver:
     def save(self, request: SaveRequest, captured: Captured) -> None:
         """**Blocks** while the state is copied, but for what is held. The save before must have ended.
 
-        What it raises (Ctrl-C, say) may come before it has confirmed: then the request is to be dropped.
-
-        Raises:
-            UsageError: If the state cannot be laid out as a file.
-            BaseException: What the copy has failed with.
+        What it raises, as what the copy has failed with (or Ctrl-C), may come before it has confirmed: then the request
+        is to be dropped.
         """
         self._request = request
         self._warn_of_oversights(request.step)

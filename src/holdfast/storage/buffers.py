@@ -44,10 +44,7 @@ def take_pages(size_bytes: int) -> memoryview:
 
     A device reads into huge pages with far fewer entries in its lists, and they are touched for the first time in a
     tenth of the time. Forks do not inherit the memory: a direct read into private memory that is forked meanwhile may
-    end in the child.
-
-    Raises:
-        OutOfMemoryError: If there is not that much.
+    end in the child. Raises `OutOfMemoryError` if there is not that much.
     """
     huge_bytes = size_bytes // _HUGE_BYTES * _HUGE_BYTES
     spare_bytes = _HUGE_BYTES if huge_bytes else 0
@@ -75,11 +72,7 @@ class Scratch(threading.local):
         self._memory = memoryview(b"")
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page; it holds until the thread asks again.
-
-        Raises:
-            OutOfMemoryError: If there is not that much.
-        """
+        """A writable view of that many bytes, beginning on a page; it holds until the thread asks again."""
         if self._memory.nbytes < size_bytes:
             # The old memory goes first, so that the two are never held at once.
             self._memory = memoryview(b"")

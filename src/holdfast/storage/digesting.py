@@ -33,7 +33,6 @@ class NativeDigests:
     """**Thread-safe.** The compiled read (`_digesting.c`). It runs without the interpreter's lock."""
 
     def __init__(self, compiled: Any, functions: array[int]) -> None:
-        """Takes the compiled module, and the addresses of what it calls."""
         self._compiled = compiled
         self._functions = functions
 

@@ -38,7 +38,6 @@ class MemoryStorage:
     """
 
     def __init__(self, name: str = "") -> None:
-        """An empty tree."""
         self._name = name
         self.url = f"memory://{name}"
         # Guards the two fields below, but not the bytes of a file.

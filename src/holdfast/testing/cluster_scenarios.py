@@ -352,7 +352,6 @@ def _await_count(cluster: Cluster, key: str, count: int) -> None:
 
 
 def _watch(heartbeat: Heartbeat, ranks: tuple[int, ...] | None) -> None:
-    """Looks until a worker is missing."""
     end_at = time.monotonic() + 2 * PATIENCE_SECONDS
     while time.monotonic() < end_at:
         heartbeat.check(ranks)

@@ -31,7 +31,6 @@ class Workers:
     """Some processes, each with its output in files. Leaving the `with` block kills what still runs, and theirs."""
 
     def __init__(self, directory: Path) -> None:
-        """Starts none yet; their output goes into the directory."""
         self._directory = Path(tempfile.mkdtemp(prefix="workers-", dir=directory))
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -362,7 +362,6 @@ def _pattern(size_bytes: int) -> bytes:
 
 
 def _in_threads(jobs: list[Callable[[], object]]) -> None:
-    """Does all jobs at the same time, and raises the first error."""
     start = threading.Barrier(len(jobs))
     errors: list[BaseException] = []
 

@@ -259,7 +259,6 @@ def _mark(survey: Survey, one: Found) -> Words:
 
 
 def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> tuple[str, str, str]:
-    """The figure, its mark, and the style of both."""
     figure = one.manifest.metrics.get(metric) if one.manifest else None
     if figure is None:
         return "-", "", FAINT

@@ -69,8 +69,8 @@ def command(
     if not (off_line or unfinished or lost or named):
         raise UsageError(
             f"what is to be removed from {target.location}?",
-            hint=f"Give --off-line, --unfinished, --lost or --steps A,B; `holdfast list --all {target.location}` shows "
-            "what each would find.",
+            hint="Give --off-line, --unfinished (with --job-is-dead also the spare file), --lost or --steps A,B; "
+            f"`holdfast list --all {target.location}` shows what each would find.",
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead means nothing without --unfinished")
@@ -301,10 +301,7 @@ def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
 def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> None:
     """**Blocks.** Makes sure that a whole checkpoint stays on the living line; reads at least one for that.
 
-    Raises:
-        UsageError: If the newest whole checkpoint of the living line is among what is to go.
-        NoWholeCheckpointError: If the living line has no whole checkpoint.
-        StorageError: If the place fails.
+    Raises `UsageError` if the newest whole one is among what is to go, and `NoWholeCheckpointError` if there is none.
     """
     if not plan.committed:
         return

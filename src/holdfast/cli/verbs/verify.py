@@ -93,7 +93,7 @@ def judge_step(
     read_bytes = 0
     problems: list[HoldfastError] = []
     outcome = CheckOutcome.WHOLE
-    checked = checked or Checked()
+    checked = {} if checked is None else checked
     try:
         opened = open_step(storage, directory, name)
         name = opened.name
@@ -163,7 +163,6 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
 
 
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
-    """The run, and what of it to read."""
     if target.is_step:
         return None, [None]
     catalog = read_catalog(target.storage)
@@ -193,7 +192,7 @@ def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all
 
 
 def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[CheckVerdict]:
-    checked = Checked()
+    checked: Checked = {}
     for number, name in enumerate(names, start=1):
         label = f"step {name.step}" if name else "reading"
         label += f" ({number} of {len(names)})" if len(names) > 1 else ""

@@ -59,11 +59,8 @@ def discard_unfinished(storage: Storage, name: StepName) -> bool:
     """**Blocks.** Removes the directory of a step that was never committed, or that a person gives up.
 
     It is moved aside first, so that a writer which is not as dead as it seems finds its directory gone and fails,
-    rather than publishing a manifest beside data that have been removed.
-
-    Returns:
-        True if all of it is gone, False if files that are not holdfast's keep the directory, which then has its name
-        again.
+    rather than publishing a manifest beside data that have been removed. If files that are not holdfast's keep the
+    directory, it has its name again, and False is given.
     """
     if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
         return remove_own_files(storage, name.directory)
@@ -143,9 +140,6 @@ class FileRecycler:
 
         A data file may stay as the spare, unless it is much larger than that of the newest commit. Only such a step's
         may: the files of another directory that was left unfinished may still be written to.
-
-        Returns:
-            True if the directory is gone.
         """
         for entry in self._storage.list(directory) if self._reuse else ():
             if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:

@@ -123,12 +123,9 @@ class Staging:
         return [partial(self.snapshot.copied.make, number, copy) for number, copy in enumerate(self.now)]
 
     def copy_later(self, pool: WorkerPool, started: Callable[[list[Transfer]], None]) -> None:
-        """**Blocks.** Makes the other copies.
+        """**Blocks.** Makes the other copies; raises `ChangedError` if something is seen to have changed under them.
 
         `started` is called when all are made, or made by devices that can be told to wait for them.
-
-        Raises:
-            ChangedError: If something is seen to have changed under them.
         """
         pool.run(self.later)
         self.check_unchanged()
@@ -278,11 +275,7 @@ class HostBuffer:
         return len(self._memory) if self._memory is not None else 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page; what it held before stays in it.
-
-        Raises:
-            OutOfMemoryError: If there is not that much; then nothing is held.
-        """
+        """A writable view of that many bytes, beginning on a page, with what it held before; or `OutOfMemoryError`."""
         if self._memory is None or len(self._memory) < size_bytes:
             wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
             if self._memory is None or not self._memory.try_grow(wanted_bytes):

@@ -158,11 +158,7 @@ class OptimizerStepBarrier:
                 copying.settle()
 
     def wait_settled(self) -> None:
-        """**Blocks** until the training thread has come by, and so until it is certain whether something had changed.
-
-        Raises:
-            ChangedError: If something had changed before the copy ended.
-        """
+        """**Blocks** until the training thread has come by; raises `ChangedError` if something had changed by then."""
         copying = self._newest
         assert copying is not None
         with self._giving_up():

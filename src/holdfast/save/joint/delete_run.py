@@ -79,7 +79,6 @@ class JointDelete:
             self.cluster.close()
 
     def _tell(self, error: HoldfastError | None) -> None:
-        """Tells the others how the removal ended."""
         if self._peers is not None:
             record = b"" if error is None else msgspec.json.encode(self._peers.failures.describe(error))
             # What is removed is removed, whoever dies before having heard of it.

@@ -232,10 +232,8 @@ class CommitProtocol:
     def hand_in(self, record: PartRecord, holding: HeldReplicas) -> None:
         """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
 
-        Meanwhile it answers the leader's question what it holds together with others.
-
-        Raises:
-            FencedError: If another job has taken over.
+        Meanwhile it answers the leader's question what it holds together with others. Raises `FencedError` if another
+        job has taken over.
         """
         part = f"part/{self._peers.rank}"
         self._has_handed_in = True
@@ -337,7 +335,6 @@ class CommitProtocol:
         return msgspec.json.decode(standing, type=EndRecord)
 
     def _raise_unless_well(self, end: EndRecord) -> None:
-        """Raises what a verdict or a result says."""
         if end.left_out:
             raise LeftOutError(end.left_out)
         if end.failure is None:
@@ -430,7 +427,6 @@ class CommitProtocol:
             raise self._peers.failures.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
     def _find_position(self, rank: int) -> WorkerProgress | None:
-        """Where a worker is; None if it has come to no save yet."""
         data = self._peers.cluster.try_get(self._peers.key("at", rank))
         return None if data is None else msgspec.json.decode(data, type=WorkerProgress)
 

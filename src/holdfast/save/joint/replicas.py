@@ -258,12 +258,9 @@ def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagr
 
 
 def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -> tuple[int, str]:
-    """**Pure.** Whose leaves differ from those of the others, and in what.
+    """**Pure.** A worker that has something else than most, and what there is to say of it.
 
     `details` are those of the first worker of a side, of some sides.
-
-    Returns:
-        A worker that has something else than most, and what there is to say of it.
     """
     sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     if not sides:

@@ -297,7 +297,6 @@ class JointRunWriter(CheckpointWriter):
         return self._protocol
 
     def _note_compared(self) -> None:
-        """The save is committed."""
         self._has_compared = self._has_compared or self._is_compared
         self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
 

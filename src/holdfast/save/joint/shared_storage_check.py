@@ -23,10 +23,8 @@ _HINT: Final = "All workers have to save into one directory: is it on a file sys
 def try_put_token(storage: Storage) -> str:
     """**Blocks.** The leader makes a file in the run's directory which the other workers have to see.
 
-    A crash before it is removed leaves it there; the next one takes its place.
-
-    Returns:
-        What it holds; empty where nothing can be written. A job that only restores needs no more than to read.
+    A crash before it is removed leaves it there; the next one takes its place. Gives what it holds; empty where nothing
+    can be written: a job that only restores needs no more than to read.
     """
     token = os.urandom(16).hex()
     try:
@@ -44,12 +42,9 @@ def remove_token(storage: Storage) -> None:
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** Makes sure that the file which the leader has made, of those contents, is seen here.
+    """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the file that the leader made.
 
     No more than half of `timeout_seconds` is spent on looking again.
-
-    Raises:
-        StorageError: If it is not seen; it names this worker (`who`).
     """
 
     def look() -> str:

@@ -182,7 +182,6 @@ class Incremental:
         self._written = None
 
     def _find_held(self, name: StepName, worker: Worker) -> Mapping[str, HeldSegment]:
-        """The arrays that a step could refer to."""
         if self._newest is None or find_order_problem(self._newest, name):
             return {}
         if self._index is None:

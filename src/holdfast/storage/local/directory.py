@@ -343,7 +343,6 @@ class LocalStorage:
 
     @staticmethod
     def _undo(descriptor: int, directory: int, name: str) -> None:
-        """Closes and removes a new file that could not be made whole."""
         with suppress(OSError):
             os.close(descriptor)
         with suppress(OSError):

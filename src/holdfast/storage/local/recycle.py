@@ -40,7 +40,6 @@ class LocalSpare:
     """
 
     def __init__(self, root: Path) -> None:
-        """Reads and writes nothing yet."""
         self._root = root
 
     def try_keep(self, path: str, limit_bytes: int) -> bool:

@@ -113,10 +113,7 @@ class LocalWriter:
     def write_at(self, offset_bytes: int, data: memoryview) -> None:
         """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`.
 
-        Raises:
-            StorageError: If this or an earlier write failed; always the same one, since what a failed write left is
-                not known.
-            UsageError: If the piece lies outside the file, or the writer is closed.
+        After a failure it always raises that, since what a failed write left is not known.
         """
         if self._failure is not None:
             raise self._failure
@@ -309,7 +306,6 @@ class LocalReader:
                 yield from batch
 
     def _read_cached(self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview]) -> int:
-        """Reads straight into the parts, and returns where in the file they end."""
         left_bytes = sum(map(len, parts))
         while left_bytes:
             # Python calls again after EINTR; a long read may come back short without being at the end.
