@@ -252,7 +252,7 @@ class FailureFeed:
         self._is_explained = True
         rank = self._cluster.rank
         failure = self.describe(error)
-        if isinstance(error, SystemExit):
+        if isinstance(error, SystemExit) and type(error).__str__ is SystemExit.__str__:  # Its text is the code alone.
             failure = Failure.of(rank, _ABSENT, f"has left the job with exit code {error}", _ABSENT_HINT)
         with suppress(HoldfastError):
             self._records.post(failure, "left", rank)

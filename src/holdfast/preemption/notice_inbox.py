@@ -231,7 +231,10 @@ class EarlyNotices:
         self._config = config
         self._sources: list[Signals] = []
         self._heard: list[Heard] = []
+        # Guards that the signal is sent once more only while this listens.
+        self._lock = threading.Lock()
         self._closed = Latch()
+        self._is_late = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -265,6 +268,10 @@ class EarlyNotices:
             hear(replace(each.notice, left_seconds=left_seconds))
 
     def _hear(self, notice: Notice) -> bool:
+        if self._is_late:
+            self._is_late = False
+            self._end(self._describe_delay())
+            return True
         if notice.by_hand or len(self._heard) >= _MOST_SIGNALS:
             return False
         self._heard.append(Heard(notice, time.monotonic()))
@@ -275,13 +282,25 @@ class EarlyNotices:
         return True
 
     def _hurry(self) -> None:
-        """Ends the process if the run is late: the main thread waits for the other workers, or is in foreign code."""
-        if not self._closed.wait(_WAIT_SECONDS) and self._heard:
-            heard = self._heard[0].notice.text
+        """Ends what the main thread waits for if the run is late; or the process, if that is in foreign code.
+
+        The signal is sent once more: its handler raises where the main thread waits, so that the others hear of it.
+        """
+        if self._closed.wait(_WAIT_SECONDS):
+            return
+        with self._lock:
+            handled = [number for source in self._sources for number in source.numbers if source.handles(number)]
+            if handled:
+                self._is_late = True
+                signal.pthread_kill(threading.main_thread().ident or 0, handled[0])
+        if not self._closed.wait(_WAIT_SECONDS) and self._is_late:
             try:
-                self._end(f"{heard} while the run was made, and it is not made after {_WAIT_SECONDS:g} s")
+                self._end(self._describe_delay())
             except SystemExit as leaving:
                 end_process(leaving.code if isinstance(leaving.code, int) else 1)
+
+    def _describe_delay(self) -> str:
+        return f"{self._heard[0].notice.text} while the run was made, and it is not made after {_WAIT_SECONDS:g} s"
 
     def _end(self, text: str, error: BaseException | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
@@ -296,5 +315,7 @@ class EarlyNotices:
 
     def _close(self) -> None:
         self._closed.open()
-        while self._sources:
-            self._sources.pop().close()
+        with self._lock:
+            sources, self._sources = self._sources, []
+        for source in sources:
+            source.close()
