@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lives import Life, check_same, live
+
+import holdfast as hf
+import preloaded
 
 pytest.importorskip("lightning")
 
@@ -19,48 +21,41 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
 from holdfast.errors import MismatchError, StorageError, UsageError
 
-PROGRAM = Path(__file__).parent / "programs" / "lightning_fit.py"
+PROGRAM = "lightning_fit.py"
 SEED = int(os.environ.get("HOLDFAST_SEED", random.randrange(10_000)))
 
 
-class Fit:
-    """A process that fits; `lines` are what it has printed."""
-
-    def __init__(
-        self, directory: Path, variant: str, *, ended_by: signal.Signals | None = None, after: int = 0
-    ) -> None:
-        self.lines: list[str] = []
-        command = [sys.executable, str(PROGRAM), str(directory), variant]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self.lines.append(line.strip())
-                if len(self.lines) == after and ended_by is not None:
-                    process.send_signal(ended_by)
-        self.code = process.returncode
-
-    def by_name(self) -> dict[str, str]:
-        return dict(line.rsplit(" ", 1) for line in self.lines)
+PRELOAD = (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", "holdfast.integrations.lightning.fit")
 
 
-@pytest.mark.parametrize("variant", ["plain", "accumulation", "several"])
+def fit(*options: str | Path) -> Life:
+    return live(PROGRAM, *options, preload=PRELOAD)
+
+
+def fit_until(number: signal.Signals, steps: int, *options: str | Path) -> Life:
+    """A fit that gets a signal after so many steps."""
+    life = Life(PROGRAM, *options, preload=PRELOAD)
+    life.wait_steps(steps)
+    life.send(number)
+    expected = 42 if number == signal.SIGTERM else -number
+    assert life.end() == expected, life.errors
+    return life
+
+
+@pytest.mark.parametrize(
+    "variant", ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau"]
+)
 def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
     draw = random.Random(f"{SEED} {variant}")
     print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
-    untouched = Fit(tmp_path / "untouched", variant)
-    assert untouched.code == 0
-    killed = Fit(tmp_path / "other", variant, ended_by=signal.SIGKILL, after=draw.randint(4, 20))
-    stopped = Fit(tmp_path / "other", variant, ended_by=signal.SIGTERM, after=draw.randint(2, 12))
-    resumed = Fit(tmp_path / "other", variant)
-    assert [killed.code, stopped.code, resumed.code] == [-signal.SIGKILL, 42, 0]
-    expected = untouched.by_name()
-    for fit in (killed, stopped, resumed):
-        assert fit.by_name().items() <= expected.items()
-    assert len(stopped.lines) + len(resumed.lines) < len(expected) + 2
-    assert resumed.lines[-1] == untouched.lines[-1]
+    untouched = fit(tmp_path / "untouched", variant)
+    killed = fit_until(signal.SIGKILL, draw.randint(4, 20), tmp_path / "other", variant)
+    stopped = fit_until(signal.SIGTERM, draw.randint(2, 12), tmp_path / "other", variant)
+    resumed = fit(tmp_path / "other", variant)
+    check_same([killed, stopped, resumed], untouched)
+    assert len(stopped.lines) + len(resumed.lines) < len(untouched.lines) + 2
 
 
 class Line(LightningModule):

@@ -147,7 +147,7 @@ class Tell(Callback):
         indices = batch[0] if isinstance(batch, list | tuple) else [part[0] for part in batch.values()]
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         told = [trainer.current_epoch, batch_idx, repr(indices), repr(loss), digest_of_state(trainer)]
-        print(f"batch {trainer.fit_loop.total_batch_idx} {digest(told)}", flush=True)
+        print(json.dumps({"step": trainer.fit_loop.total_batch_idx, "digest": digest(told)}), flush=True)
 
 
 def digest(value: Any) -> str:
@@ -268,7 +268,7 @@ def main() -> None:
         **options,
     )
     trainer.fit(model, **fit)
-    print(f"end {trainer.global_step} {digest_of_state(trainer)}", flush=True)
+    print(json.dumps({"ended": trainer.global_step, "digest": digest_of_state(trainer)}), flush=True)
 
 
 if __name__ == "__main__":

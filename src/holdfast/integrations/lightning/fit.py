@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -9,14 +10,15 @@ from contextlib import suppress
 from types import MethodType
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
+from torch.utils.data import DataLoader
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
 from holdfast.events import Warned
 from holdfast.integrations.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
-from holdfast.integrations.lightning.places import IndexSource, find_lack, has_state, watch_loader
 from holdfast.integrations.lightning.trainer_state import (
     end_restart,
     load_gradients,
@@ -26,8 +28,10 @@ from holdfast.integrations.lightning.trainer_state import (
     read_trainer,
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
+from holdfast.integrations.torch.places import DataPlace, has_state
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
+from holdfast.state.data.sampler import ResumableSampler
 from holdfast.storage import Storage
 
 
@@ -48,7 +52,7 @@ class Fit:
         self.has_validated = False
         self._trainer, self._directory, self._options = trainer, directory, options
         self._is_in_epoch = False
-        self._sources: list[IndexSource | None] = []
+        self._followed: list[DataPlace | None] = []
         self._trained = KeptTree(self._read_shared)
         self._own = OwnTree(self._read_own)
         # What was restored and is not applied yet.
@@ -74,6 +78,7 @@ class Fit:
             HoldfastError: If the last save has failed.
         """
         self.forget()
+        self._close_loaders()
         run, self.run = self.run, None
         if run is not None:
             run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
@@ -120,25 +125,40 @@ class Fit:
 
     def _watch_loaders(self, original: Callable[[], None]) -> None:
         original()
-        trainer, loop = self._trainer, self._trainer.fit_loop
+        loop = self._trainer.fit_loop
         combined = loop._combined_loader
-        watched = [watch_loader(loader, trainer.global_rank) for loader in combined.flattened]
-        for loader, source in watched:
-            if source is None and (lack := find_lack(loader)):
-                self._warn(
-                    f"the place in the data cannot be kept: {lack}. After a restart within an epoch, its data "
-                    "begins anew: use a map-style dataset, or torchdata's StatefulDataLoader"
-                )
-        combined.flattened = [loader for loader, _ in watched]
-        self._sources = [source for _, source in watched]
-        if self._places is None:
-            return
-        for (loader, source), state in zip(watched, self._places["loaders"], strict=False):
-            if state is not None and source is not None:
-                _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-                source.load(state, is_in_epoch=self._is_in_epoch)
+        stored = [None] * len(combined.flattened) if self._places is None else self._places["loaders"]
+        self._close_loaders()
+        combined.flattened = [_copy_plain(loader) for loader in combined.flattened]
+        self._followed = [self._follow(loader, combined) for loader in combined.flattened]
+        for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
+            if place is not None and state is not None:
+                place.load_state_dict(state if self._is_in_epoch else {**state, "begin": None})
             elif state is not None and has_state(loader):
                 loader.load_state_dict(state)
+
+    def _follow(self, loader: Any, combined: Any) -> DataPlace | None:
+        """Returns what keeps the place in a loader; None if the loader does so by itself, or cannot."""
+        if has_state(loader):
+            return None
+        if not isinstance(loader, DataLoader):
+            self._warn(
+                f"{type(loader).__name__} has no state_dict and load_state_dict, so its place cannot be kept: after a "
+                "restart within an epoch, its data begin anew. Use a DataLoader"
+            )
+            return None
+        # Lightning takes a batch ahead where it does not know how many there are. If a loader has a state of its own,
+        # that batch is kept.
+        is_ahead = sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
+        place = DataPlace(loader, combined, int(is_ahead and not any(map(has_state, combined.flattened))))
+        if place.caveat:
+            self._warn(place.caveat)
+        return place
+
+    def _close_loaders(self) -> None:
+        for place in self._followed:
+            if place is not None:
+                place.close()
 
     # The beginning: Lightning's own restart is played, so that no hook is called twice, and corrected afterwards.
 
@@ -181,11 +201,7 @@ class Fit:
             original()
 
     def _begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
-        counts = [source and source.begun for source in self._sources]
         original(fetcher)
-        for source, count in zip(self._sources, counts, strict=True):
-            if source is not None and source.begun != count:
-                source.begin_epoch()
         if self._progress is not None:
             if self._places is not None and self._places["ahead"]:
                 fetcher.batches = [*self._places["ahead"], *fetcher.batches]
@@ -200,9 +216,9 @@ class Fit:
         end_restart(loop)
         own = self._places
         if own is not None:
-            for source, state in zip(self._sources, own["loaders"], strict=False):
-                if source is not None and state is not None and not self._is_in_epoch:
-                    source.load_generators(state)
+            for place, state in zip(self._followed, own["loaders"], strict=False):
+                if place is not None and state is not None and not self._is_in_epoch:
+                    place.load_state_dict({**state, "begin": None})
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
             load_gradients(trainer.lightning_module, own["gradients"])
@@ -240,11 +256,10 @@ class Fit:
         trainer, loop = self._trainer, self._trainer.fit_loop
         module = trainer.lightning_module
         combined, fetcher = loop._combined_loader, loop._data_fetcher
-        trained = loop.epoch_loop.batch_progress.current.ready
         loaders = [] if combined is None else combined.flattened
         places = [
-            loader.state_dict() if source is None and has_state(loader) else source and source.state(trained)
-            for loader, source in zip(loaders, self._sources, strict=False)
+            (place or loader).state_dict() if place or has_state(loader) else None
+            for loader, place in zip(loaders, self._followed, strict=False)
         ]
         ahead = getattr(fetcher, "batches", ()) if self._is_in_epoch and None not in places else ()
         reloaded_at = loop._last_train_dl_reload_epoch
@@ -260,6 +275,22 @@ class Fit:
     def _warn(self, text: str) -> None:
         if self.run is not None:
             self.run.manager.emit(Warned(text=text))
+
+
+def _copy_plain(loader: Any) -> Any:
+    """A copy of a plain loader, since one that is followed is changed; others as they are.
+
+    Raises:
+        UsageError: If its sampler counts by itself.
+    """
+    if not isinstance(loader, DataLoader) or has_state(loader):
+        return loader
+    if isinstance(loader.batch_sampler, ResumableSampler):
+        raise UsageError(
+            "a DataLoader over a ResumableSampler counts its epochs by itself, and Lightning's Trainer does, too",
+            hint="Give the Trainer a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
+        )
+    return copy.copy(loader)
 
 
 def _name_all(name: str, objects: list[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 
 _OWN_KEYS: Final = frozenset(
@@ -28,6 +29,7 @@ def read_trainer(trainer: Any, *, is_in_epoch: bool) -> dict[str, Any]:
         "is_in_epoch": is_in_epoch,
         "progress": progress,
         "callbacks": checkpoint["callbacks"],
+        "saved_at": {each.state_key: each._last_global_step_saved for each in _list_checkpoints(trainer)},
         "precision": trainer.precision_plugin.state_dict(),
         "datamodule": {} if datamodule is None else call._call_lightning_datamodule_hook(trainer, "state_dict"),
         "should_stop": trainer.should_stop,
@@ -48,6 +50,11 @@ def load_trainer(trainer: Any, state: dict[str, Any]) -> None:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
     call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
     call._call_callbacks_load_state_dict(trainer, checkpoint)
+    for callback in _list_checkpoints(trainer):
+        # These it does not take back by itself: it would save twice in one step.
+        if callback.state_key in state["saved_at"]:
+            callback._last_global_step_saved = state["saved_at"][callback.state_key]
+            callback.current_score = state["callbacks"][callback.state_key]["current_score"]
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(state["precision"])
     trainer.should_stop = state["should_stop"]
@@ -79,6 +86,10 @@ def load_gradients(module: Any, gradients: dict[str, torch.Tensor]) -> None:
     for name, parameter in module.named_parameters():
         found = gradients.get(name)
         parameter.grad = None if found is None else found.to(parameter.device)
+
+
+def _list_checkpoints(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _read_progress(trainer: Any) -> dict[str, Any]:

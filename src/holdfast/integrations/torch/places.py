@@ -118,7 +118,10 @@ class DataPlace:
     def _key(self) -> int:
         assert self._begin is not None  # It was read, or restored.
         contents = (self._begin["python"][1], self._begin["numpy"][1], self._begin["torch"])
-        return derive(*(int(digest(content)[:16], 16) for content in contents))
+        # Workers whose generators are seeded alike draw different augmentations all the same.
+        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if has_ranks else 0
+        return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
 
     def state_dict(self) -> dict[str, Any]:
         """The place, as plain values."""
@@ -155,6 +158,13 @@ class DataPlace:
             self._restored = {**self._restored, "taken": taken, "ended": False, "stream": None}
         self.resumes = True
 
+    def close(self) -> None:
+        """Lets the loader's workers go, which persist if that was asked for."""
+        inner, self._inner = self._inner, None
+        workers = getattr(inner, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()
+
     def start(self) -> Iterator[Any]:
         """Begins an epoch, or goes on in the one that was restored."""
         state = self._restored if self.resumes else None
@@ -184,9 +194,8 @@ class DataPlace:
         tasks: Any = inner.batch_sampler
         tasks.begin(self._key, taken)
         batches = iter(inner)
-        if state is not None:
-            # Has the sampler draw what it draws while the generators are as they were.
-            tasks.newest.prime()
+        # Has the sampler draw what it draws while the generators are as they are noted down.
+        tasks.newest.prime()
         return batches
 
     def _make_inner(self) -> DataLoader[Any]:
