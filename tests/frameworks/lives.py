@@ -43,6 +43,7 @@ class Life:
             stderr=self._errors,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+            start_new_session=True,
         )
 
     def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
@@ -54,8 +55,11 @@ class Life:
             found += line.startswith(beginning)
 
     def send(self, number: int) -> None:
-        """Sends a signal."""
-        self.process.send_signal(number)
+        """Sends a signal. SIGKILL ends loader workers too, which would hold the pipe for seconds."""
+        if number == signal.SIGKILL:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
 
     def end(self) -> int:
         """Reads what is left, and gives the exit code."""
