@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lives import Life, check_same, live, live_together
 
 import holdfast as hf
 import preloaded
+from mounts import mounted
 
 pytest.importorskip("transformers")
 
@@ -57,10 +60,13 @@ def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
     assert len(steps_told) == len(set(steps_told)) == 42
 
 
-def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path) -> None:
-    untouched = live_together(PROGRAM, tmp_path / "untouched", preload=PRELOAD)
-    killed = live_together(PROGRAM, tmp_path / "killed", preload=PRELOAD, kill_after=10)
-    after = live_together(PROGRAM, tmp_path / "killed", preload=PRELOAD)
+@pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["DDP", "FSDP2"])
+def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, options: tuple[str, ...]) -> None:
+    untouched = live_together(PROGRAM, tmp_path / "untouched", *options, preload=PRELOAD)
+    states = {json.loads(life.first_step())["parameters"] for life in untouched}
+    assert len(states) == (2 if options else 1)
+    killed = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD, kill_after=10)
+    after = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD)
     for rank in range(2):
         check_same([killed[rank], after[rank]], untouched[rank])
         assert after[rank].first_step() != untouched[rank].first_step()
@@ -115,11 +121,80 @@ def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path)
     assert "Stream can only be iterated, and keeps no place" in after.errors
 
 
-def test_wrong_options_are_refused_where_they_are_given(tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.UsageError, match="save_every=500 is no policy for saving"):
-        hf.transformers.Resumable(tmp_path, save_every=500)  # type: ignore[arg-type]
-    with pytest.raises(hf.errors.UsageError, match="did you mean"):
-        hf.transformers.Resumable(tmp_path, save_evry=hf.Steps(5))
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What came of each case, and what was written to standard error."""
+    life = live("transformers_cases.py", tmp_path_factory.mktemp("cases"), preload=PRELOAD)
+    return {line["case"]: line["came"] for line in map(json.loads, life.lines)}, life.errors
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no policy", "UsageError: save_every=500 is no policy for saving"),
+        ("misspelt", "did you mean save_every"),
+        ("kept already", "UsageError: model is an object of the Trainer's, and is kept already"),
+        ("DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
+        ("FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
+        ("batch size", "UsageError: auto_find_batch_size=True begins the training again"),
+        ("changed model", "wrong shape: model/layers.0.weight: stored [8, 4], live [16, 4]"),
+        ("other run", "MismatchError: step 1 does not fit the live objects (nothing was changed)"),
+        ("added later", "UsageError: hf.transformers.Resumable was added after the Trainer was made"),
+        ("loop, DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
+        ("loop, FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
+        ("loop, prepared nothing", "UsageError: the accelerator has prepared nothing yet"),
+        ("loop, prepared name", "UsageError: model is what the accelerator has prepared"),
+    ],
+    ids=lambda value: value.split(":")[0],
+)
+def test_what_cannot_be_right_is_refused_in_words(outcomes: tuple[dict[str, Any], str], case: str, words: str) -> None:
+    assert words in outcomes[0][case]
+
+
+def test_a_trainer_that_saves_as_well_is_warned_and_left_alone(outcomes: tuple[dict[str, Any], str]) -> None:
+    own, kept = outcomes[0]["both save"]
+    assert own == ["checkpoint-4", "checkpoint-8"]
+    assert kept[-1] == "step-000000008"
+    assert outcomes[1].count("holdfast: the Trainer saves as well, to ") == 1
+    assert 'Set save_strategy="no"' in outcomes[1]
+
+
+def test_the_best_model_at_the_end_is_loaded_by_the_trainer(outcomes: tuple[dict[str, Any], str]) -> None:
+    found = outcomes[0]["best at end"]
+    assert found.pop("best step") < 8
+    assert all(found.values())
+
+
+def test_past_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched")
+    lives = [begin(tmp_path / "damaged")]
+    lives[-1].wait_steps(20)
+    lives[-1].send(signal.SIGKILL)
+    lives[-1].end()
+    for _ in range(2):
+        newest = max((tmp_path / "damaged").glob("step-*/manifest.json")).parent
+        data = next(newest.glob("data-*"))
+        content = bytearray(data.read_bytes())
+        content[-4096:] = bytes(each ^ 255 for each in content[-4096:])
+        data.write_bytes(content)
+        lives.append(train(tmp_path / "damaged"))
+        assert f"step {int(newest.name[5:14])} passed over, it is damaged" in lives[-1].errors
+        check_same(lives, untouched)
+
+
+def test_on_a_full_disk_it_fails_in_words_and_goes_on_later(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched")
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
+        lives = [begin(place / "run")]
+        lives[-1].wait_steps(10)
+        with suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        assert lives[-1].end() == 1
+        assert "No space left on device" in lives[-1].errors
+        (place / "filler").unlink()
+        lives.append(train(place / "run"))
+        check_same(lives, untouched)
 
 
 @pytest.mark.parametrize(("kind", "file"), [("model", "model"), ("adapter", "adapter_model")])

@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 import numpy as np
 import torch
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast as hf
@@ -69,6 +69,7 @@ def digest(*parts: object) -> str:
     """A digest of tensors and plain values."""
     content = hashlib.sha256()
     for part in parts:
+        part = part.to_local() if hasattr(part, "to_local") else part
         content.update(part.detach().numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
     return content.hexdigest()[:16]
 
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     given = parser.parse_args()
     configuration = DataLoaderConfiguration(
         dispatch_batches=given.dispatch or None,
@@ -104,6 +106,10 @@ def main() -> None:
     accelerator = accelerate.Accelerator(
         cpu=True, gradient_accumulation_steps=given.accumulate, dataloader_config=configuration
     )
+    if given.fsdp:
+        # On processors alone accelerate heeds no plugin.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     # Each worker has generators of its own.
     rank = accelerator.process_index
     random.seed(rank)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -58,8 +59,20 @@ def digest(*parts: object) -> str:
     """A digest of tensors, arrays and plain values."""
     content = hashlib.sha256()
     for part in parts:
+        part = part.to_local() if hasattr(part, "to_local") else part
         content.update(part.detach().numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
     return content.hexdigest()[:16]
+
+
+class ShardingTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """One whose accelerator shards the model; on processors alone it heeds no plugin."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Sets what accelerate sets on GPUs."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        self.is_fsdp_enabled = True
 
 
 class Teller(TrainerCallback):  # type: ignore[misc]
@@ -113,6 +126,7 @@ def main() -> None:
     parser.add_argument("--evaluate", default="epoch")
     parser.add_argument("--patience", type=int, default=100)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--again", action="store_true")
     given = parser.parse_args()
     # What the program draws besides the Trainer is to be the same in each life.
@@ -140,7 +154,7 @@ def main() -> None:
     )
     stopping.on_train_begin = lambda *_, **__: None
     torch.manual_seed(1)
-    trainer = Trainer(
+    trainer = (ShardingTrainer if given.fsdp else Trainer)(
         Model(),
         arguments,
         train_dataset=Stream() if given.stream else Samples(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -114,8 +115,21 @@ def follow(loader: Any) -> DataPlace:
     # What accelerate prepares says that it is of torch's class.
     if issubclass(type(loader), DataLoaderDispatcher):
         lookahead = 1 if loader.split_batches else loader.state.num_processes
-        return DataPlace(inner, loader, lookahead, may_be_empty=False)
+        followed = type("FollowedDispatcher", (_FollowedDispatcher, type(loader)), {})
+        # It says that it is of torch's class, and can be given no other in the usual way.
+        vars(object)["__class__"].__set__(loader, followed)
+        return DataPlace(inner, loader, lookahead, is_dispatched=True)
     return DataPlace(inner, loader, 1)
+
+
+class _FollowedDispatcher:
+    """A dispatcher, which raises where nothing is left of an epoch; this one gives nothing."""
+
+    base_dataloader: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        place: DataPlace = self.base_dataloader._place
+        return iter(()) if place.try_pass() else super().__iter__()  # type: ignore[misc]
 
 
 def unwrap(obj: Any) -> Any:

@@ -43,7 +43,7 @@ class DataPlace:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, may_be_empty: bool = True
+        self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, is_dispatched: bool = False
     ) -> None:
         """Follows a loader from now on; the loader is changed where it is.
 
@@ -51,7 +51,7 @@ class DataPlace:
             loader: A loader of torch.
             owner: What iterates it and hands its batches on, if anything does; its `iteration` counts the epochs.
             lookahead: How many batches the owner takes from the loader before it hands on the one before.
-            may_be_empty: Whether the owner can go through an epoch of which nothing is left.
+            is_dispatched: Whether the owner gives a part of each batch to each worker; it asks `try_pass` first.
 
         Raises:
             UsageError: If the loader has a way of its own to be iterated.
@@ -64,7 +64,7 @@ class DataPlace:
                 hint="Use torch's DataLoader, or a subclass that leaves __iter__ alone.",
             )
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
-        self._may_be_empty = may_be_empty
+        self._is_dispatched = is_dispatched
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
         self._inner: DataLoader[Any] | None = None
@@ -81,7 +81,7 @@ class DataPlace:
     @property
     def caveat(self) -> str:
         """What a restart will have to do all the same, or cannot; empty if there is no such thing."""
-        if not self._may_be_empty and self._fills_last_batch():
+        if self._is_dispatched and self._fills_last_batch():
             return (
                 "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
                 "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
@@ -146,9 +146,6 @@ class DataPlace:
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
-        if state["ended"] and not self._may_be_empty:
-            self._owner.iteration += 1
-            self._restored, self.resumes = None, False
 
     def resume_at(self, taken: int) -> None:
         """Has the next epoch go on in the one that was restored, after so many batches."""
@@ -164,6 +161,15 @@ class DataPlace:
         workers = getattr(inner, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
+
+    def try_pass(self) -> bool:
+        """Whether the epoch that begins is the one that was restored, and nothing is left of it: then it is over."""
+        if self._restored is None or not self.resumes or not self._restored["ended"]:
+            return False
+        self._restored, self.resumes = None, False
+        self.on_resume()
+        self._owner.iteration += 1
+        return True
 
     def start(self) -> Iterator[Any]:
         """Begins an epoch, or goes on in the one that was restored."""

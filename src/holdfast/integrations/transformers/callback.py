@@ -261,7 +261,7 @@ class _Session:
             raise _BeginAgain(run.restored.step, is_finished=is_finished)
         self._generators = RNG().state_dict()
         progress.apply(trainer)
-        self._worker.apply()
+        self._worker.apply(is_finished=is_finished)
         state.compute_steps(args, state.max_steps)
         self._counted = state.global_step
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+import torch
 from transformers.trainer_callback import ExportableState
 
 from holdfast.integrations.torch.places import DataPlace
@@ -98,6 +100,7 @@ class TrainerWorker:
         self._trainer = trainer
         self._stored: Mapping[str, Any] | None = None
         self._seen_loss: Any = None
+        self._log = _Log()
         self.place: DataPlace | None = None
 
     def see_loss(self, *positional: Any, **named: Any) -> None:
@@ -111,7 +114,7 @@ class TrainerWorker:
         return {
             "loss": 0.0 if loss is None else float(loss),
             "flos": float(trainer.current_flos),
-            "log": dump(trainer.state.log_history),
+            "log": self._log.write(trainer.state.log_history),
             "place": None if self.place is None else self.place.state_dict(),
         }
 
@@ -121,16 +124,18 @@ class TrainerWorker:
         if self.place is not None and state["place"] is not None:
             self.place.load_state_dict(state["place"])
 
-    def apply(self) -> None:
-        """Puts it into the Trainer, whose loop is about to begin."""
+    def apply(self, *, is_finished: bool) -> None:
+        """Puts it into the Trainer, whose loop is about to begin, or to end at once."""
         trainer, state = self._trainer, self._stored
         if state is None:
             return  # The number of workers has changed.
-        trainer.state.log_history = json.loads(state["log"])
+        trainer.state.log_history = self._log.read(state["log"])
         trainer.current_flos = state["flos"]
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss.fill_(state["loss"])
-        elif state["loss"]:
+        elif is_finished:
+            trainer._total_loss_scalar += state["loss"]
+        else:
             self._add_to_first_loss(state["loss"])
 
     def _add_to_first_loss(self, loss: float) -> None:
@@ -141,9 +146,38 @@ class TrainerWorker:
         def first_step(*positional: Any, **named: Any) -> Any:
             del trainer.training_step
             found = step(*positional, **named)
-            return found.new_tensor(loss) + found
+            return torch.tensor(loss, device=found.device) + found
 
         trainer.training_step = first_step
+
+
+class _Log:
+    """The log as lines of JSON, of which a save writes those that are new: a log of days takes a second to write."""
+
+    def __init__(self) -> None:
+        self._begin(np.empty(0, np.uint8), [])
+
+    def _begin(self, lines: np.ndarray[Any, Any], history: list[Any]) -> None:
+        self._lines, self._end = lines, len(lines)
+        self._count, self._newest = len(history), history[-1] if history else None
+
+    def write(self, history: list[Any]) -> np.ndarray[Any, Any]:
+        """The lines of all entries."""
+        if len(history) < self._count or (self._count and history[self._count - 1] is not self._newest):
+            self._begin(np.empty(0, np.uint8), [])  # It is another log.
+        new = "".join(f"{dump(entry)}\n" for entry in history[self._count :]).encode()
+        begin, end = self._end, self._end + len(new)
+        if end > len(self._lines):
+            self._lines = np.concatenate([self._lines[:begin], np.zeros(2 * end - begin, np.uint8)])
+        self._lines[begin:end] = np.frombuffer(new, np.uint8)
+        self._end, self._count, self._newest = end, len(history), history[-1] if history else None
+        return self._lines[:end]
+
+    def read(self, lines: np.ndarray[Any, Any]) -> list[Any]:
+        """The entries."""
+        history = [json.loads(line) for line in lines.tobytes().splitlines()]
+        self._begin(lines, history)
+        return history
 
 
 def describe_model(model: Any) -> dict[str, str]:
