@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from epoch_jobs import make_job, totals_of
 from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Committed, Event, NodesTimed
 from holdfast.jobs import Task, UploadTo, Workspace
+from holdfast.testing.processes import Workers, python
 from mounts import fill, mounted
 
 ray = pytest.importorskip("ray")
@@ -184,20 +187,20 @@ def test_a_node_killed_while_an_epoch_is_saved_is_replaced(tmp_path: Path, momen
     assert len(list(run.glob("step-*"))) == 2, "nothing partial is left"
 
 
-def find_stores() -> set[int]:
-    """The processes of actors through which nodes agree: Ray names processes for what they do."""
+def find_processes(name: str) -> set[int]:
+    """The processes of actors of a class: Ray names processes for what they do."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            if path.read_bytes().startswith(b"ray::StoreActor"):
+            if path.read_bytes().startswith(f"ray::{name}".encode()):
                 found.add(int(path.parent.name))
     return found
 
 
 def test_the_actor_through_which_nodes_agree_is_replaced_with_them(tmp_path: Path) -> None:
-    before = find_stores()
+    before = find_processes("StoreActor")
     with hf.RaySession(NODES[:2]) as session:
-        (store,) = find_stores() - before
+        (store,) = find_processes("StoreActor") - before
 
         def kill(workspace: Workspace) -> None:
             if workspace.epoch == 2 and workspace.node == NODES[0]:
@@ -321,3 +324,29 @@ def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None
     for options in ({"actor_options": 3}, {"replacements_allowed": "3"}):
         with pytest.raises(UsageError):
             hf.RaySession(NODES, **options)
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "recipes" / "ray_job.py"
+
+
+def test_recipe_that_loses_a_node_and_then_its_machine_ends_the_same(tmp_path: Path) -> None:
+    def popen(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(arguments, cwd=tmp_path, **options)
+
+    told = {"PYTHONPATH": str(Path(hf.__file__).parent.parent)}
+    before = find_processes("NodeActor")
+    with Workers(tmp_path) as workers:
+        asked = workers.start(python(EXAMPLE), told, popen)
+        workers.wait_line(asked, "epoch 2 is saved", 120)
+        os.kill(min(find_processes("NodeActor") - before), signal.SIGKILL)
+        workers.wait_line(asked, "epoch 8 is saved", 120)
+        workers.kill(asked, signal.SIGTERM)
+        assert workers.wait(60, [asked]) == [42], workers.report(asked)
+        again = workers.start(python(EXAMPLE), told, popen)
+        assert workers.wait(120, [again]) == [0], workers.report(again)
+        begun, ended = workers.text(again).splitlines()[-2:]
+    assert begun in [f"began with epoch {epoch}, replaced nodes 0 times" for epoch in range(8, 20)]
+    job, result = runpy.run_path(str(EXAMPLE))["describe"]()
+    with hf.LocalSession(["trainer_0", "trainer_1"]) as session:
+        hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path / "untouched")).train(session)
+    assert ended == f"epoch 20: {result.results()}"

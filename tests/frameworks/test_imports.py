@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -53,14 +54,27 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    at_six: dict[str, Any] = {}
+
+    class SaveAtSix(lightning.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+                at_six.update(copy.deepcopy(states_of(trainer, module)))
+
+    def states_of(trainer: Any, module: Any) -> dict[str, Any]:
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        states = {"model": module, "optimizer": trainer.optimizers[0], "scheduler": scheduler}
+        return {name: one.state_dict() for name, one in states.items()}
+
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=4)
     trainer = lightning.Trainer(
-        max_steps=6, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
-    )
+        max_steps=7, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        callbacks=[SaveAtSix()],
+    )  # fmt: skip
     # A setting of a class of the program, as users have them, is in nobody's way.
     module = Module(Path("a"))
     trainer.fit(module, data)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     document = call_json("import", tmp_path / "last.ckpt", tmp_path / "run")
     assert (document["format"], document["step"]) == ("lightning", 6)
@@ -68,12 +82,18 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
     assert "loops" in [one["path"] for one in document["left_out"]]
     fresh = Module(None)
     parts = fresh.configure_optimizers()
-    optimizer, scheduler = parts["optimizer"], parts["lr_scheduler"]["scheduler"]
-    with hf.resumable(tmp_path / "run", model=fresh, optimizer=optimizer, scheduler=scheduler) as run:
+    objects = {"model": fresh, "optimizer": parts["optimizer"], "scheduler": parts["lr_scheduler"]["scheduler"]}
+    with hf.resumable(tmp_path / "run", **objects) as run:
         assert run.step == 6
-        assert equal_states(fresh.state_dict(), module.state_dict())
-        assert equal_states(optimizer.state_dict(), trainer.optimizers[0].state_dict())
-        assert scheduler.state_dict() == trainer.lr_scheduler_configs[0].scheduler.state_dict()
+        assert all(equal_states(one.state_dict(), at_six[name]) for name, one in objects.items())
+        # The seventh step, which is the third of an epoch, as Lightning took it.
+        fresh.training_step(list(data)[2], 2).backward()
+        objects["optimizer"].step()
+        objects["scheduler"].step()
+        run.finish_step()
+    after = states_of(trainer, module)
+    assert not equal_states(after["model"], at_six["model"])
+    assert all(equal_states(one.state_dict(), after[name]) for name, one in objects.items())
 
     # The network without the module around it, and the optimizer alone, under other names.
     renamed = ("--strip-prefix", "net.", "--rename", "state_dict=net", "--only", "net", "--only", "optimizer")
@@ -81,35 +101,52 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
     bare = Module(None)
     optimizer = torch.optim.AdamW(bare.net.parameters())
     with hf.resumable(tmp_path / "bare", net=bare.net, optimizer=optimizer) as run:
-        assert equal_states(bare.state_dict(), module.state_dict())
-        assert equal_states(optimizer.state_dict(), trainer.optimizers[0].state_dict())
+        assert equal_states(bare.state_dict(), at_six["model"])
+        assert equal_states(optimizer.state_dict(), at_six["optimizer"])
 
 
 def test_a_plain_loop_goes_on_from_a_trainer_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    batches: list[Any] = []
+
+    def collate(rows: list[Any]) -> Any:
+        batches.append(transformers.default_data_collator(rows))
+        return dict(batches[-1])
+
     rows = [{"input_ids": torch.arange(8) + row, "labels": torch.arange(8) + row} for row in range(8)]
     options = transformers.TrainingArguments(
-        tmp_path / "out", max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        tmp_path / "out", max_steps=3, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), options, train_dataset=rows)
+    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), options, collate, train_dataset=rows)
     trainer.train()
 
-    source = tmp_path / "out" / "checkpoint-4"
+    source = tmp_path / "out" / "checkpoint-2"
     document = call_json("import", source, tmp_path / "run")
-    assert (document["format"], document["step"]) == ("transformers", 4)
+    assert (document["format"], document["step"]) == ("transformers", 2)
     assert document["objects"] == ["model", "optimizer", "scheduler"]
     assert {"rng_state.pth", "training_args.bin"} <= {one["path"] for one in document["left_out"]}
     other = transformers.Trainer(transformers.GPT2LMHeadModel(config), options, train_dataset=rows)
-    other.create_optimizer_and_scheduler(4)
+    other.create_optimizer_and_scheduler(3)
     model, optimizer, scheduler = other.model, other.optimizer, other.lr_scheduler
     with hf.resumable(tmp_path / "run", model=model, optimizer=optimizer, scheduler=scheduler) as run:
-        assert run.step == 4
-        assert equal_states(model.state_dict(), trainer.model.state_dict())
+        assert run.step == 2
         kept = torch.load(source / "optimizer.pt", weights_only=True)
         assert equal_states(optimizer.state_dict()["state"], kept["state"])
-        assert scheduler.last_epoch == 4
+        assert scheduler.last_epoch == 2
+        # The third step, as the Trainer took it.
+        (batch,), items = other.get_batch_samples(iter(batches[2:3]), 1, torch.device("cpu"))
+        other.training_step(model, batch, items)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        run.finish_step()
+    assert equal_states(model.state_dict(), trainer.model.state_dict())
+    assert equal_states(optimizer.state_dict()["state"], trainer.optimizer.state_dict()["state"])
+    assert scheduler.state_dict() == trainer.lr_scheduler.state_dict()
 
 
 def test_arrays_of_an_orbax_manager_come_back(tmp_path: Path) -> None:
@@ -131,6 +168,44 @@ def test_arrays_of_an_orbax_manager_come_back(tmp_path: Path) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
         assert (jax.numpy.asarray(one) == jax.numpy.asarray(other)).all()
+
+
+def test_state_of_optax_in_orbax_fills_tuples_of_the_program(tmp_path: Path) -> None:
+    """Orbax writes lists for tuples and dicts for named tuples; the state that the program makes says which are."""
+    jax = pytest.importorskip("jax")
+    orbax = pytest.importorskip("orbax.checkpoint")
+    optax = pytest.importorskip("optax")
+    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.01, 9)))
+
+    def step(params: Any, state: Any) -> Any:
+        updates, state = transformation.update(jax.tree.map(jax.numpy.cos, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"kernel": jax.numpy.arange(6.0).reshape(2, 3), "bias": jax.numpy.ones(3)}
+    state = transformation.init(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    with orbax.CheckpointManager(tmp_path / "old") as manager:
+        manager.save(3, args=orbax.args.StandardSave({"params": params, "state": state, "shape": [2, 3]}))
+        manager.wait_until_finished()
+
+    assert call_json("import", tmp_path / "old", tmp_path / "run")["objects"] == ["params", "shape", "state"]
+    fresh = jax.tree.map(jax.numpy.zeros_like, params)
+    # Another transformation has other fields: that is said, and nothing is put together wrongly.
+    with pytest.raises(errors.MismatchError, match="state/0"):
+        with hf.resumable(tmp_path / "run", params=fresh, state=optax.sgd(0.1, 0.9).init(fresh), shape=[0]):
+            pass
+    for _ in range(2):
+        # The second time it comes from a step that holdfast has saved.
+        start = {"params": fresh, "state": transformation.init(fresh), "shape": [0]}
+        with hf.resumable(tmp_path / "run", **start) as run:
+            found = {name: run.checkpoint[name] for name in start}
+            expected = {"params": params, "state": state, "shape": [2, 3]}
+            assert jax.tree.structure(found) == jax.tree.structure(expected)
+            assert all(map(jax.numpy.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+            run.checkpoint["params"], run.checkpoint["state"] = step(found["params"], found["state"])
+            run.finish_step()
+        params, state = step(params, state)
 
 
 def test_nothing_in_a_hostile_lightning_file_is_called(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, Layout, LeafRecord, plan_layout
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
+    IMPORTED_FROM,
     MAX_STEP,
     StepName,
     base_path,
@@ -399,7 +400,7 @@ def _commit(
             strides=tuple(_list_strides(arrays)),
         )
         receipts = write_index(index, storage, name.directory)
-        line.commit(receipts, name, {}, {"imported_from": source})
+        line.commit(receipts, name, {}, {IMPORTED_FROM: source})
     except BaseException as error:
         try:
             line.give_up(name)

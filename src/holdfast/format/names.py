@@ -25,6 +25,9 @@ HYPERPARAMETERS: Final = OWN_PREFIX + "hyperparameters"
 OLD_RUN_CALLS: Final = "total_run_calls"
 """What that count was called before holdfast had names of its own."""
 
+IMPORTED_FROM: Final = "imported_from"
+"""Names, in the metadata of a step that was imported, the file or directory that it was made of."""
+
 START_NAME: Final = ".holdfast-start"
 """In the run's root while a job of several workers begins: what the leader writes there, the others have to see."""
 

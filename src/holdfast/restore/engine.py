@@ -22,7 +22,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
-from holdfast.format.names import StepName, is_own
+from holdfast.format.names import IMPORTED_FROM, StepName, is_own
 from holdfast.format.records import ALONE, SHARDS, Worker
 from holdfast.restore.agreement import Agreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
@@ -345,6 +345,7 @@ class _RestoreTrial:
             stored_workers=self.opened.manifest.world_size,
             left_out=self._left_out,
             made_anew=request.made_anew,
+            lacks_tuples=IMPORTED_FROM in self.opened.manifest.metadata,
         )
         if select is not None and select.unmatched:
             names = ", ".join(repr(name) for name in stored if not is_own(name))

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
-from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass
+from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass, name_of
 from holdfast.format.decoding import (
     ABSENT,
     UNFILLED,
@@ -91,6 +91,8 @@ class Comparison(Decoder):
         select: Callable[[str], bool] | None,
         worker: Worker = ALONE,
         stored_workers: int = 1,
+        *,
+        lacks_tuples: bool = False,
     ) -> None:
         super().__init__(find_codec)
         self.context = CaptureContext(objects, list_members)
@@ -109,6 +111,7 @@ class Comparison(Decoder):
         self._has_moved = worker.world_size != stored_workers
         self.stored_arrays = stored_arrays
         self._select = select
+        self._lacks_tuples = lacks_tuples
         self.whole = select is None
 
     def wants(self, path: str) -> bool:
@@ -121,6 +124,8 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """The value of a node, or the live one where that is to stay."""
+        if self._lacks_tuples and self.rules.fixed_lengths and isinstance(live, tuple):
+            node = _as_tuple(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
             node = _as_state(node, live)
         if self.whole:
@@ -494,6 +499,20 @@ def _as_state(node: Any, live: Any) -> Any:
     adapter = adapter_of(live)
     kind = adapter.kind if adapter is not None else ""
     return {"$": "object", "k": kind, "v": node} if kind in _STATE_DICTS else node
+
+
+def _as_tuple(node: Any, live: tuple[Any, ...]) -> Any:
+    """Takes a list for the tuple, and a dict of its fields for the named tuple, that the program has there."""
+    cls: Any = type(live)
+    if cls is tuple:
+        return {"$": "tuple", "v": node} if type(node) is list else node
+    if not is_namedtuple(cls):
+        return node
+    if node is None and not cls._fields:
+        node = {}
+    if type(node) is not dict or node.keys() != set(cls._fields):
+        return node
+    return {"$": "namedtuple", "k": name_of(cls), "v": node}
 
 
 def live_form(live: Any) -> str:

@@ -91,6 +91,7 @@ def match_objects(
     stored_workers: int = 1,
     left_out: Collection[str] = (),
     made_anew: Collection[str] = (),
+    lacks_tuples: bool = False,
 ) -> Matching:
     """Holds stored state against live objects, which are not changed.
 
@@ -106,6 +107,8 @@ def match_objects(
         left_out: The names of objects that stay as they are, whatever is stored for them.
         made_anew: The names of objects that only say what is to be made; they stay as they are. One that is `PLAIN`
             says nothing.
+        lacks_tuples: Whether tuples may be stored as lists, and named tuples as dicts of their fields, as in a
+            checkpoint that was imported. The live trees say then which are.
 
     Raises:
         FormatError: If the stored state is malformed.
@@ -115,7 +118,7 @@ def match_objects(
     """
     # What some of the workers have as their own may not stand with the one whose state this worker takes.
     has_moved = worker.world_size != stored_workers
-    comparison = Comparison(objects, stored_arrays, select, worker, stored_workers)
+    comparison = Comparison(objects, stored_arrays, select, worker, stored_workers, lacks_tuples=lacks_tuples)
     stored_objects = _rename_old(stored_objects, objects)
     renewals = []
     for name, live in objects.items():
