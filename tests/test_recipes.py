@@ -130,9 +130,8 @@ def assert_went_on(workers: Workers, asked: int, again: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", ["slurm.sh", "torchrun.sh", pytest.param("slurm_torchrun.sh", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["slurm.sh", "torchrun.sh", "slurm_torchrun.sh"])
 def test_two_workers_asked_by_what_started_them_go_on_there(tmp_path: Path, script: str) -> None:
     """The program is the one beside the recipes, as a person tries it first."""
     pytest.importorskip("torch")
