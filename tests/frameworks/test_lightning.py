@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Life, check_same, live
+from lives import PROGRAMS, Life, check_same, live, live_together
 
 import holdfast as hf
 import preloaded
@@ -17,13 +19,15 @@ import preloaded
 pytest.importorskip("lightning")
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+import torch.distributed.run
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.errors import MismatchError, StorageError, UsageError
+from holdfast.errors import MismatchError, SaveFailedError, StorageError, StorageFullError, UsageError
 
 PROGRAM = "lightning_fit.py"
+VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau", "stream"]
 SEED = int(os.environ.get("HOLDFAST_SEED", random.randrange(10_000)))
 
 
@@ -44,9 +48,7 @@ def fit_until(number: signal.Signals, steps: int, *options: str | Path) -> Life:
     return life
 
 
-@pytest.mark.parametrize(
-    "variant", ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau"]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
     draw = random.Random(f"{SEED} {variant}")
     print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
@@ -56,6 +58,48 @@ def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Pat
     resumed = fit(tmp_path / "other", variant)
     check_same([killed, stopped, resumed], untouched)
     assert len(stopped.lines) + len(resumed.lines) < len(untouched.lines) + 2
+
+
+def test_five_kills_and_two_stops_leave_no_trace(tmp_path: Path) -> None:
+    draw = random.Random(f"{SEED} moments")
+    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
+    untouched = fit(tmp_path / "untouched", "callbacks")
+    signals = [*[signal.SIGKILL] * 5, *[signal.SIGTERM] * 2]
+    draw.shuffle(signals)
+    lives = [fit_until(number, draw.randint(2, 8), tmp_path / "other", "callbacks") for number in signals]
+    check_same([*lives, fit(tmp_path / "other", "callbacks")], untouched)
+
+
+@pytest.mark.parametrize("variant", ["ddp", "parallel"])
+def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, variant: str) -> None:
+    untouched = live_together(PROGRAM, tmp_path / "untouched", variant, preload=PRELOAD)
+    killed = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD, kill_after=10)
+    after = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD)
+    for rank in range(2):
+        check_same([killed[rank], after[rank]], untouched[rank])
+        assert after[rank].first_step() != untouched[rank].first_step()
+
+
+def test_a_fit_that_torchrun_starts_again_ends_as_if_untouched(tmp_path: Path) -> None:
+    program = Path(torch.distributed.run.__file__)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(PROGRAMS / PROGRAM)]
+    together = [live(program, *options, tmp_path / end, "ddp", end, preload=PRELOAD) for end in ("-1", "9")]
+    untouched, killed = (Counter(life.lines) for life in together)
+    assert killed.keys() == untouched.keys()
+    assert killed != untouched  # Steps since the last save were trained twice.
+
+
+def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
+    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
+    killed = Life(example, tmp_path / "killed", preload=PRELOAD)
+    killed.wait_steps(2, "epoch")
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = live(example, tmp_path / "killed", preload=PRELOAD)
+    assert "resumed" in after.errors
+    assert after.last == untouched.last
+    assert after.last.startswith("step 630: loss ")
 
 
 class Line(LightningModule):
@@ -141,6 +185,34 @@ def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Pa
     with pytest.raises(StorageError):
         trainer.fit(Line(), make_loader())
     assert trainer.global_step == 0
+
+
+class Fill(Callback):
+    """Counts batches; after the fourth one, no large file can be written."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_ends_a_fit_which_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path, save_every=hf.Steps(1)), Fill(), epochs=3)
+    try:
+        with pytest.raises(SaveFailedError) as failed:
+            trainer.fit(Line(width=20_000), make_loader())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert isinstance(failed.value.__cause__, StorageFullError)
+    counter = Fill()
+    counter.batches = 100
+    again = make_trainer(hf.lightning.Resumable(tmp_path), counter, epochs=3)
+    again.fit(Line(width=20_000), make_loader())
+    assert again.global_step == 12
+    assert counter.batches - 100 in (9, 8)
 
 
 def test_lightning_has_its_own_methods_back_after_a_fit(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """A fit that is killed and resumed by the tests: prints a digest of everything after each batch.
 
-Run it as `python lightning_fit.py DIRECTORY VARIANT [STEPS_A_SAVE]`.
+Run it as `python lightning_fit.py DIRECTORY VARIANT [DIES_AFTER]`: under torchrun, worker 1 kills itself after so many
+batches, once.
 """
 
 import hashlib
 import json
 import logging
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,14 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanAbsoluteError, MetricCollection
 from torchmetrics.regression import MeanSquaredError
 
 import holdfast as hf
 
+# Older versions average no weights.
+AVERAGING: Any = getattr(lightning_callbacks, "EMAWeightAveraging", None)
 SAMPLES = 60
 BATCH = 4
 
@@ -39,6 +47,14 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         noise = 0.01 * torch.randn(4) + 0.01 * float(np.random.rand())
         return index, self.inputs[index] + noise, self.inputs[index].sum()
+
+
+class Stream(IterableDataset[Any]):
+    """The samples one after the other; says neither how many there are nor where it is."""
+
+    def __iter__(self) -> Any:
+        samples = Samples()
+        return (samples[index] for index in range(len(samples)))
 
 
 class Model(LightningModule):
@@ -114,6 +130,34 @@ class Manual(LightningModule):
         return [first, second], schedulers
 
 
+class Divided(LightningModule):
+    """Each worker has a part of each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.ReLU(), nn.Linear(7, 1))
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        assert mesh is not None
+        for layer in (self.net[0], self.net[4], self.net):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _, inputs, targets = batch
+        loss = nn.functional.mse_loss(self.net(inputs).squeeze(-1), targets)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, inputs, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(inputs).squeeze(-1), targets), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)]
+
+
 class Data(LightningDataModule):
     """Counts its epochs, as a curriculum would."""
 
@@ -138,8 +182,8 @@ class Data(LightningDataModule):
 class Tell(Callback):
     """Prints a line for each batch, after all else has been done for it."""
 
-    def __init__(self) -> None:
-        self.seen = hashlib.sha256()
+    def __init__(self, dies_after: int) -> None:
+        self.dies_after = dies_after
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -148,6 +192,8 @@ class Tell(Callback):
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         told = [trainer.current_epoch, batch_idx, repr(indices), repr(loss), digest_of_state(trainer)]
         print(json.dumps({"step": trainer.fit_loop.total_batch_idx, "digest": digest(told)}), flush=True)
+        if trainer.global_rank == 1 and trainer.fit_loop.total_batch_idx == self.dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def digest(value: Any) -> str:
@@ -187,7 +233,7 @@ def digest_of_state(trainer: Any) -> str:
 
 
 def is_average(callback: Any) -> bool:
-    return isinstance(callback, EMAWeightAveraging)
+    return AVERAGING is not None and isinstance(callback, AVERAGING)
 
 
 def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -201,7 +247,7 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
     if variant == "callbacks":
         callbacks = [
             EarlyStopping("val_loss", patience=50),
-            EMAWeightAveraging(decay=0.9),
+            *([AVERAGING(decay=0.9)] if AVERAGING else []),
             # What was saved after the step that a restart goes back to has the same name again.
             ModelCheckpoint(directory / "best", monitor="val_loss", save_top_k=2, enable_version_counter=False),
         ]
@@ -215,6 +261,8 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
         loader = DataLoader(
             data, batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True, generator=generator
         )
+    elif variant == "stream":
+        loader = DataLoader(Stream(), batch_size=BATCH)
     elif variant == "several":
         short = DataLoader(Samples(20), batch_size=BATCH, shuffle=True)
         model = Two()
@@ -227,8 +275,12 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
         return model, {**options, "callbacks": callbacks}, {"datamodule": Data()}
     elif variant == "own":
         loader = hf.ResumableDataLoader(data, batch_size=BATCH, seed=3)
-    elif variant in ("ddp", "parallel"):
-        options |= {"strategy": "ddp", "devices": 2}
+    elif variant == "ddp":
+        options |= {"strategy": "ddp", "devices": 2, "val_check_interval": 4}
+    elif variant == "parallel":
+        model = Divided()
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        options |= {"strategy": strategy, "devices": 2, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
     fit = {"train_dataloaders": loader, "val_dataloaders": None if variant in ("manual", "several") else validation}
     return model, {**options, "callbacks": callbacks}, fit
 
@@ -247,16 +299,16 @@ class Two(Model):
 
 def main() -> None:
     directory, variant = Path(sys.argv[1]), sys.argv[2]
-    every = int(sys.argv[3]) if len(sys.argv) > 3 else 3
+    dies_after = int(sys.argv[3]) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else -1
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
     model, options, fit = make(variant, directory)
     callbacks = [
-        hf.lightning.Resumable(directory / "run", save_every=hf.Steps(every)),
+        hf.lightning.Resumable(directory / "run", save_every=hf.Steps(3)),
         *options.pop("callbacks"),
-        Tell(),
+        Tell(dies_after),
     ]
     trainer = Trainer(
         callbacks=callbacks,

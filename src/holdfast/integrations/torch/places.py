@@ -24,7 +24,7 @@ from holdfast.integrations.torch.loader import (
 _COUNTERS: Final = ("epoch", "seed", "initial_seed")
 """Attributes by which samplers choose the order of an epoch."""
 
-_PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator")
+_PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context")
 
 
 class DataPlace:
@@ -208,6 +208,8 @@ class DataPlace:
         loader = self._loader
         is_batched = loader.batch_sampler is not None
         options = {name: getattr(loader, name) for name in _PASSED_ON}
+        # Its seed for workers is drawn when they start, which those that persist do once: it disturbs no other order.
+        options["generator"] = torch.Generator().manual_seed(self._key)
         if loader.num_workers:
             options["prefetch_factor"] = loader.prefetch_factor
             options["persistent_workers"] = loader.persistent_workers
