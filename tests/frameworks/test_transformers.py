@@ -19,7 +19,13 @@ from mounts import mounted
 pytest.importorskip("transformers")
 
 PROGRAM = "transformers_training.py"
-PRELOAD = (*preloaded.TRAINING, "transformers.trainer", "accelerate", "holdfast.integrations.transformers.callback")
+PRELOAD = (
+    *preloaded.TRAINING,
+    "transformers.trainer",
+    "accelerate",
+    "peft",
+    "holdfast.integrations.transformers.callback",
+)
 
 
 def train(*options: str | Path) -> Life:
@@ -165,6 +171,10 @@ def test_the_best_model_at_the_end_is_loaded_by_the_trainer(outcomes: tuple[dict
     assert all(found.values())
 
 
+def test_an_entry_of_the_log_is_read_by_one_save_alone(outcomes: tuple[dict[str, Any], str]) -> None:
+    assert outcomes[0]["long log"] == {"reads": [1], "restored": [100, 200, 300], "the same": True}
+
+
 def test_past_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
     lives = [begin(tmp_path / "damaged")]
@@ -201,7 +211,7 @@ def test_on_a_full_disk_it_fails_in_words_and_goes_on_later(tmp_path: Path) -> N
 def test_a_model_is_exported_as_save_pretrained_writes_it(tmp_path: Path, kind: str, file: str) -> None:
     from safetensors.torch import load_file
 
-    live("transformers_language.py", tmp_path, kind, preload=(*PRELOAD, "peft"))
+    live("transformers_language.py", tmp_path, kind, preload=PRELOAD)
     hf.export_checkpoint(tmp_path / "run", tmp_path / "exported", to="transformers")
     exported, written = (load_file(tmp_path / name / f"{file}.safetensors") for name in ("exported", "written"))
     assert exported.keys() == written.keys()
@@ -212,7 +222,7 @@ def test_a_model_is_exported_as_save_pretrained_writes_it(tmp_path: Path, kind: 
 
 
 def test_a_frozen_base_is_written_once_with_incremental(tmp_path: Path) -> None:
-    live("transformers_language.py", tmp_path, "adapter", preload=(*PRELOAD, "peft"))
+    live("transformers_language.py", tmp_path, "adapter", preload=PRELOAD)
     sizes = [each.stat().st_size for each in sorted((tmp_path / "run").glob("step-*/data-*"))]
     assert len(sizes) == 3
     assert max(sizes[1:]) < sizes[0] / 2

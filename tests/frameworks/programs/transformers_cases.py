@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers_training import Model, Samples
 
 import holdfast as hf
+from holdfast.integrations.transformers.progress import TrainerWorker
 
 
 class DividedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -116,6 +117,38 @@ def best_at_end(directory: Path) -> Any:
     }
 
 
+class Figure:
+    """A metric that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def tolist(self) -> float:
+        """Its number."""
+        self.reads += 1
+        return 0.5
+
+
+def long_log(directory: Path) -> Any:
+    """Has the state read at three saves, while the log grows, and puts it into another Trainer."""
+    trainer, again = make(directory), make(directory)
+    figures = [Figure() for _ in range(300)]
+    worker = TrainerWorker(trainer)
+    for end in (100, 200, 300):
+        trainer.state.log_history.extend({"loss": each, "step": end} for each in figures[end - 100 : end])
+        state = worker.state_dict()
+    other = TrainerWorker(again)
+    again._total_loss_scalar = 0.0  # As its loop begins.
+    other.load_state_dict(state)
+    other.apply(is_finished=True)
+    own = other.state_dict()["log"]
+    return {
+        "reads": sorted({each.reads for each in figures}),
+        "restored": [each["step"] for each in again.state.log_history[99:202:51]],
+        "the same": bool(own.tobytes() == state["log"].tobytes()),
+    }
+
+
 def divided_loop(directory: Path, kind: str) -> None:
     """Enters a run with an accelerator that has divided the job."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -148,6 +181,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "added later": added_later,
     "both save": both_save,
     "best at end": best_at_end,
+    "long log": long_log,
     "loop, DeepSpeed": lambda place: divided_loop(place, "DEEPSPEED"),
     "loop, FSDP1": lambda place: divided_loop(place, "FSDP"),
     "loop, prepared nothing": prepared_nothing,
